@@ -1,0 +1,59 @@
+# Every target sets itself up: a virtual environment in .venv, installed with the pinned versions.
+# `make help` lists the targets. PYTHON=... chooses the interpreter, JOBS=... the number of test processes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= auto
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
+FAST_TESTS := tests/architecture tests/unit tests/contracts tests/exactness
+CHECKED := src tests $(wildcard benchmarks examples tools)
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## plain beside speculative decoding, with the embedded models
+	@$(BIN)/speculant demo
+
+test: $(VENV)/.installed-dev ## every test that is not marked slow
+	$(PYTEST) -m "not slow" tests
+
+test-all: $(VENV)/.installed-dev ## every test, slow ones too
+	$(PYTEST) tests
+
+check: $(VENV)/.installed-dev ## format, lint, types, architecture, fast tests, style figures
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/mypy
+	$(PYTEST) -q -m "not slow" $(wildcard $(FAST_TESTS))
+	@$(BIN)/python -m tests.architecture.figures
+
+format: $(VENV)/.installed-dev ## rewrite the code in the house's format
+	$(BIN)/ruff format $(CHECKED)
+	$(BIN)/ruff check --fix $(CHECKED)
+
+bench: $(VENV)/.installed-dev ## run every script in benchmarks/
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove the environment and everything that tools leave behind
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@python=$$(PYTHON="$(PYTHON)" sh tools/find_python.sh) && echo "Creating $(VENV) with $$python" \
+		&& "$$python" -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(INPUTS) | $(VENV)/.created
+	@echo "Installing speculant and its dependencies (once, a few minutes; torch is about 200 MB)"
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
+	@echo "Installing speculant with its development tools (once, a few minutes)"
+	@$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

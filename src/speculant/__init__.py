@@ -1,0 +1,45 @@
+"""Speculative decoding that is exact: faster text from the same model, without another answer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speculant.config import EngineConfig
+    from speculant.engine.llm import LLM, StreamPiece
+    from speculant.errors import SpeculantError
+    from speculant.params import SamplingParams
+    from speculant.types import CompletionOutput, DraftTree, RequestOutput, Verdict
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "speculant.engine.llm",
+    "StreamPiece": "speculant.engine.llm",
+    "EngineConfig": "speculant.config",
+    "SamplingParams": "speculant.params",
+    "SpeculantError": "speculant.errors",
+    "CompletionOutput": "speculant.types",
+    "DraftTree": "speculant.types",
+    "RequestOutput": "speculant.types",
+    "Verdict": "speculant.types",
+}
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "DraftTree",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculantError",
+    "StreamPiece",
+    "Verdict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import speculant` alone loads no torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'speculant' has no attribute {name!r}")

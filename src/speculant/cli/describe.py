@@ -1,0 +1,69 @@
+"""What a command says about a result, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speculant.engine.llm import LLM
+    from speculant.metrics import RequestMetrics
+    from speculant.types import CompletionOutput, RequestOutput
+
+
+def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+    """Return a result as `--json` prints it; `outputs` lists the samples where there are several."""
+    samples = [_sample(sample) for sample in output.outputs]
+    prompt_tokens = len(output.prompt_token_ids)
+    completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
+    value = {
+        **samples[0],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+        "metrics": output.metrics.to_dict(),
+        "speculation": {"on": output.metrics.verification is not None, "detail": speculation(llm, output.metrics)},
+    }
+    if output.prompt_logprobs is not None:
+        value["prompt_logprobs"] = [entry and asdict(entry) for entry in output.prompt_logprobs]
+    if len(samples) > 1:
+        value["outputs"] = samples
+    return value
+
+
+def _sample(sample: CompletionOutput) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+    }
+    if sample.logprobs is not None:
+        value["logprobs"] = [asdict(entry) for entry in sample.logprobs]
+    return value
+
+
+def speculation(llm: LLM, metrics: RequestMetrics) -> str:
+    """Say what drafted for a request, or why nothing did."""
+    if llm.speculating and metrics.verification is None:
+        return "switched off for this request"
+    if metrics.verification is None:
+        return llm.speculation
+    return f"{llm.speculation}, verified by {metrics.verification}"
+
+
+def figures(llm: LLM, output: RequestOutput) -> str:
+    """Say in one line what was measured, and whether speculation is on, with what, or why not."""
+    timing, spec = output.metrics.timing, output.metrics.speculative_decoding
+    tokens = sum(len(sample.token_ids) for sample in output.outputs)
+    seconds = (timing.ttft_s or 0.0) + timing.decode_s
+    made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
+    detail = speculation(llm, output.metrics)
+    if output.metrics.verification is None:
+        return f"{made}; speculation is off: {detail}"
+    return (
+        f"{made}; speculation is on: {detail}; mean acceptance length {spec.mean_acceptance_length:.2f}, "
+        f"acceptance rate {spec.acceptance_rate:.2f}"
+    )

@@ -1,0 +1,66 @@
+"""`speculant doctor`: what this machine offers, what is missing, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from speculant.cli.machine import Machine, inspect_machine
+from speculant.cli.terminal import print_json, progress, results
+
+EXAMPLES = "\n\n".join(
+    [
+        "Examples:",
+        "speculant doctor",
+        "speculant doctor --json | python -m json.tool",
+    ]
+)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Say what this machine offers, what is missing, and what that costs."""
+    with progress("Measuring memory bandwidth"):
+        machine = inspect_machine()
+    if as_json:
+        print_json(asdict(machine))
+    else:
+        _show(machine)
+
+
+def _show(machine: Machine) -> None:
+    console = results()
+    for title, section in asdict(machine).items():
+        if title == "findings":
+            continue
+        console.print(title.replace("_", " ").capitalize(), style="bold")
+        console.print(_table(section))
+    console.print("Findings", style="bold")
+    for finding in machine.findings:
+        console.print(f"  {finding.status}: ", style="green" if finding.status == "ok" else "yellow", end="")
+        console.print(finding.what)
+        if finding.cost:
+            console.print(f"      costs: {finding.cost}")
+        if finding.fix:
+            console.print(f"      fix: {finding.fix}")
+
+
+def _table(section: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in section.items():
+        table.add_row(f"  {name.replace('_', ' ')}", _text(value))
+    return table
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "none"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return "not installed" if value is None else str(value)

@@ -1,0 +1,196 @@
+"""Groups of flags that several commands share, made from the fields they set.
+
+A group is a class whose annotations are flags: `name: Annotated[type, "help"]`. A command asks for one
+by annotating a parameter with it, under `@accepts_flags`, and gets back what the user gave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+
+import typer
+
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.params import SamplingParams
+
+NEW_TOKENS = 128  # the command line's max_tokens; SamplingParams' 16 is meant for programs
+
+
+class FlagGroup:
+    """What the user gave of one group: `given` holds no flag that was left out."""
+
+    sets: ClassVar[type]  # the dataclass whose fields these are
+    panel: ClassVar[str]
+    from_environment: ClassVar[bool] = False  # each flag is also SPECULANT_<NAME>
+    renamed: ClassVar[Mapping[str, str]] = {}  # fields whose flags have another name
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        every = {name: values[self.renamed.get(name, name)] for name in self.names()}
+        self.given = {name: value for name, value in every.items() if value not in (None, [])}
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the fields in the order of their flags."""
+        return [name for name in cls.__annotations__ if name not in FlagGroup.__annotations__]
+
+    @classmethod
+    def parameters(cls) -> Iterator[inspect.Parameter]:
+        """Yield the flags as parameters that typer understands; None = not given."""
+        hints = get_type_hints(cls, include_extras=True)
+        for name in cls.names():
+            kind, description = get_args(hints[name])
+            option = typer.Option(
+                help=description,
+                rich_help_panel=cls.panel,
+                show_default=cls._default_text(name),
+                envvar=f"SPECULANT_{name.upper()}" if cls.from_environment else None,
+            )
+            yield inspect.Parameter(
+                cls.renamed.get(name, name),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind | None, option],
+            )
+
+    @classmethod
+    def _default_text(cls, name: str) -> str | bool:
+        field = next(field for field in dataclasses.fields(cls.sets) if field.name == name)
+        has_one = field.default is not dataclasses.MISSING and field.default not in (None, ())
+        return str(field.default) if has_one else False
+
+
+class SamplingFlags(FlagGroup):
+    """How text is sampled and when it ends."""
+
+    sets = SamplingParams
+    panel = "Sampling"
+
+    n: Annotated[int, "Samples of the prompt."]
+    temperature: Annotated[float, "0 is greedy; higher is more varied."]
+    top_k: Annotated[int, "Sample among the k most likely tokens; 0 = all."]
+    top_p: Annotated[float, "Sample among the likeliest tokens that together have this probability."]
+    min_p: Annotated[float, "Drop tokens less likely than this share of the likeliest one's probability."]
+    repetition_penalty: Annotated[float, "Above 1 makes tokens of prompt and output less likely to come again."]
+    presence_penalty: Annotated[float, "Subtracted once from the logit of each token of the output."]
+    frequency_penalty: Annotated[float, "Subtracted from a token's logit each time it is in the output."]
+    logit_bias: Annotated[str, "Added to logits: ID=VALUE,ID=VALUE or a JSON object; -inf bans a token."]
+    seed: Annotated[int, "Fixes the text: the same with speculation on or off, alone or in a batch."]
+    max_tokens: Annotated[int, "Tokens to generate at most."]
+    min_tokens: Annotated[int, "Tokens before an end token may come."]
+    stop: Annotated[list[str], "Text to stop at; can be repeated."]
+    stop_token_ids: Annotated[list[int], "Token ids to stop at; can be repeated."]
+    include_stop_str_in_output: Annotated[bool, "Keep the stop string in the text."]
+    ignore_eos: Annotated[bool, "Go on after an end token."]
+    logprobs: Annotated[int, "Report each token's log-probability and this many alternatives (with --json)."]
+    prompt_logprobs: Annotated[int, "The same for the prompt's tokens (with --json)."]
+    skip_special_tokens: Annotated[bool, "Leave special tokens out of the text."]
+    speculation: Annotated[str, "This request's speculation: off, or KEY=VALUE,... such as num_speculative_tokens=3."]
+
+    def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
+        """Return what the flags describe; `defaults` fill in for those that were not given."""
+        values = {"max_tokens": NEW_TOKENS, **self.given}
+        if "logit_bias" in values:
+            values["logit_bias"] = parse_mapping("--logit-bias", values["logit_bias"])
+        if "speculation" in values:
+            values["speculation"] = parse_speculation(values["speculation"])
+        return dataclasses.replace(defaults or SamplingParams(), **values)
+
+    @classmethod
+    def _default_text(cls, name: str) -> str | bool:
+        return str(NEW_TOKENS) if name == "max_tokens" else super()._default_text(name)
+
+
+class EngineFlags(FlagGroup):
+    """What the engine is made from."""
+
+    sets = EngineConfig
+    panel = "Engine"
+    from_environment = True
+    renamed: ClassVar[Mapping[str, str]] = {"seed": "engine_seed"}  # --seed is the request's
+
+    model: Annotated[str, "The target: a folder, a Hugging Face id, or demo for the embedded one."]
+    draft_model: Annotated[str, "The model that drafts: a folder, a Hugging Face id, or demo."]
+    spec_length: Annotated[int, "Tokens to draft per step."]
+    use_speculative_decoding: Annotated[bool, "Switch speculation; on by default when there is something to draft with."]
+    speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]
+    dtype: Annotated[str, "auto (the checkpoint's), float64, float32 or bfloat16."]
+    device: Annotated[str, "Where to compute: cpu, cuda, cuda:1, ..."]
+    max_model_len: Annotated[int, "Positions per sequence, prompt and output together."]
+    max_num_seqs: Annotated[int, "Sequences that run at a time."]
+    max_num_batched_tokens: Annotated[int, "Rows per pass: prompt chunks, last tokens and drafts together."]
+    kv_cache_backend: Annotated[str, "How keys and values are stored."]
+    kernels: Annotated[str, "Which kernels compute: auto or reference."]
+    seed: Annotated[int, "Seeds the requests that bring no seed of their own."]
+
+    def values(self) -> dict[str, Any]:
+        """Return the arguments of `LLM`."""
+        values = dict(self.given)
+        if "model" not in values:
+            raise ConfigError(
+                "no model was given",
+                "add --model PATH_OR_ID, or --model demo --draft-model demo for the embedded pair.",
+            )
+        if "speculative_config" in values:
+            values["speculative_config"] = parse_mapping("--speculative-config", values["speculative_config"])
+        return values
+
+
+def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter that is annotated with a group by the group's flags."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p.annotation)}
+    own = [parameter for name, parameter in signature.parameters.items() if name not in groups]
+    parameters = [*own, *(flag for group in groups.values() for flag in group.parameters())]
+
+    @functools.wraps(command)
+    def with_flags(**values: Any) -> None:
+        command(
+            **{parameter.name: values[parameter.name] for parameter in own},
+            **{name: group(values) for name, group in groups.items()},
+        )
+
+    del with_flags.__wrapped__
+    with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_flags
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, FlagGroup)
+
+
+def parse_mapping(flag: str, text: str) -> dict[str, Any]:
+    """Read KEY=VALUE,KEY=VALUE or a JSON object; values are JSON where they can be, else text."""
+    if text.lstrip().startswith("{"):
+        return _parse_object(flag, text)
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if any(not (key.strip() and equals) for key, equals, _ in pairs):
+        raise ConfigError(f"{flag} {text!r} is not KEY=VALUE,...", "write key=value pairs or a JSON object.")
+    return {key.strip(): _parse_value(value.strip()) for key, _, value in pairs}
+
+
+def _parse_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag} is not valid JSON: {error}", "quote it for the shell, or write KEY=VALUE.") from error
+    return value
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def parse_speculation(text: str) -> bool | dict[str, Any]:
+    """Read the per-request switch: on, off, or values of the speculative config."""
+    switches = {"on": True, "off": False}
+    return switches[text] if text in switches else parse_mapping("--speculation", text)

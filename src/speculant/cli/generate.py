@@ -1,0 +1,104 @@
+"""`speculant generate`: one prompt in, text out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from speculant.cli.describe import document, figures
+from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.terminal import messages, print_json, progress, results
+from speculant.errors import RequestError
+
+if TYPE_CHECKING:
+    from speculant.engine.llm import LLM
+    from speculant.params import SamplingParams
+    from speculant.types import RequestOutput
+
+EXAMPLES = "\n\n".join(
+    [
+        "Examples:",
+        'speculant generate "def read(path):" --model demo --draft-model demo',
+        'speculant generate "def read(path):" --model demo --draft-model demo --temperature 0 --max-tokens 200 --json',
+        "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
+        "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
+        "SPECULANT_MODEL=demo speculant generate 'import os' --seed 7 --n 3",
+    ]
+)
+
+
+@accepts_flags
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
+    *,
+    sampling: SamplingFlags,
+    engine: EngineFlags,
+) -> None:
+    """Complete a prompt.
+
+    Text appears on standard output as it is made; what was measured follows on standard error, with
+    whether speculation is on and why.
+    """
+    text, values = read_prompt(prompt, prompt_file), engine.values()
+    sampling.params()  # refuses what is out of range before anything is loaded
+    with progress("Loading the models"):
+        llm = _load(values)
+    params = sampling.params(llm.default_params)
+    if as_json:
+        print_json(document(llm, llm.generate([text], params)[0]))
+    elif params.n == 1:
+        messages().print(figures(llm, _stream(llm, text, params)), style="dim")
+    else:
+        messages().print(figures(llm, _list(llm, text, params)), style="dim")
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """Return the prompt from the one place that was given."""
+    if (prompt is None) == (prompt_file is None):
+        raise RequestError(
+            "there is no prompt" if prompt is None else "there are two prompts",
+            "give a PROMPT, or - to read it from standard input, or --prompt-file FILE.",
+        )
+    if prompt_file is not None:
+        return _read_file(prompt_file)
+    return sys.stdin.read() if prompt == "-" else str(prompt)
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the prompt file {path} can't be read: {error}", "name a UTF-8 text file.") from error
+
+
+def _load(values: dict[str, object]) -> LLM:
+    from speculant.engine.llm import LLM
+
+    return LLM(**values)  # type: ignore[arg-type]
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    """Print the text while it is made."""
+    last = None
+    for piece in llm.stream(prompt, params):
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        last = piece.output or last
+    sys.stdout.write("\n")
+    assert last is not None, "a stream ends with its output"
+    return last
+
+
+def _list(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    """Print several samples, each under its number."""
+    output = llm.generate([prompt], params)[0]
+    console = results()
+    for sample in output.outputs:
+        console.print(f"--- {sample.index + 1} of {params.n} ({sample.finish_reason})", style="bold")
+        console.print(sample.text)
+    return output

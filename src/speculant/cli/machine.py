@@ -1,0 +1,200 @@
+"""What this machine is: the facts behind `speculant doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from speculant.errors import ModelError
+from speculant.models.source import resolve_source
+
+MIB = 2**20
+GIB = 2**30
+BANDWIDTH_BYTES = 256 * MIB  # well beyond the caches
+BANDWIDTH_REPEATS = 5
+
+ROLES = ("target", "draft")  # of the embedded pair
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+# Instruction sets that decide which kernels can run; the names are those of /proc/cpuinfo.
+INSTRUCTION_SETS = (
+    *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni"),
+    *("amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "fphp", "i8mm", "bf16", "sve", "sve2"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is there or missing: what it costs to be without it, and how to get it."""
+
+    status: str  # ok, missing, note
+    what: str
+    cost: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything doctor reports, one mapping per section. Sizes are in GiB, bandwidth in GB/s."""
+
+    python: dict[str, Any]
+    processor: dict[str, Any]
+    memory: dict[str, Any]
+    torch: dict[str, Any]
+    cuda: dict[str, Any]
+    kernels: dict[str, Any]
+    packages: dict[str, str | None]
+    embedded_models: dict[str, Any]
+    findings: list[Finding]
+
+
+def inspect_machine() -> Machine:
+    """Collect the facts; takes a second, for the bandwidth."""
+    cuda = _cuda()
+    packages = _packages()
+    return Machine(
+        python={"version": platform.python_version(), "platform": platform.platform()},
+        processor=_processor(),
+        memory=_memory(),
+        torch=_torch(),
+        cuda=cuda,
+        kernels={"in_use": "reference", "native": "not built"},
+        packages=packages,
+        embedded_models=_embedded_models(),
+        findings=[*_package_findings(packages), *_model_findings(), *_kernel_findings(), _cuda_finding(cuda)],
+    )
+
+
+def _processor() -> dict[str, Any]:
+    text = _read("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    present = set(flags.group(1).split()) if flags else set()
+    return {
+        "model": name.group(1) if name else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instruction_sets": [name for name in INSTRUCTION_SETS if name in present],
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _memory() -> dict[str, Any]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    return {
+        "total_gib": page * os.sysconf("SC_PHYS_PAGES") / GIB,
+        "available_gib": int(available.group(1)) * 1024 / GIB if available else None,
+        "read_bandwidth_gb_per_s": measure_bandwidth(),
+    }
+
+
+def measure_bandwidth() -> float:
+    """Return how fast all threads together read memory, in GB/s: the bound on decoding at batch 1."""
+    import torch
+
+    data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(BANDWIDTH_REPEATS):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return BANDWIDTH_BYTES / best / 1e9
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    return {
+        "version": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "mkl": torch.backends.mkl.is_available(),
+        "onednn": torch.backends.mkldnn.is_available(),
+    }
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"available": count > 0, "devices": [torch.cuda.get_device_name(index) for index in range(count)]}
+
+
+def _packages() -> dict[str, str | None]:
+    names = [re.split(r"[^\w.-]", line)[0] for line in requires("speculant") or [] if "extra ==" not in line]
+    return {name: _version(name) for name in ["speculant", *names]}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _embedded_models() -> dict[str, Any]:
+    sizes = {role: sum(path.stat().st_size for path in _model_files(role)) for role in ROLES}
+    return {f"{role}_mib": size / MIB if size else None for role, size in sizes.items()}
+
+
+def _model_files(role: str) -> list[Path]:
+    try:
+        return sorted(resolve_source("demo", role).glob("*"))
+    except ModelError:
+        return []
+
+
+def _package_findings(packages: dict[str, str | None]) -> list[Finding]:
+    missing = [name for name, found in packages.items() if found is None]
+    if not missing:
+        return [Finding("ok", "all required packages are installed")]
+    return [
+        Finding("missing", f"packages: {', '.join(missing)}", "parts of Speculant fail", "reinstall with constraints.txt")
+    ]
+
+
+def _model_findings() -> list[Finding]:
+    present = {f"{role}/{path.name}" for role in ROLES for path in _model_files(role)}
+    missing = [file for file in (f"{role}/{name}" for role in ROLES for name in MODEL_FILES) if file not in present]
+    if not missing:
+        return [Finding("ok", "the embedded models are complete")]
+    return [
+        Finding(
+            "missing",
+            f"the embedded models lack {', '.join(missing)}",
+            "`speculant demo` and --model demo do not work",
+            "reinstall speculant",
+        )
+    ]
+
+
+def _kernel_findings() -> list[Finding]:
+    return [
+        Finding(
+            "note",
+            "this version computes with torch's kernels; there are no native ones yet",
+            "speed, and in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
+            "use dtype float64 where the same tokens are needed bit for bit",
+        )
+    ]
+
+
+def _cuda_finding(cuda: dict[str, Any]) -> Finding:
+    if cuda["available"]:
+        return Finding("ok", f"CUDA: {', '.join(cuda['devices'])}; use it with --device cuda")
+    return Finding("note", "no CUDA device", "models run on the processor")

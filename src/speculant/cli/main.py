@@ -1,0 +1,72 @@
+"""The `speculant` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from speculant.cli import demo, doctor, generate, train
+from speculant.cli.terminal import show_error
+from speculant.errors import SpeculantError
+
+EXIT_RUNTIME = 1  # something did not fit or broke off
+EXIT_USAGE = 2  # something the user can correct
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="speculant",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.add_typer(train.app, name="train")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from speculant import __version__
+
+        typer.echo(f"speculant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Make language models answer faster without changing what they say.
+
+    `speculant demo` shows it with the embedded models; `speculant COMMAND --help` has examples.
+    """
+
+
+def main() -> None:
+    """Run the command line; errors become a message, a fix and an exit code, never a traceback.
+
+    SPECULANT_DEBUG=1 lets them through.
+    """
+    if os.environ.get("SPECULANT_DEBUG") == "1":
+        app()
+        return
+    try:
+        app()
+    except SpeculantError as error:
+        show_error(error)
+        sys.exit(EXIT_USAGE if isinstance(error, ValueError) else EXIT_RUNTIME)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_RUNTIME)
+
+
+if __name__ == "__main__":
+    main()

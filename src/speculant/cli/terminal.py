@@ -1,0 +1,49 @@
+"""Where output goes: results to stdout, everything about them to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from speculant.errors import SpeculantError
+
+
+def results() -> Console:
+    """Return the console for results. Text is shown as it is: no markup, no highlighting, no wrapping."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def messages() -> Console:
+    """Return the console for what is said about results."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_error(error: SpeculantError) -> None:
+    """Say what is wrong and how to mend it."""
+    console = messages()
+    console.print("error: ", style="bold red", end="")
+    console.print(error.problem)
+    console.print("  fix: ", style="bold", end="")
+    console.print(error.fix)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON document to stdout."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[None]:
+    """Show that something is under way, on a terminal only."""
+    console = messages()
+    if console.is_terminal:
+        with console.status(doing):
+            yield
+    else:
+        yield

@@ -1,0 +1,149 @@
+"""What can be configured. `resolve` alone turns "auto" and missing values into real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculant.errors import ConfigError, suggest
+
+DTYPES = ("auto", "float64", "float32", "bfloat16")
+BACKENDS = ("auto", "reference")
+CACHES = ("slotted",)
+DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len says otherwise
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is made from; each field is a command-line flag and an environment variable.
+
+    Speculation is on if `draft_model` or `speculative_config` is given and `use_speculative_decoding`
+    is not False. `spec_length` is `num_speculative_tokens` under seed 001's name.
+    """
+
+    model: str
+    draft_model: str | None = None
+    spec_length: int | None = None
+    use_speculative_decoding: bool | None = None  # None = on when there is something to draft with
+    speculative_config: Mapping[str, Any] | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    kv_cache_backend: str = "slotted"
+    kernels: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kernels", self.kernels, BACKENDS)
+        _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "spec_length"):
+            _check_positive(name, getattr(self, name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
+                "every running sequence needs a token per step; raise max_num_batched_tokens.",
+            )
+        if self.use_speculative_decoding and not (self.draft_model or self.speculative_config):
+            raise ConfigError(
+                "use_speculative_decoding is on but there is nothing to draft with",
+                'set draft_model, or speculative_config={"method": ...} for a drafter that needs no model.',
+            )
+        self.speculative()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from keyword values; an unknown one is an error with a suggestion."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown engine argument {key!r}", suggest(key, known))
+        return cls(**values)
+
+    def speculative(self) -> SpeculativeConfig | None:
+        """Return the speculative part, merged from its three spellings; None when speculation is off."""
+        if self.use_speculative_decoding is False or not (self.draft_model or self.speculative_config):
+            return None
+        return SpeculativeConfig.from_mapping(
+            self.speculative_config or {}, model=self.draft_model, num_speculative_tokens=self.spec_length
+        )
+
+    def why_not_speculative(self) -> str:
+        """Say why speculation is off, for the user."""
+        if self.use_speculative_decoding is False:
+            return "use_speculative_decoding is False"
+        return "no draft_model or speculative_config was given"
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made and checked. `options` are the method's own keys.
+
+    method None = the one that drafts with `model`; num_speculative_tokens None = the method's usual
+    length; verification "auto" picks by request (algorithms of match and ratio rules).
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    verification: str = "auto"
+    draft_length: str = "fixed"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_positive("num_speculative_tokens", self.num_speculative_tokens)
+        if self.method is None and self.model is None:
+            raise ConfigError(
+                "speculative_config names neither a method nor a model",
+                'add "method" or "model".',
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], **elsewhere: Any) -> SpeculativeConfig:
+        """Build from a mapping; `elsewhere` are the same keys given by other arguments (None = not given)."""
+        own = {f.name for f in dataclasses.fields(cls)} - {"options"}
+        merged = {key: value for key, value in values.items() if key in own}
+        for key, value in elsewhere.items():
+            if value is not None and merged.get(key, value) != value:
+                raise ConfigError(
+                    f"{key} is given twice, as {value!r} and as {merged[key]!r} in speculative_config", "keep one."
+                )
+            merged[key] = merged.get(key, value)
+        return cls(**merged, options={key: value for key, value in values.items() if key not in own})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The resolved sizes that bound an engine's work."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def resolve(config: EngineConfig, max_positions: int) -> Limits:
+    """Turn missing sizes into values for a model that was made for `max_positions`."""
+    if config.max_model_len is not None and config.max_model_len > max_positions:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is beyond the {max_positions} positions the model was made for",
+            f"use at most {max_positions}.",
+        )
+    return Limits(
+        max_model_len=config.max_model_len or min(max_positions, DEFAULT_CONTEXT),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")

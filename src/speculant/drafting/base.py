@@ -1,0 +1,102 @@
+"""What a drafter is, and what it is given to build itself from.
+
+A drafter is one module with a function `build(context) -> Drafter` and, if it takes options of its
+own, a frozen dataclass `Options`. State is keyed by `request.seq` and is always allowed to be behind:
+a drafter catches up with `request.tokens` in the next `propose`, so there is no special case for a
+first round, a round without drafting, or one in which everything was accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.errors import ConfigError, suggest
+from speculant.models.base import CausalLM
+from speculant.sampling.chance import Chances
+from speculant.types import DraftTree, Request
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DrafterNeeds:
+    """What a drafter announces to the engine as data.
+
+    max_nodes: the most nodes it can propose for one sequence; None = any number.
+    emits_probs: its trees carry the laws they were drawn from when a ratio rule will want them.
+    emits_tree: its trees may branch.
+    own_cache: it keeps a KV cache of its own.
+    hidden_layers: target layers whose hidden states it wants in `observe`.
+    target_inputs: it adds rows of its own to the target's pass.
+    max_positions: the longest sequence it can draft for; None = any.
+    """
+
+    max_nodes: int | None = None
+    emits_probs: bool = False
+    emits_tree: bool = False
+    own_cache: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    target_inputs: bool = False
+    max_positions: int | None = None
+
+
+class Drafter(Protocol):
+    """Proposes what might come next. It never changes a request."""
+
+    needs: DrafterNeeds
+
+    def begin(self, seq: Request) -> None:
+        """Hear of a new sequence."""
+        ...
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """Return one tree per sequence with at most `limits[i]` nodes; an empty one is legal."""
+        ...
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """Hear which tokens were committed; `seq.tokens` already ends with them."""
+        ...
+
+    def end(self, seq: Request) -> None:
+        """Forget a sequence that is over or was set aside; it may begin again."""
+        ...
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter may build itself from.
+
+    load_draft: loads a checkpoint by name and checks that its tokens are the target's.
+    make_cache: makes a cache of the engine's kind for a model's cache shape.
+    """
+
+    options: Mapping[str, Any]
+    model: str | None
+    vocab_size: int
+    device: torch.device
+    chances: Chances
+    max_num_batched_tokens: int
+    load_draft: Callable[[str], CausalLM]
+    make_cache: Callable[[CacheShape], KVCache]
+
+
+def read_options(context: DrafterContext, kind: type[T]) -> T:
+    """Build a drafter's own options from the speculative config; an unknown key is an error."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in context.options:
+        if key not in known:
+            raise ConfigError(f"unknown speculative_config key {key!r} for this method", suggest(key, known))
+    return kind(**context.options)
+
+
+def no_options(context: DrafterContext) -> None:
+    """Refuse any option, for drafters that have none."""
+    for key in context.options:
+        raise ConfigError(f"unknown speculative_config key {key!r} for this method", "remove it.")

@@ -1,0 +1,73 @@
+"""Drafts with a chosen acceptance, for benchmarks: what would a drafter this good be worth?
+
+The drafter learns a prompt's continuation the first time it is generated and replays it afterwards,
+with a token changed on purpose at the positions where a keyed coin says so. So run each prompt once
+to teach it, then measure. A prompt it has not seen gets no draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, DrafterNeeds, read_options
+from speculant.errors import ConfigError
+from speculant.sampling.chance import mix
+from speculant.types import DraftTree, Request
+
+DEFAULT_LENGTH = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """acceptance_rate: the probability with which each draft token is the remembered one."""
+
+    acceptance_rate: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance_rate <= 1:
+            raise ConfigError(
+                f"acceptance_rate={self.acceptance_rate} is not a probability", "use a number from 0 to 1."
+            )
+
+
+class SyntheticDrafter:
+    """Replays what it saw, spoilt at a chosen rate."""
+
+    needs = DrafterNeeds()
+
+    def __init__(self, options: Options, vocab_size: int) -> None:
+        self._rate = options.acceptance_rate
+        self._vocab_size = vocab_size
+        self._scripts: dict[tuple[int, ...], list[int]] = {}
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        return [self._propose_one(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def _propose_one(self, seq: Request, limit: int) -> DraftTree:
+        script = self._scripts.get(seq.prompt, [])
+        ahead = script[seq.num_output : seq.num_output + limit]
+        return DraftTree.chain([self._spoil(token, seq.num_output + i) for i, token in enumerate(ahead)])
+
+    def _spoil(self, token: int, position: int) -> int:
+        keep = mix(position) < self._rate * 2**64
+        return token if keep else (token + 1) % self._vocab_size
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """See `Drafter.observe`: remember the longest continuation of each prompt."""
+        if seq.finished and seq.num_output >= len(self._scripts.get(seq.prompt, [])):
+            self._scripts[seq.prompt] = seq.output
+
+    def end(self, seq: Request) -> None:
+        """See `Drafter.end`."""
+
+
+def build(context: DrafterContext) -> SyntheticDrafter:
+    """Make the drafter; it needs no model."""
+    return SyntheticDrafter(read_options(context, Options), context.vocab_size)

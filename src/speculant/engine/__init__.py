@@ -1,0 +1,1 @@
+"""The loop that turns requests into tokens."""

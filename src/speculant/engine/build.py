@@ -1,0 +1,115 @@
+"""Puts an engine together from a configuration: everything is checked here, not at the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speculant import plugins
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
+from speculant.drafting.base import Drafter, DrafterContext
+from speculant.engine.engine import Engine, EngineOptions
+from speculant.errors import ConfigError, suggest
+from speculant.models.base import CausalLM
+from speculant.models.weights import Checkpoint, load_model
+from speculant.sampling.chance import KeyedChances
+from speculant.scheduling.draft_length import Fixed
+from speculant.text.tokenizer import Tokenizer, compare_vocabularies
+from speculant.verification.base import Verifier
+
+_DRAFTERS, _RULES = "speculant.drafting", "speculant.verification"
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine and what stands around it. `speculation` says what drafts, or why nothing does."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    limits: Limits
+    drafting: bool
+    speculation: str
+
+
+def build_engine(config: EngineConfig) -> Built:
+    """Load the target, its tokenizer and the drafter, and check that they fit each other."""
+    target = load_model(config.model, config.dtype, config.device)
+    tokenizer = Tokenizer.from_folder(target.folder)
+    limits = resolve(config, target.model.max_positions)
+    spec = config.speculative()
+    method = _method(spec) if spec else None
+    drafter = _build_drafter(config, spec, method, target, tokenizer, limits) if spec and method else None
+    length = _draft_length(spec, method) if spec and method else 0
+    engine = Engine(
+        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto"),
+        target.model,
+        _make_cache(target.model.cache_shape, limits),
+        KeyedChances(),
+        load_rules(),
+        Fixed(length),
+        drafter,
+    )
+    says = f"{method}, {length} tokens a step" if drafter else config.why_not_speculative()
+    return Built(engine, tokenizer, target, limits, drafter is not None, says)
+
+
+def load_rules() -> dict[str, Verifier]:
+    """Return every verification rule by name."""
+    return {name: plugins.load(_RULES, name).build() for name in plugins.names(_RULES)}
+
+
+def _method(spec: SpeculativeConfig) -> str:
+    """Return the method's name; a model without a method means the drafter that announces itself for it."""
+    if spec.method is not None:
+        return spec.method
+    announced = (n for n in plugins.names(_DRAFTERS) if getattr(plugins.load(_DRAFTERS, n), "DRAFTS_WITH_MODEL", False))
+    return next(announced)
+
+
+def _draft_length(spec: SpeculativeConfig, method: str) -> int:
+    if spec.draft_length != "fixed":
+        raise ConfigError(f"draft_length={spec.draft_length!r} is unknown", suggest(spec.draft_length, ["fixed"]))
+    usual: int = plugins.load(_DRAFTERS, method).DEFAULT_LENGTH
+    return spec.num_speculative_tokens or usual
+
+
+def _build_drafter(
+    config: EngineConfig,
+    spec: SpeculativeConfig,
+    method: str,
+    target: Checkpoint,
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> Drafter:
+    def load_draft(source: str) -> CausalLM:
+        draft = load_model(source, config.dtype, config.device, role="draft")
+        compare_vocabularies(tokenizer, Tokenizer.from_folder(draft.folder))
+        return draft.model
+
+    context = DrafterContext(
+        options=spec.options,
+        model=spec.model,
+        vocab_size=target.model.vocab_size,
+        device=target.model.cache_shape.device,
+        chances=KeyedChances(),
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        load_draft=load_draft,
+        make_cache=lambda shape: _make_cache(shape, limits),
+    )
+    drafter: Drafter = plugins.load(_DRAFTERS, method).build(context)
+    return drafter
+
+
+def _make_cache(shape: CacheShape, limits: Limits) -> KVCache:
+    return SlottedKVCache(shape, limits.max_num_seqs, limits.max_model_len)
+
+
+def generation_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the sampling settings that a checkpoint recommends, under this package's names."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
+    return found if checkpoint.generation.get("do_sample") else {}

@@ -1,0 +1,105 @@
+"""The only place where a request changes: tokens are appended one by one until something ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.engine.runner import Fed
+from speculant.scheduling.scheduler import Scheduled
+from speculant.types import Request, StepOutput, TokenLogprob, Verdict
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The tokens a request gained in one step, and how they are told to the caller."""
+
+    request: Request
+    tokens: list[int]
+    outputs: list[StepOutput]
+
+
+def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
+    """Append a verdict's tokens up to the first stop, and make the cache agree.
+
+    What lies behind the stop is dropped everywhere: tokens, text, log-probabilities, usage, cache.
+    Afterwards the cache holds all but the newest token.
+    """
+    request, tree = fed.item.request, fed.tree
+    base = len(request.tokens)
+    tokens = _append([*(tree.token_list[node] for node in verdict.path), verdict.token], request, max_model_len)
+    _record_logprobs(request, fed, verdict, len(tokens))
+    cache.keep_path(request.seq, base, verdict.path[: len(tokens) - 1])
+    request.rounds += 1
+    if tree.size:
+        accepted = min(len(verdict.path), len(tokens))
+        tested = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
+        request.metrics.speculative_decoding.record(tree.size, accepted, max(accepted, min(tested, len(tokens))))
+    request.metrics.timing.record_tokens(now, len(tokens))
+    return Committed(request, tokens, _outputs(request, tokens, len(verdict.path)))
+
+
+def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:
+    committed = []
+    for token in tokens:
+        request.tokens.append(token)
+        committed.append(token)
+        request.finish_reason, request.stop_reason = _why_finished(request, token, max_model_len)
+        if request.finished:
+            break
+    return committed
+
+
+def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
+    """Say whether a request that just gained `token` is over; an end token or stop string comes first."""
+    stop_string = request.watch.push(token) if request.watch else None
+    if request.num_output >= request.params.min_tokens:
+        if token in request.end_token_ids:
+            return "stop", token
+        if stop_string is not None:
+            return "stop", stop_string
+    if request.num_output == request.params.max_tokens or len(request.tokens) >= max_model_len:
+        return "length", None
+    return None, None
+
+
+def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[StepOutput]:
+    outputs = [StepOutput(request.request_id, request.index, t, i < num_drafted) for i, t in enumerate(tokens)]
+    if request.finished:
+        rate = request.metrics.speculative_decoding.draft_acceptance_rate
+        last = outputs[-1]
+        outputs[-1] = StepOutput(
+            last.request_id, last.index, last.token, last.drafted, request.finish_reason, acceptance_rate=rate
+        )
+    return outputs
+
+
+def _record_logprobs(request: Request, fed: Fed, verdict: Verdict, count: int) -> None:
+    if request.params.logprobs is None or fed.logits is None:
+        return
+    rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's law is its parent's row
+    request.logprobs += token_logprobs(fed.logits[rows], request.tokens[-count:], request.params.logprobs)
+
+
+def record_prompt(item: Scheduled, logits: Tensor) -> None:
+    """Note log-probabilities of the prompt tokens behind the fed ones; logits are [m, V]."""
+    request = item.request
+    following = request.prompt[item.start + 1 : item.start + 1 + len(logits)]
+    known = request.prompt_logprobs or [None]  # nothing precedes the first token
+    request.prompt_logprobs = [*known, *token_logprobs(logits, following, request.params.prompt_logprobs or 0)]
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Return the log-probability of tokens[i] under logits[i] [m, V], its rank, and the `top` best."""
+    table = torch.log_softmax(logits.to(torch.float64), dim=-1)
+    chosen = table.gather(1, torch.tensor(tokens, device=table.device)[:, None])
+    ranks = (table > chosen).sum(-1) + 1
+    best = table.topk(top, dim=-1)
+    rows = zip(
+        tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+    )
+    return [TokenLogprob(token, value, rank, dict(zip(ids, values, strict=True))) for token, value, rank, ids, values in rows]

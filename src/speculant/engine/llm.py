@@ -1,0 +1,190 @@
+"""`LLM`: prompts in, text out, in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speculant.config import EngineConfig
+from speculant.engine.build import build_engine, generation_defaults
+from speculant.errors import RequestError
+from speculant.metrics import RequestMetrics
+from speculant.params import SamplingParams
+from speculant.text.stream import TextStream
+from speculant.types import CompletionOutput, Request, RequestOutput, StepOutput
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """One committed token as it is streamed. `text` may be empty while a character is incomplete.
+
+    `drafted` marks an accepted draft token; `output` comes with a request's last piece.
+    """
+
+    index: int
+    token: int | None  # None = text that was held back until the end
+    text: str
+    drafted: bool = False
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+
+class LLM:
+    """A model, its tokenizer, an optional drafter, and an engine that runs them.
+
+    Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a Hugging Face id
+    or "demo". Raises SpeculantError with the fix for anything that does not fit.
+    """
+
+    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
+        self.config = EngineConfig.from_mapping({"model": model, "draft_model": draft_model, **arguments})
+        self._built = build_engine(self.config)
+        self._ids = itertools.count()
+        self.engine = self._built.engine
+        self.tokenizer = self._built.tokenizer
+
+    @property
+    def speculating(self) -> bool:
+        """Whether drafts are made."""
+        return self._built.drafting
+
+    @property
+    def speculation(self) -> str:
+        """What drafts, and how long; or why nothing does."""
+        return self._built.speculation
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling settings that the checkpoint recommends."""
+        return SamplingParams.from_mapping(generation_defaults(self._built.checkpoint))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids) together; one result per prompt, in order.
+
+        One SamplingParams serves all prompts, or give one for each.
+        """
+        listed = _as_prompts(prompts)
+        jobs: list[_Job] = []
+        try:
+            for prompt, params in zip(listed, self._params_for(listed, sampling_params), strict=True):
+                jobs.append(self._start(prompt, params))
+            while not all(job.finished for job in jobs):
+                self.engine.step()
+        finally:
+            self._abandon(jobs)
+        return [job.output() for job in jobs]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """Yield each token of a prompt's samples as it is committed; closing the iterator aborts."""
+        job = self._start(prompt, sampling_params or self.default_params)
+        try:
+            while not job.finished:
+                for output in self.engine.step():
+                    if output.request_id == job.request_id:
+                        yield from job.pieces(output)
+        finally:
+            self._abandon([job])
+
+    def _start(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request_id = f"request-{next(self._ids)}"
+        requests = self.engine.add_request(
+            tokens, params, request_id, watch=lambda: TextStream(self.tokenizer, params)
+        )
+        return _Job(request_id, prompt if isinstance(prompt, str) else None, requests)
+
+    def _abandon(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            if not job.finished:
+                self.engine.abort(job.request_id)
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.default_params] * len(prompts)
+        if len(given) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(given)} sampling parameters", "give one for each, or one for all."
+            )
+        return given
+
+
+class _Job:
+    """One prompt's sequences and their texts, until they are told to the caller."""
+
+    def __init__(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
+        self.request_id, self._prompt, self._requests = request_id, prompt, requests
+        self._closed: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self._requests)
+
+    def pieces(self, output: StepOutput) -> Iterator[StreamPiece]:
+        """Yield the piece of one committed token; the last piece of a sample carries what was held back."""
+        watch = self._watch(self._requests[output.index])
+        text = watch.pop()
+        if output.finish_reason is None:
+            yield StreamPiece(output.index, output.token, text, output.drafted)
+            return
+        text += self._close(self._requests[output.index])
+        done = self.output() if self.finished and len(self._closed) == len(self._requests) else None
+        yield StreamPiece(output.index, output.token, text, output.drafted, output.finish_reason, done)
+
+    def output(self) -> RequestOutput:
+        metrics = RequestMetrics(self._requests[0].metrics.timing, verification=self._requests[0].metrics.verification)
+        for request in self._requests:
+            metrics.speculative_decoding.add(request.metrics.speculative_decoding)
+        first = self._requests[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(first.prompt),
+            outputs=[self._completion(request) for request in self._requests],
+            finished=self.finished,
+            metrics=metrics,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        if request.finished:
+            self._close(request)
+        return CompletionOutput(
+            index=request.index,
+            text=self._watch(request).text,
+            token_ids=request.output,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=None if request.params.logprobs is None else request.logprobs,
+        )
+
+    def _close(self, request: Request) -> str:
+        if request.index in self._closed:
+            return ""
+        self._closed.add(request.index)
+        return self._watch(request).finish()
+
+    @staticmethod
+    def _watch(request: Request) -> TextStream:
+        assert isinstance(request.watch, TextStream)
+        return request.watch
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt (a text, or token ids) from several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, Mapping):
+        raise RequestError(f"prompts are a {type(prompts).__name__}", "give a text, a list of token ids, or a list of those.")
+    if prompts and isinstance(prompts[0], int):
+        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]

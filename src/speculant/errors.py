@@ -1,0 +1,47 @@
+"""What the user did wrong, what it means, and what to do instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SpeculantError(Exception):
+    """Base of every error a user can cause.
+
+    The message is one sentence on what is wrong and why, followed by the fix.
+    """
+
+    def __init__(self, problem: str, fix: str) -> None:
+        self.problem = problem
+        self.fix = fix
+        super().__init__(f"{problem}\n  Fix: {fix}")
+
+
+class ConfigError(SpeculantError, ValueError):
+    """A configuration or sampling parameter that is out of range, unknown or contradictory."""
+
+
+class ModelError(SpeculantError, ValueError):
+    """A checkpoint that can't be loaded: missing, misshaped, unsafe or of an unknown kind."""
+
+
+class PairError(SpeculantError, ValueError):
+    """A draft that does not fit its target."""
+
+
+class RequestError(SpeculantError, ValueError):
+    """A prompt or request that can't be served."""
+
+
+class CapacityError(SpeculantError, RuntimeError):
+    """Something that does not fit: cache memory, sequence slots, context length."""
+
+
+def suggest(given: str, known: Iterable[str]) -> str:
+    """Return advice for an unknown name: the closest known one, else all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(given, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}? Known: {', '.join(names)}."
+    return f"use one of: {', '.join(names)}."

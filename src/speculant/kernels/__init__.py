@@ -1,0 +1,1 @@
+"""Operations under the models. `reference` defines what is correct."""

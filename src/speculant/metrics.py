@@ -1,0 +1,162 @@
+"""Counters and timings of requests and of the engine. Nothing here prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpeculationMetrics:
+    """What speculation did for one request (seed 000, "the metrics that matter"; seed 001 D9).
+
+    `acceptance_histogram[k]` counts the steps in which exactly k draft tokens were kept.
+    """
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_tested_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int, tested: int) -> None:
+        """Count one verification of a draft of `drafted` > 0 nodes."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_draft_tokens += accepted
+        self.num_tested_tokens += tested
+        missing = accepted + 1 - len(self.acceptance_histogram)
+        self.acceptance_histogram += [0] * missing
+        self.acceptance_histogram[accepted] += 1
+
+    def add(self, other: SpeculationMetrics) -> None:
+        """Pool another request's counts into these."""
+        self.num_spec_steps += other.num_spec_steps
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_draft_tokens += other.num_accepted_draft_tokens
+        self.num_tested_tokens += other.num_tested_tokens
+        self.acceptance_histogram += [0] * (len(other.acceptance_histogram) - len(self.acceptance_histogram))
+        for accepted, steps in enumerate(other.acceptance_histogram):
+            self.acceptance_histogram[accepted] += steps
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per speculative step, the correction or bonus included."""
+        return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted / drafted (seed 001): also counts tokens that were never looked at."""
+        return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Pooled alpha, accepted / tested (seed 000): tokens behind a rejection are not tested."""
+        return _ratio(self.num_accepted_draft_tokens, self.num_tested_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts and rates under their documented keys."""
+        rates = {name: getattr(self, name) for name in _RATES}
+        return {**asdict(self), **rates}
+
+
+_RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
+
+
+@dataclass
+class TimingMetrics:
+    """Wall-clock figures of one request, in seconds since `arrival` unless said otherwise."""
+
+    arrival: float
+    first_token: float | None = None
+    last_token: float | None = None
+    num_tokens: int = 0
+    target_passes: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # between one token and the next; 0 within a step
+
+    def record_pass(self, draft_s: float, verify_s: float) -> None:
+        """Count one target pass that the request took part in."""
+        self.target_passes += 1
+        self.draft_s += draft_s
+        self.verify_s += verify_s
+
+    def record_tokens(self, now: float, n: int) -> None:
+        """Count n > 0 tokens that were committed together."""
+        if self.last_token is None:
+            self.first_token = now
+            self.gaps += [0.0] * (n - 1)
+        else:
+            self.gaps += [now - self.last_token] + [0.0] * (n - 1)
+        self.last_token = now
+        self.num_tokens += n
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def decode_s(self) -> float:
+        """Time from the first token to the last."""
+        if self.first_token is None or self.last_token is None:
+            return 0.0
+        return self.last_token - self.first_token
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first, per second of decoding."""
+        return _ratio(len(self.gaps), self.decode_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures under their documented keys; inter-token latencies as percentiles."""
+        return {
+            "ttft_s": self.ttft_s,
+            "decode_s": self.decode_s,
+            "tokens_per_s": self.tokens_per_s,
+            "target_passes": self.target_passes,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "itl_s": {f"p{q}": percentile(self.gaps, q) for q in (50, 90, 99)},
+        }
+
+
+@dataclass
+class RequestMetrics:
+    """All figures of one request. `verification` is the rule that was used; None = no speculation."""
+
+    timing: TimingMetrics
+    speculative_decoding: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    verification: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values for JSON."""
+        return {
+            "speculative_decoding": {**self.speculative_decoding.to_dict(), "verification": self.verification},
+            "timing": self.timing.to_dict(),
+        }
+
+
+@dataclass
+class EngineMetrics:
+    """Totals over an engine's life: where the time of its steps went, in seconds."""
+
+    steps: int = 0
+    tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+
+
+def percentile(values: Sequence[float], q: int) -> float | None:
+    """Return the q-th percentile by the nearest rank; None when there are no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, (len(ordered) * q) // 100)]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

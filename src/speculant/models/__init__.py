@@ -1,0 +1,1 @@
+"""Decoders of several families over one cache interface: file name = Hugging Face model_type."""

@@ -1,0 +1,101 @@
+"""Which keys each row of a flat batch may see, and attention over them.
+
+keys of one sequence    [ committed context | rows of this pass: chain, then draft nodes ]
+a chain row sees        everything up to and including itself
+a draft node sees       the chain, its own ancestors and itself; never a cousin
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculant.cache.base import KVCache
+from speculant.models.base import Batch, Segment
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Masks of one pass: made once, used by every layer of the same window."""
+
+    batch: Batch
+    masks: dict[int | None, list[Tensor | None]]  # window -> per segment [groups * rows, keys], or None = all visible
+
+    @classmethod
+    def build(cls, batch: Batch, windows: frozenset[int | None], groups: int, dtype: torch.dtype) -> AttentionPlan:
+        """Work out the masks for every sliding window that the model's layers use (None = no window).
+
+        A mask is added to the scores, so it holds 0 and -inf in the model's dtype; it is repeated for
+        the `groups` query heads that share a key head.
+        """
+        return cls(batch, {window: _segment_masks(batch, window, groups, dtype) for window in windows})
+
+
+def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, cache: KVCache) -> Tensor:
+    """Scaled dot-product attention of each row over its sequence's cache.
+
+    query is [T, heads, head_dim]; the result has the same shape. Heads that share a key head are
+    folded into rows, so keys and values are read in place and never repeated.
+    """
+    segments, masks = plan.batch.segments, plan.masks[window]
+    if len(segments) == 1:
+        return _attend_one(query, *cache.read(layer, segments[0].slots.seq), masks[0])
+    parts = query.split([segment.num_rows for segment in segments])
+    return torch.cat(
+        [
+            _attend_one(rows, *cache.read(layer, segment.slots.seq), mask)
+            for segment, rows, mask in zip(segments, parts, masks, strict=True)
+        ]
+    )
+
+
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    n, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    folded = query.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * n, dim)
+    out = functional.scaled_dot_product_attention(
+        folded, keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0), attn_mask=mask
+    )
+    return out.view(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+def _segment_masks(
+    batch: Batch, window: int | None, groups: int, dtype: torch.dtype
+) -> list[Tensor | None]:
+    masks, first = [], 0
+    for segment in batch.segments:
+        positions = batch.positions[first : first + segment.num_rows]
+        masks.append(_segment_mask(segment, positions, window, groups, dtype))
+        first += segment.num_rows
+    return masks
+
+
+def _segment_mask(
+    segment: Segment, positions: Tensor, window: int | None, groups: int, dtype: torch.dtype
+) -> Tensor | None:
+    if segment.num_rows == 1 and (window is None or segment.slots.end <= window):
+        return None
+    visible = visible_keys(segment, positions, window)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+    return mask.repeat(groups, 1)
+
+
+def visible_keys(segment: Segment, positions: Tensor, window: int | None) -> Tensor:
+    """Return the boolean mask [rows, keys] of one sequence: True where a row may look.
+
+    positions [rows] are the rows' positions; with a sliding window a row sees the last `window`
+    positions, itself included, counted along its own path.
+    """
+    start, end, device = segment.slots.start, segment.slots.end, positions.device
+    mask = torch.ones(segment.num_rows, end, dtype=torch.bool, device=device).tril(start)
+    if not segment.tree.is_chain:
+        chain = segment.num_committed
+        mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)
+    if window is not None:
+        key_positions = torch.cat([torch.arange(start, device=device), positions])
+        mask &= key_positions[None, :] > positions[:, None] - window
+    return mask

@@ -1,0 +1,100 @@
+"""What a model is to the rest of the package: a flat batch in, hidden states and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache, Slots
+from speculant.types import DraftTree
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence's rows in a flat batch: `slots` says where they are stored.
+
+    The last `tree.size` rows are draft nodes behind the root, the rest a chain of committed tokens.
+    """
+
+    slots: Slots
+    tree: DraftTree
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this sequence in the batch."""
+        return len(self.slots.rows)
+
+    @property
+    def num_committed(self) -> int:
+        """Rows that are committed tokens (not draft nodes)."""
+        return self.num_rows - self.tree.size
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompt chunks, last tokens and draft trees of many sequences, side by side.
+
+    T is the number of rows over all segments. There is no padding and no batch dimension.
+    """
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64; a draft node's position is its depth, not its row
+    rows: Tensor  # [T] int64, storage rows in the cache
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one sequence feeds in a pass: committed tokens its cache has not seen, then a draft tree."""
+
+    seq: int
+    tokens: Sequence[int]
+    tree: DraftTree
+
+
+class CausalLM(Protocol):
+    """A decoder whose cache is an argument."""
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What one position of this model's cache holds."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, padding rows included."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context the model was made for."""
+        ...
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Return hidden states [T, hidden], writing the batch's keys and values to the cache."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [r, vocab_size] of the given hidden rows [r, hidden]."""
+        ...
+
+
+def build_batch(feeds: Sequence[Feed], cache: KVCache, device: torch.device) -> Batch:
+    """Reserve cache rows for every feed and lay the sequences side by side (seed 001 D4)."""
+    segments, tokens, positions = [], [], []
+    for feed in feeds:
+        slots = cache.reserve(feed.seq, len(feed.tokens) + feed.tree.size)
+        root = slots.start + len(feed.tokens) - 1
+        segments.append(Segment(slots, feed.tree))
+        tokens += [*feed.tokens, *feed.tree.token_list]
+        positions += [*range(slots.start, root + 1), *(root + depth for depth in feed.tree.depths)]
+    return Batch(
+        torch.tensor(tokens, device=device),
+        torch.tensor(positions, device=device),
+        torch.cat([segment.slots.rows for segment in segments]),
+        tuple(segments),
+    )

@@ -1,0 +1,144 @@
+"""The decoder that all families share. Parameter names are those of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.kernels import reference
+from speculant.models.attention import AttentionPlan, attend
+from speculant.models.base import Batch
+from speculant.models.config import DecoderConfig
+from speculant.models.rotary import Rotary
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation of the last dimension."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., dim]."""
+        return reference.rms_norm(x, self.weight, self._eps)
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped heads over the cache."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self._layer, self._window, self._dim = layer, config.windows[layer], config.head_dim
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self._qk_norm = config.qk_norm
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, cache: KVCache) -> Tensor:
+        """Map x [T, hidden] to [T, hidden], writing this layer's keys and values on the way."""
+        query, key, value = (proj(x).view(len(x), -1, self._dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self._qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = reference.rotate(query, *angles), reference.rotate(key, *angles)
+        cache.write(self._layer, plan.batch.rows, key, value)
+        out = attend(query, self._layer, self._window, plan, cache)
+        projected: Tensor = self.o_proj(out.reshape(len(x), -1))
+        return projected
+
+
+class MLP(nn.Module):
+    """The gated feed-forward block."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]."""
+        out: Tensor = self.down_proj(reference.silu_gate(self.gate_proj(x), self.up_proj(x)))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, cache: KVCache) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, plan, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Backbone(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """A `CausalLM`: embedding, layers, norm, and a head that may be the embedding itself."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_head()
+        self._rotary = Rotary(config.rope, config.head_dim)
+        self._windows = frozenset(config.windows)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, padding rows included."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context the checkpoint was made for."""
+        return self.config.max_positions
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What one position of this model's cache holds."""
+        weight = self.model.embed_tokens.weight
+        config = self.config
+        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+
+    def tie_head(self) -> None:
+        """Make the head the embedding itself, if the config says so; again whenever parameters are replaced."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """See `CausalLM.forward`."""
+        x: Tensor = self.model.embed_tokens(batch.tokens)
+        angles = self._rotary.angles(batch.positions, x.dtype)
+        plan = AttentionPlan.build(batch, self._windows)
+        for layer in self.model.layers:
+            x = layer(x, angles, plan, cache)
+        out: Tensor = self.model.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        out: Tensor = self.lm_head(hidden)
+        return out

@@ -1,0 +1,102 @@
+"""Where a checkpoint comes from: the embedded pair, a local folder, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from speculant.errors import ModelError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+_UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
+
+
+def resolve_source(source: str, role: str = "target", revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, downloading it first if `source` is a hub id.
+
+    "demo" is the embedded pair, of which `role` ("target" or "draft") picks a half; a folder that
+    exists comes before a hub id of the same name. HF_HUB_OFFLINE=1 restricts hub ids to what has
+    been downloaded before. Raises ModelError.
+    """
+    if source == "demo":
+        return _demo(role)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{source} is a file, not a folder", "name the folder that holds config.json.")
+    if not _HUB_ID.fullmatch(source):
+        raise ModelError(f"there is no folder {source}", "check the path, or give a Hugging Face id such as org/name.")
+    return _download(source, revision)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ModelError when it is missing, broken or no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path.parent} has no {path.name}", "name a folder in Hugging Face format, or download it again."
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}", "download the checkpoint again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object", "download the checkpoint again.")
+    return content
+
+
+def _demo(role: str) -> Path:
+    folder = Path(__file__).parents[1] / "assets" / "demo" / role
+    if not folder.is_dir():
+        raise ModelError(
+            f"this installation has no embedded {role} model ({folder} is missing)",
+            "reinstall speculant, or name a folder or a Hugging Face id.",
+        )
+    return folder
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """Fetch a snapshot from the hub: resumable, with progress, and from the local cache when offline."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except Exception as error:  # which errors a dead network raises depends on the client's version
+        raise _hub_error(name, error) from error
+    return Path(folder)
+
+
+def _hub_error(name: str, error: Exception) -> ModelError:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    reason = str(error).strip().split("\n")[0]
+    if isinstance(error, GatedRepoError):
+        return ModelError(f"access to {name} is restricted on the hub", "ask for it there, then run `hf auth login`.")
+    if isinstance(error, RevisionNotFoundError):
+        return ModelError(f"{name} on the hub has no such revision ({reason})", "check the revision.")
+    if isinstance(error, RepositoryNotFoundError | HFValidationError):
+        return ModelError(
+            f"{name} is neither a folder here nor a model on the hub ({reason})",
+            "check the spelling; for a private one run `hf auth login`.",
+        )
+    offline = isinstance(error, OfflineModeIsEnabled) or _is_offline()
+    cause = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({type(error).__name__}: {reason})"
+    return ModelError(
+        f"{name} is no folder here, has not been downloaded before, and {cause}",
+        "connect to the network" + (" and unset HF_HUB_OFFLINE" if offline else "") + ", or give a local folder.",
+    )
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)

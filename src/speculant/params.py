@@ -1,0 +1,144 @@
+"""How one request is sampled and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from speculant.errors import ConfigError, suggest
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+MAX_STOPS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings in vLLM's names. Every setting is a law over tokens (seed 002 section 2.2).
+
+    temperature 0 is greedy: the lowest token id among the most likely ones. The law is made in this
+    order: logit_bias, end tokens banned below min_tokens, repetition, presence and frequency
+    penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own law, before all that.
+
+    A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
+    `speculation` overrides the engine per request: False turns it off, a mapping may set
+    `num_speculative_tokens` and `verification`.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all tokens; -1, other engines' spelling of it, is read as 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16  # None = up to the context's end
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report per token
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    speculation: bool | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        bias = {_token_id(key): float(value) for key, value in dict(self.logit_bias or {}).items()}
+        self._set(stop=stops, stop_token_ids=tuple(self.stop_token_ids), logit_bias=MappingProxyType(bias))
+        self._set(top_k=0 if self.top_k == -1 else self.top_k)
+        for name, (low, high) in _RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
+        for name in _INTEGERS:
+            _check_integer(name, getattr(self, name))
+        self._check_rest()
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_rest(self) -> None:
+        if self.repetition_penalty <= 0:
+            raise ConfigError("repetition_penalty must be above 0", "1.0 turns it off; 1.1 is a usual value.")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0", "use temperature=0 for greedy decoding.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", "lower min_tokens."
+            )
+        if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):
+            raise ConfigError(f"stop must be at most {MAX_STOPS} non-empty strings", "remove empty or surplus ones.")
+        if isinstance(self.speculation, Mapping):
+            for key in self.speculation:
+                if key not in _SPECULATION:
+                    raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION))
+        for value in self.logit_bias.values():
+            if math.isnan(value) or value == math.inf:
+                raise ConfigError(f"logit_bias has a value of {value}", "use a finite number or -inf to ban a token.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the law is a point mass."""
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the law depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping; an unknown key is an error with a suggestion."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown sampling parameter {key!r}", suggest(key, known))
+        return cls(**values)
+
+
+_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "n": (1, MAX_N),
+        "temperature": (0, 100),
+        "top_k": (0, math.inf),
+        "top_p": (0, 1),
+        "min_p": (0, 1),
+        "repetition_penalty": (0, 100),
+        "presence_penalty": (-100, 100),
+        "frequency_penalty": (-100, 100),
+        "max_tokens": (1, math.inf),
+        "min_tokens": (0, math.inf),
+        "logprobs": (0, MAX_LOGPROBS),
+        "prompt_logprobs": (0, MAX_LOGPROBS),
+        "seed": (-(2**63), 2**64 - 1),
+    }
+)
+_SPECULATION = ("num_speculative_tokens", "verification")
+_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is not a number from {low} to {high}", f"set {name} within that range.")
+
+
+def _check_integer(name: str, value: float | None) -> None:
+    if value is not None and not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} is not a whole number", f"use {int(value)} or another whole number.")
+
+
+def _token_id(key: Any) -> int:
+    try:
+        return int(key)
+    except (TypeError, ValueError):
+        raise ConfigError(f"logit_bias has the key {key!r}, not a token id", "use token ids as keys.") from None

@@ -1,0 +1,96 @@
+"""Methods found by name: module name = method name, and entry points for other people's packages.
+
+A package such as `speculant.drafting` is a kind of plugin. A module in it is a plugin if it defines
+the kind's attribute at the top level; nothing has to be registered, and nothing is imported before
+it is asked for. Other packages add theirs under an entry point group of the kind's name:
+
+    [project.entry-points."speculant.models"]
+    my_family = "my_package.my_family"
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from importlib.abc import InspectLoader
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any
+
+from speculant.errors import ConfigError, suggest
+
+ATTRIBUTES = {
+    "speculant.drafting": "build",
+    "speculant.models": "read_config",
+    "speculant.verification": "build",
+}
+
+
+def names(package: str, attribute: str | None = None) -> list[str]:
+    """Return the sorted names of a kind's plugins, without importing any of them.
+
+    `attribute` is what makes a module a plugin; left out, it is the kind's own.
+    """
+    wanted = attribute or ATTRIBUTES[package]
+    return sorted({*_built_in(package, wanted), *_entry_points(package)})
+
+
+def load(package: str, name: str) -> Any:
+    """Import a plugin and return its module (or whatever object an entry point names).
+
+    Raises ConfigError for an unknown name, or when the plugin does not define the kind's attribute.
+    """
+    attribute = ATTRIBUTES[package]
+    if name in _built_in(package, attribute):
+        return importlib.import_module(f"{package}.{name}")
+    if name not in (others := _entry_points(package)):
+        kind = package.rpartition(".")[2]
+        raise ConfigError(f"there is no {kind} plugin called {name!r}", suggest(name, names(package)))
+    return _load_entry_point(others[name], attribute)
+
+
+def _built_in(package: str, attribute: str) -> Iterator[str]:
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if _defines(f"{package}.{module.name}", attribute):
+            yield module.name
+
+
+def _defines(module: str, attribute: str) -> bool:
+    """Tell from the source, so that a plugin whose own imports are missing can still be listed."""
+    spec = find_spec(module)
+    loader = spec.loader if spec else None
+    source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
+    if source is None:
+        return hasattr(importlib.import_module(module), attribute)
+    return any(attribute in _bound_names(statement) for statement in ast.parse(source).body)
+
+
+def _bound_names(statement: ast.stmt) -> list[str]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.ImportFrom(names=aliases):
+            return [alias.asname or alias.name for alias in aliases]
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _entry_points(package: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=package)}
+
+
+def _load_entry_point(point: EntryPoint, attribute: str) -> Any:
+    try:
+        plugin = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"plugin {point.name!r} ({point.value}) can't be imported: {error}", "reinstall or repair its package."
+        ) from error
+    if not hasattr(plugin, attribute):
+        raise ConfigError(
+            f"plugin {point.name!r} ({point.value}) does not define {attribute!r}", "tell its author, or uninstall it."
+        )
+    return plugin

@@ -1,0 +1,148 @@
+"""Randomness as an interface: whatever draws a number asks a `Chance`.
+
+Every production stream is a counter-based hash of (seed, purpose, round) or of (seed, position), so
+nothing depends on the batch, on other requests or on how many numbers somebody else drew.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speculant.types import Request
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Chance(Protocol):
+    """The two questions that drafting and verification ask of randomness."""
+
+    def accept(self, probability: float) -> bool:
+        """Return True with the given probability; never for 0, always for 1."""
+        ...
+
+    def draw(self, weights: Tensor) -> int:
+        """Return a token drawn with probability proportional to weights [V] (any positive sum)."""
+        ...
+
+
+class Chances(Protocol):
+    """Where the `Chance` of a request's next step comes from."""
+
+    def draft(self, request: Request) -> Chance:
+        """Return the chance with which the request's next draft is drawn."""
+        ...
+
+    def verify(self, request: Request) -> Chance:
+        """Return the chance with which the request's next verdict is reached."""
+        ...
+
+
+class Purpose(IntEnum):
+    """What a stream is for. Streams of different purposes are independent."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    DRAW = 3
+    NOISE = 4
+    REQUEST = 5
+
+
+class Stream:
+    """Independent uniforms, keyed by (seed, purpose, round) and counted from 0."""
+
+    def __init__(self, seed: int, purposes: tuple[Purpose, Purpose], round_: int) -> None:
+        self._accept_key = mix(seed, purposes[0], round_)
+        self._draw_key = mix(seed, purposes[1], round_)
+        self._count = 0
+
+    def accept(self, probability: float) -> bool:
+        """See `Chance.accept`: u < probability, strictly, with u in [0, 1)."""
+        return self._uniform(self._accept_key) < probability
+
+    def draw(self, weights: Tensor) -> int:
+        """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
+        cumulative = weights.to(torch.float64).cumsum(0)
+        point = cumulative[-1:] * self._uniform(self._draw_key)
+        index = int(torch.searchsorted(cumulative, point, right=True))
+        return index if index < len(weights) else int(weights.nonzero()[-1])
+
+    def _uniform(self, key: int) -> float:
+        self._count += 1
+        return (mix(key, self._count) >> 11) * 2.0**-53
+
+
+class KeyedNoise:
+    """Gumbel noise keyed by (seed, absolute position, token id): argmax(log w + G) is a draw from w.
+
+    Draft and target that draw at the same position use the same noise and so mostly agree
+    (`match`); a draw depends on its own position alone. Never pair it with a ratio rule.
+    """
+
+    def __init__(self, seed: int, position: int) -> None:
+        self._seed = seed
+        self._position = position
+
+    def accept(self, probability: float) -> bool:
+        """See `Chance.accept`; a matching rule has no use for it."""
+        raise TypeError("keyed noise is shared with the draft and must not decide a p/q ratio test")
+
+    def draw(self, weights: Tensor) -> int:
+        """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
+        support = weights.nonzero().flatten()
+        noise = gumbel(mix(self._seed, Purpose.NOISE, self._position), support)
+        self._position += 1
+        return int(support[(weights[support].to(torch.float64).log() + noise).argmax()])
+
+
+class KeyedChances:
+    """The production source: keyed noise where draft and target are coupled, else separate streams."""
+
+    def draft(self, request: Request) -> Chance:
+        """See `Chances.draft`."""
+        if request.coupled:
+            return KeyedNoise(request.seed, len(request.tokens))
+        return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds)
+
+    def verify(self, request: Request) -> Chance:
+        """See `Chances.verify`."""
+        if request.coupled:
+            return KeyedNoise(request.seed, len(request.tokens))
+        return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds)
+
+
+def mix(*values: int) -> int:
+    """Hash integers to 64 bits: one splitmix64 round per value."""
+    state = 0
+    for value in values:
+        state = _finalise((state ^ (value & _MASK)) + _GOLDEN & _MASK)
+    return state
+
+
+def _finalise(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def gumbel(key: int, tokens: Tensor) -> Tensor:
+    """Return standard Gumbel noise [k] in float64 for token ids [k], a pure function of (key, id)."""
+    x = tokens.to(torch.int64) * _signed(_GOLDEN) + _signed(key)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shift(x, 31)
+    uniform = (_shift(x, 12).to(torch.float64) + 0.5) * 2.0**-52  # within (0, 1), exactly representable
+    return -(-uniform.log()).log()
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 right as if it were unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,169 @@
+"""From logits to the law that a token is drawn from: one function, for draft and target alike.
+
+Laws are float64, whatever the logits are, and each row's law depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.params import SamplingParams
+from speculant.types import Request
+
+_FIRST_LOOK = 512  # candidates of top-p and min-p rows looked at first, and how much
+_WIDEN = 8  # further to look while they are too few
+
+
+@dataclass(frozen=True)
+class Node:
+    """A place where a token is chosen: a request's last token followed by `drafted` ancestors."""
+
+    request: Request
+    drafted: Sequence[int] = ()
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's own settings."""
+        return self.request.params
+
+
+def distribution(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+    """Return laws [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
+
+    Order: bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p.
+    """
+    scores = _edited(logits, nodes)
+    laws = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
+    for make, indices in _by_kind(nodes):
+        if len(indices) == len(nodes):
+            return make(scores, [node.params for node in nodes])
+        rows = torch.tensor(indices, device=scores.device)
+        laws[rows] = make(scores[rows], [nodes[i].params for i in indices])
+    return laws
+
+
+def _by_kind(nodes: Sequence[Node]) -> list[tuple[Callable[[Tensor, Sequence[SamplingParams]], Tensor], list[int]]]:
+    kinds: dict[Callable[[Tensor, Sequence[SamplingParams]], Tensor], list[int]] = {}
+    for index, node in enumerate(nodes):
+        params = node.params
+        filtered = params.top_k or params.top_p < 1 or params.min_p > 0
+        kind = _greedy if params.greedy else _filtered if filtered else _plain
+        kinds.setdefault(kind, []).append(index)
+    return list(kinds.items())
+
+
+def _edited(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    if any(_edits(node) for node in nodes):
+        scores = scores.clone() if scores is logits else scores
+        for row, node in zip(scores, nodes, strict=True):
+            _edit(row, node)
+    return scores
+
+
+def _edits(node: Node) -> bool:
+    params = node.params
+    return bool(params.logit_bias) or params.penalised or params.min_tokens > 0
+
+
+def _edit(row: Tensor, node: Node) -> None:
+    """Apply what depends on single tokens to scores [V] in place."""
+    params, request = node.params, node.request
+    if params.logit_bias:
+        row[_ids(list(params.logit_bias), row)] += torch.tensor(list(params.logit_bias.values())).to(row)
+    if request.num_output + len(node.drafted) < params.min_tokens and request.end_token_ids:
+        row[_ids(sorted(request.end_token_ids), row)] = -torch.inf
+    if params.penalised:
+        _penalise(row, params, [*request.tokens, *node.drafted], len(request.prompt))
+
+
+def _penalise(row: Tensor, params: SamplingParams, history: Sequence[int], num_prompt: int) -> None:
+    """Repetition counts prompt and output; presence and frequency count the output alone."""
+    if params.repetition_penalty != 1:
+        seen = _ids(history, row).unique()
+        scores = row[seen]
+        row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if len(history) > num_prompt and (params.presence_penalty or params.frequency_penalty):
+        seen, counts = _ids(history[num_prompt:], row).unique(return_counts=True)
+        row[seen] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+
+
+def _ids(tokens: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=like.device)
+
+
+def _greedy(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    return point_masses(scores.argmax(-1), scores.shape[-1])
+
+
+def point_masses(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return laws [r, V] that put everything on tokens [r]."""
+    laws = torch.zeros(len(tokens), vocab_size, dtype=torch.float64, device=tokens.device)
+    return laws.scatter_(1, tokens[:, None], 1.0)
+
+
+def _plain(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    return torch.softmax(scores.to(torch.float64) / _column([p.temperature for p in params], scores), dim=-1)
+
+
+def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply top-k, top-p and min-p to the few likeliest tokens of each row, or to all if that is too few."""
+    look, vocab_size = max(p.top_k or _FIRST_LOOK for p in params), scores.shape[-1]
+    while True:
+        best, tokens = scores.topk(min(look, vocab_size), dim=-1)
+        scaled, kept = _keep(best, scores, params)
+        if look >= vocab_size or all(p.top_k or k < look for p, k in zip(params, kept.tolist(), strict=True)):
+            break
+        look *= _WIDEN
+    _break_ties(scores, best, tokens, kept)
+    scaled[_ranks(best) >= kept[:, None]] = -torch.inf
+    laws = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
+    return laws.scatter_add_(1, tokens, torch.softmax(scaled, dim=-1))
+
+
+def _keep(best: Tensor, scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Return the tempered scores [r, m] of a row's best in order, and how many of them are kept [r].
+
+    top-p keeps the fewest that together reach it, of what top-k left; min-p is relative to the best.
+    """
+    scaled = best.to(torch.float64) / _column([p.temperature for p in params], scores)
+    top_k = _column([p.top_k or scores.shape[-1] for p in params], scores)
+    scaled[_ranks(best) >= top_k] = -torch.inf
+    probabilities = (scaled - _log_totals(scaled, scores, params)).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    top_p, min_p = _column([p.top_p for p in params], scores), _column([p.min_p for p in params], scores)
+    inside = (before < top_p) | (top_p == 1)
+    inside &= (scaled > -torch.inf) & (probabilities >= min_p * probabilities[:, :1])
+    return scaled, inside.sum(-1).clamp(min=1)
+
+
+def _log_totals(scaled: Tensor, scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the log of what each row's law sums to before it is normalised, [r, 1]: after top-k, if any."""
+    totals = scaled.logsumexp(-1, keepdim=True)
+    if all(p.top_k or p.top_p == 1 for p in params):
+        return totals
+    temperature = _column([p.temperature for p in params], scores).to(scores.dtype)
+    everything = (scores / temperature).logsumexp(-1, keepdim=True)
+    return torch.where(_column([p.top_k for p in params], scores) > 0, totals, everything.to(torch.float64))
+
+
+def _break_ties(scores: Tensor, best: Tensor, tokens: Tensor, kept: Tensor) -> None:
+    """Where the cut falls among equal scores, keep those with the lowest token ids (in place)."""
+    border = best.gather(1, kept[:, None] - 1)
+    cut = (scores >= border).sum(-1) > kept
+    for row in cut.nonzero().flatten().tolist():
+        last = int(kept[row])
+        first = int((best[row] > border[row]).sum())
+        tokens[row, first:last] = (scores[row] == border[row]).nonzero().flatten()[: last - first]
+
+
+def _ranks(best: Tensor) -> Tensor:
+    return torch.arange(best.shape[-1], device=best.device)[None]
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]

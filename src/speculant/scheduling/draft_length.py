@@ -1,0 +1,58 @@
+"""How many draft nodes a sequence gets in a step. Zero is normal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from speculant.scheduling.scheduler import Scheduled
+from speculant.types import Request
+
+
+class DraftLength(Protocol):
+    """A rule that looks at the past alone, never at drawn tokens (algorithms for ratio rules)."""
+
+    def choose(self, request: Request) -> int:
+        """Return how many nodes are wanted for a request."""
+        ...
+
+
+class Fixed:
+    """The configured length for everyone; a request may ask for another (seed 001)."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def choose(self, request: Request) -> int:
+        """See `DraftLength.choose`."""
+        wanted = request.params.speculation
+        if wanted is False:
+            return 0
+        if isinstance(wanted, bool) or wanted is None:
+            return self._length
+        return int(wanted.get("num_speculative_tokens", self._length))
+
+
+def draft_limits(
+    scheduled: Sequence[Scheduled], rule: DraftLength, budget: int, max_nodes: int | None, max_len: int
+) -> list[int]:
+    """Return each sequence's limit: the rule's wish, cut to what can still matter and fit.
+
+    A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len
+    (overflow guard, seed 001); budget bounds the nodes of the whole step, first come first served.
+    """
+    limits = []
+    for item in scheduled:
+        wish = min(rule.choose(item.request), room(item.request, max_len)) if item.decodes else 0
+        wish = wish if max_nodes is None else min(wish, max_nodes)
+        limits.append(max(0, min(wish, budget)))
+        budget -= limits[-1]
+    return limits
+
+
+def room(request: Request, max_len: int) -> int:
+    """Return the most nodes whose acceptance and one more token stay within max_tokens and max_len."""
+    left = max_len - len(request.tokens) - 1
+    if request.params.max_tokens is not None:
+        left = min(left, request.params.max_tokens - request.num_output - 1)
+    return left

@@ -1,0 +1,1 @@
+"""Text around the engine: tokenizers, chat templates, streaming decoding, stop strings."""

@@ -1,0 +1,100 @@
+"""Chat templates: programs that come with a checkpoint, so they run in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from speculant.errors import ModelError, RequestError
+
+
+class ChatTemplate:
+    """A compiled chat template. It can neither change what it is given nor reach anything outside it."""
+
+    def __init__(self, source: str) -> None:
+        """Compile the template. Raises ModelError when it is not valid Jinja."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template is not valid: {error.message} (line {error.lineno})",
+                "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt.",
+            ) from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
+        """Return the prompt text of a conversation. Raises RequestError with the template's own reason."""
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **{"tools": None, **variables}
+            )
+        except SecurityError as error:
+            raise ModelError(
+                f"the chat template tried what a template must not do: {error}", "do not trust this checkpoint."
+            ) from error
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise RequestError(
+                f"the chat template can't render these messages: {error}",
+                "give each message a role that the model knows and a text content, in the order it expects.",
+            ) from error
+
+
+def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the source of a checkpoint's template: its own file, or an entry of tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it stands for its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment that Hugging Face templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,77 @@
+"""Token ids become text while they arrive: only whole characters, and never anything that could still change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speculant.text.tokenizer import Tokenizer
+
+_KEPT = 8  # tokens of context; the last character never begins before them
+_REPLACEMENT = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence token by token.
+
+    What all calls return, joined, is `tokenizer.decode(all ids)`. A decoder's text for a token may
+    depend on its neighbours, so a window of recent tokens is decoded together:
+
+        window text   [ already returned | final, returned now | could still change ]
+
+    Two things can still change. A byte-level decoder shows an incomplete character as one U+FFFD at
+    the end. A decoder with byte fallback (`<0xE4>` tokens) turns a whole run of such tokens into
+    U+FFFD when one of them is wrong, so a run is returned when it has ended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._fallback = _fallback_ids(tokenizer)
+        self._window: list[int] = []
+        self._returned = 0  # characters of the window's text
+        self._open_run = False
+
+    def push(self, token_id: int) -> str:
+        """Take the next token and return the text that has become final, often empty. Amortised O(1)."""
+        if token_id in self._skipped or self._tokenizer.backend.id_to_token(token_id) is None:
+            return ""
+        self._window.append(token_id)
+        self._open_run = token_id in self._fallback
+        return "" if self._open_run else self._advance()
+
+    def flush(self) -> str:
+        """Return what is left when the sequence has ended, an incomplete character as U+FFFD."""
+        rest = self._decode()[self._returned :]
+        self._window, self._returned = [], 0
+        return rest
+
+    def _advance(self) -> str:
+        text = self._decode()
+        final = len(text) - text.endswith(_REPLACEMENT)
+        piece = text[self._returned : final]
+        self._returned = max(self._returned, final)
+        if len(self._window) >= 2 * _KEPT:
+            self._shorten(held=len(text) - self._returned)
+        return piece
+
+    def _shorten(self, held: int) -> None:
+        """Drop old tokens. The kept ones may decode differently at their start, never in the `held` end."""
+        self._window = self._window[-_KEPT:]
+        self._returned = len(self._decode()) - held
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+def _fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the `<0x..>` tokens if the tokenizer's decoder reads them as bytes."""
+    if not _has_byte_fallback(tokenizer.decoder_settings):
+        return frozenset()
+    ids = (tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _has_byte_fallback(decoder: Any) -> bool:
+    return bool(decoder) and (
+        decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
+    )

@@ -1,0 +1,103 @@
+"""Stop strings in streamed text: found across any number of pieces, and never shown in part."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from speculant.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Released:
+    """Text that may be shown, and the stop string that ended the stream, if one has."""
+
+    text: str
+    stop: str | None = None
+
+
+@dataclass
+class _State:
+    """How far the end of the text has come into some stop string (Aho-Corasick)."""
+
+    depth: int
+    follow: dict[str, _State] = field(default_factory=dict)
+    shorter: _State | None = None  # the next longest end of the text that begins a stop string
+    stop: str | None = None  # the longest stop string that ends here
+
+
+class StopStrings:
+    """Watches a text for the first completed stop string.
+
+    The one that ends first wins; of several that end together, the longest. So the outcome does not
+    depend on how the text was cut into pieces. Time is linear in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """`include` leaves the stop string at the end of the released text. Raises RequestError."""
+        if any(not stop for stop in stops):
+            raise RequestError("a stop string is empty, which would stop before the first token", "leave it out.")
+        self._root = _automaton(stops)
+        self._include = include
+        self._state = self._root
+        self._held = ""
+        self._stop: str | None = None
+
+    def push(self, piece: str) -> Released:
+        """Take the next piece of text; return what can no longer be part of a stop string.
+
+        Once a stop string is complete it is reported, with the last text before it; what comes after is dropped.
+        """
+        if self._stop is not None:
+            return Released("", self._stop)
+        for index, character in enumerate(piece):
+            self._state = _step(self._state, character)
+            if self._state.stop is not None:
+                return self._finish(self._held + piece[: index + 1], self._state.stop)
+        return self._release(self._held + piece)
+
+    def flush(self) -> Released:
+        """Return what was held back, when the text has ended."""
+        text, self._held = self._held, ""
+        self._state = self._root
+        return Released(text, self._stop)
+
+    def _finish(self, text: str, stop: str) -> Released:
+        self._stop, self._held = stop, ""
+        return Released(text if self._include else text[: -len(stop)], stop)
+
+    def _release(self, text: str) -> Released:
+        cut = len(text) - self._state.depth
+        self._held = text[cut:]
+        return Released(text[:cut])
+
+
+def _step(state: _State, character: str) -> _State:
+    while character not in state.follow:
+        if state.shorter is None:
+            return state
+        state = state.shorter
+    return state.follow[character]
+
+
+def _automaton(stops: Sequence[str]) -> _State:
+    root = _State(0)
+    for stop in stops:
+        state = root
+        for character in stop:
+            state = state.follow.setdefault(character, _State(state.depth + 1))
+        state.stop = stop
+    _link(root)
+    return root
+
+
+def _link(root: _State) -> None:
+    """Give each state its longest proper end, breadth first, and the stop string that ends there."""
+    queue = deque([root])
+    while queue:
+        state = queue.popleft()
+        for character, child in state.follow.items():
+            child.shorter = root if state.shorter is None else _step(state.shorter, character)
+            child.stop = child.stop or child.shorter.stop
+            queue.append(child)

@@ -1,0 +1,55 @@
+"""The text of one sequence while its tokens are committed: decoded, searched for stops, cut there."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from speculant.params import SamplingParams
+from speculant.text.detokenize import IncrementalDetokenizer
+from speculant.text.stop import StopStrings
+from speculant.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """A `StopWatch`: takes committed tokens and holds the pieces of text they made final.
+
+    Stop strings count from the min_tokens-th token on; text before that is not searched.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._unsearched = params.min_tokens - 1
+        self._pieces: deque[str] = deque()
+        self.text = ""  # all that may be shown so far
+
+    def push(self, token: int) -> str | None:
+        """See `StopWatch.push`; the token's piece can be taken with `pop`."""
+        piece, stop = self._search(self._detokenizer.push(token))
+        self._add(piece)
+        return stop
+
+    def pop(self) -> str:
+        """Return the piece of the oldest token not yet popped; may be empty."""
+        return self._pieces.popleft()
+
+    def finish(self) -> str:
+        """Release what was held back, once the sequence is over, and return it."""
+        piece, stop = self._search(self._detokenizer.flush())
+        if self._stops is not None and stop is None:
+            piece += self._stops.flush().text
+        self._add(piece)
+        return piece
+
+    def _search(self, piece: str) -> tuple[str, str | None]:
+        if self._stops is None:
+            return piece, None
+        if self._unsearched > 0:
+            self._unsearched -= 1
+            return piece, None
+        released = self._stops.push(piece)
+        return released.text, released.stop
+
+    def _add(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self.text += piece

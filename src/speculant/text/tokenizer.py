@@ -1,0 +1,164 @@
+"""A checkpoint's tokenizer, and whether two of them speak the same vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from speculant.errors import ModelError, PairError
+from speculant.text.chat import ChatTemplate, find_template
+
+
+class Tokenizer:
+    """Text to token ids and back, as the checkpoint's tokenizer.json says."""
+
+    def __init__(self, backend: Backend, settings: Mapping[str, Any], template: str | None = None) -> None:
+        """`settings` is the content of tokenizer_config.json; `template` the source of the chat template."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self._special = _special_tokens(settings)
+        self._template = template
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Load tokenizer.json and what stands beside it. Raises ModelError."""
+        settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+        return cls(_load_backend(folder), settings, find_template(folder, settings))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with those the tokenizer puts around it unless told not to."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Ids that name no token (padded rows of a head) are left out."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones included."""
+        size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def vocab(self) -> dict[str, int]:
+        """Return every token's id, added tokens included."""
+        vocabulary: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-sequence token that the tokenizer names."""
+        return self._id_of("eos_token")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The beginning-of-sequence token that the tokenizer names."""
+        return self._id_of("bos_token")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are left out of decoded text when `skip_special_tokens` is set."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def decoder_settings(self) -> dict[str, Any] | None:
+        """The decoder's entry in tokenizer.json; None when tokens are joined by spaces."""
+        decoder = self.backend.decoder
+        return json.loads(decoder.__getstate__()) if decoder else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint came with a chat template."""
+        return self._template is not None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Render a conversation to the prompt text the model was trained on.
+
+        The text holds its own special tokens: encode it with `add_special_tokens=False`. `variables`
+        are passed to the template. Raises RequestError when the template rejects the messages,
+        ModelError when the checkpoint has no template or a broken one.
+        """
+        return self._chat.render(messages, add_generation_prompt, **{**self._special, **variables})
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        if self._template is None:
+            raise ModelError(
+                "this checkpoint has no chat template",
+                "send a plain prompt, or add a chat_template.jinja to its folder.",
+            )
+        return ChatTemplate(self._template)
+
+    def _id_of(self, role: str) -> int | None:
+        token = self._special.get(role)
+        token_id: int | None = None if token is None else self.backend.token_to_id(token)
+        return token_id
+
+
+def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
+    """Check that every token has the same id in both, so that a drafted id means what the target reads.
+
+    Only tokens count: a model's head may have more rows. Raises PairError naming the first differences.
+    """
+    ours, theirs = _by_id(target), _by_id(draft)
+    if ours == theirs:
+        return
+    differing = [token_id for token_id in sorted({*ours, *theirs}) if ours.get(token_id) != theirs.get(token_id)]
+    shown = [f"id {i} is {_quoted(ours, i)} in the target, {_quoted(theirs, i)} in the draft" for i in differing[:3]]
+    raise PairError(
+        f"the draft's vocabulary is not the target's: {len(differing)} of {len({*ours, *theirs})} ids differ"
+        f" ({'; '.join(shown)})",
+        "use a draft of the target's own family, or a drafter that needs no model.",
+    )
+
+
+def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    return {token_id: token for token, token_id in tokenizer.vocab().items()}
+
+
+def _quoted(tokens: Mapping[int, str], token_id: int) -> str:
+    return repr(tokens[token_id]) if token_id in tokens else "no token"
+
+
+def _load_backend(folder: Path) -> Backend:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        only = " but tokenizer.model, a sentencepiece file" if (folder / "tokenizer.model").exists() else ""
+        raise ModelError(
+            f"{folder} has no tokenizer.json{only}",
+            "save it with a fast tokenizer: AutoTokenizer.from_pretrained(...).save_pretrained(...) in transformers.",
+        )
+    try:
+        return Backend.from_file(str(file))
+    except Exception as error:  # tokenizers raises plain Exception for every defect of a file
+        raise ModelError(f"{file} can't be read: {error}", "download it again.") from error
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return special tokens by role, such as eos_token; a token is stored as text or as an object with it."""
+    tokens = {}
+    for role, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if role.endswith("_token") and isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}", "download it again.") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,58 @@
+"""A byte-level BPE tokenizer, trained on a corpus and saved the way Hugging Face checkpoints are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from speculant.errors import ConfigError
+from speculant.training.corpus import Document
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer; END_OF_TEXT is token 0 and is put before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load tokenizer.json from a folder. Raises ConfigError if it isn't there or has no END_OF_TEXT."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json", "name a folder that this command wrote.")
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ConfigError(f"{path} has no token {END_OF_TEXT}", "use a tokenizer that this command trained.")
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[NDArray[np.int64]]:
+    """Tokenise each document, END_OF_TEXT behind it and not before it."""
+    end = [tokenizer.token_to_id(END_OF_TEXT)]
+    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
+    return [np.array(encoding.ids + end, dtype=np.int64) for encoding in encodings]
+
+
+def line_starts(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mark the tokens [n] that begin a line or a text: those behind a line feed or END_OF_TEXT."""
+    vocabulary = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    ends_line = np.array([token.endswith("Ċ") or token == END_OF_TEXT for token in vocabulary])
+    return np.concatenate(([True], ends_line[tokens[:-1]]))

@@ -1,0 +1,77 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speculant.models.decoder import Decoder
+from speculant.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from speculant.training.objective import Objective
+from speculant.training.optimizer import Optimizer
+from speculant.training.schedule import Schedule
+from speculant.training.windows import Windows
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step, as a progress display wants it."""
+
+    step: int
+    loss: float  # nats a token, or whatever the objective measures
+    progress: float
+    rate: float  # tokens a second
+    elapsed: float  # seconds of training, over all sittings
+
+
+@dataclass
+class Trainer:
+    """A model on its way: `run` is a generator, so that whoever drives it can look and stop."""
+
+    model: Decoder
+    windows: Windows
+    objective: Objective
+    optimizer: Optimizer
+    schedule: Schedule
+    batch_size: int  # windows a step
+    folder: Path
+    settings: dict[str, Any]  # what a resumed run must repeat
+    save_every: float = 300.0  # seconds
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.state = RunState()
+
+    def resume(self) -> None:
+        """Go on from the checkpoint in the run's folder."""
+        self.state = load_checkpoint(self.folder, self.settings, self.model, self.optimizer)
+
+    def run(self) -> Iterator[Report]:
+        """Train until the schedule ends, reporting every step and saving now and then and at the end."""
+        saved = self.state.elapsed
+        while (progress := self.schedule.progress(self.state.step, self.state.elapsed)) < 1.0:
+            yield self._step(progress)
+            if self.state.elapsed - saved >= self.save_every:
+                saved = self.state.elapsed
+                self.save()
+        self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(self.folder, self.settings, self.state, self.model, self.optimizer)
+
+    def _step(self, progress: float) -> Report:
+        begun = self.clock()
+        windows = self.windows.batch(self.state.step * self.batch_size, self.batch_size)
+        loss = self.objective.loss(self.model, windows, progress)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(self.schedule.factor(self.state.step, progress))
+        seconds = self.clock() - begun
+        self.state.step += 1
+        self.state.elapsed += seconds
+        self.state.losses.append(loss.item())
+        tokens = windows[:, 1:].numel()
+        return Report(self.state.step, loss.item(), progress, tokens / max(seconds, 1e-9), self.state.elapsed)

@@ -1,0 +1,1 @@
+"""The rules that decide which drafted tokens stand."""

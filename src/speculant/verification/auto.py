@@ -1,0 +1,12 @@
+"""Which rule a request gets when none was asked for."""
+
+from __future__ import annotations
+
+from speculant.types import Request
+
+
+def choose_rule(request: Request, deterministic: bool) -> str:
+    """Return a rule's name: match where a seed, a point mass or a deterministic draft allows nothing better."""
+    if request.params.seed is not None or request.params.greedy or deterministic:
+        return "match"
+    return "rejection"

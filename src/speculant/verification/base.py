@@ -1,0 +1,37 @@
+"""What a verification rule is: it decides which drafted tokens stand, and what follows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Verdict
+
+
+@dataclass(frozen=True)
+class VerifierNeeds:
+    """What a rule announces to the engine, checked at start-up.
+
+    coupled: draft and target draws share keyed noise (only rules that never look at p/q).
+    branches: trees with siblings are understood; else only chains.
+    """
+
+    coupled: bool
+    branches: bool
+
+
+class Verifier(Protocol):
+    """A rule that keeps the target's law (if `lossless`) whatever was drafted."""
+
+    lossless: bool
+    needs: VerifierNeeds
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """Decide on a draft.
+
+        p is [n + 1, V]: p[0] is the target's law after the root and p[1 + i] the one after node i.
+        """
+        ...

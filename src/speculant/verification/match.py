@@ -1,0 +1,37 @@
+"""Match: sample from the target as if nothing had been drafted, and keep the drafts that agree.
+
+Lossless for any tree and drafter that does not look at the noise used for the target's own draws;
+with keyed noise the output is that of plain seeded decoding, token for token. Greedy verification,
+chain [000, 004] or tree [003 appendix A], is the case of point masses.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Verdict
+from speculant.verification.base import VerifierNeeds
+
+
+class Match:
+    """See the module's text."""
+
+    lossless = True
+    needs = VerifierNeeds(coupled=True, branches=True)
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """See `Verifier.verify`."""
+        path: list[int] = []
+        while True:
+            node = path[-1] if path else -1
+            token = chance.draw(p[1 + node])
+            matching = [child for child in tree.children(node) if tree.token_list[child] == token]
+            if not matching:
+                return Verdict(tuple(path), token)
+            path.append(matching[0])
+
+
+def build() -> Match:
+    """Make the rule."""
+    return Match()
