@@ -38,6 +38,12 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
+        if not isinstance(self.speculative_config, Mapping | None):
+            raise ConfigError(
+                f"speculative_config={self.speculative_config!r} is not a mapping", 'use for example {"method": ...}.'
+            )
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, BACKENDS)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
@@ -144,6 +150,6 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
 
 
-def _check_positive(name: str, value: int | None) -> None:
+def _check_positive(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")

@@ -154,8 +154,8 @@ def percentile(values: Sequence[float], q: int) -> float | None:
     """Return the q-th percentile by the nearest rank; None when there are no values."""
     if not values:
         return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, (len(ordered) * q) // 100)]
+    rank = max(1, -(-len(values) * q // 100))  # of n values, the first that q percent of n do not exceed
+    return sorted(values)[rank - 1]
 
 
 def _ratio(numerator: float, denominator: float) -> float:

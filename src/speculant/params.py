@@ -14,6 +14,8 @@ from speculant.errors import ConfigError, suggest
 MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
+MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
+MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,21 @@ class SamplingParams:
     speculation: bool | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        bias = {_token_id(key): float(value) for key, value in dict(self.logit_bias or {}).items()}
-        self._set(stop=stops, stop_token_ids=tuple(self.stop_token_ids), logit_bias=MappingProxyType(bias))
+        stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
+        self._set(stop=stops, stop_token_ids=_listed("stop_token_ids", self.stop_token_ids))
+        self._set(logit_bias=_read_bias(self.logit_bias), speculation=_read_speculation(self.speculation))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
         for name, (low, high) in _RANGES.items():
             _check_range(name, getattr(self, name), low, high)
         for name in _INTEGERS:
             _check_integer(name, getattr(self, name))
+        for name in _FLAGS:
+            _check_flag(name, getattr(self, name))
         self._check_rest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return type(self).from_mapping, ({**values, "logit_bias": dict(self.logit_bias)},)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -74,15 +82,11 @@ class SamplingParams:
             raise ConfigError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", "lower min_tokens."
             )
-        if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):
+        texts: tuple[object, ...] = tuple(self.stop)
+        if len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(f"stop must be at most {MAX_STOPS} non-empty strings", "remove empty or surplus ones.")
-        if isinstance(self.speculation, Mapping):
-            for key in self.speculation:
-                if key not in _SPECULATION:
-                    raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION))
-        for value in self.logit_bias.values():
-            if math.isnan(value) or value == math.inf:
-                raise ConfigError(f"logit_bias has a value of {value}", "use a finite number or -inf to ban a token.")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ConfigError(f"temperature={self.temperature} is too small to divide by", "use 0 for greedy decoding.")
 
     @property
     def greedy(self) -> bool:
@@ -122,6 +126,7 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 _SPECULATION = ("num_speculative_tokens", "verification")
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
 
 
@@ -134,7 +139,25 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
 
 def _check_integer(name: str, value: float | None) -> None:
     if value is not None and not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r} is not a whole number", f"use {int(value)} or another whole number.")
+        raise ConfigError(f"{name}={value!r} is not a whole number", f"set {name} to a whole number.")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a truth value", f"set {name} to True or False.")
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is not a list", f"give {name} as a list.") from None
+
+
+def _read_bias(given: Any) -> Mapping[int, float]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"logit_bias={given!r} is not a mapping", "map token ids to numbers.")
+    return MappingProxyType({_token_id(key): _bias(value) for key, value in (given or {}).items()})
 
 
 def _token_id(key: Any) -> int:
@@ -142,3 +165,29 @@ def _token_id(key: Any) -> int:
         return int(key)
     except (TypeError, ValueError):
         raise ConfigError(f"logit_bias has the key {key!r}, not a token id", "use token ids as keys.") from None
+
+
+def _bias(value: Any) -> float:
+    if not isinstance(value, (int, float)) or math.isnan(value) or value > MAX_BIAS:
+        raise ConfigError(
+            f"logit_bias has the value {value!r}, not a number up to {MAX_BIAS:.0f}",
+            "use a smaller number, or -inf to ban a token.",
+        )
+    return float(value)
+
+
+def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
+    """Check what a request asks of speculation, as far as that is possible without an engine."""
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculation={given!r} is neither a truth value nor a mapping", "use False to turn it off.")
+    for key in given:
+        if key not in _SPECULATION:
+            raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION))
+    tokens, rule = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        raise ConfigError(f"num_speculative_tokens={tokens!r} is not a whole number from 0", "use for example 4.")
+    if not isinstance(rule, str):
+        raise ConfigError(f"verification={rule!r} is not the name of a rule", 'use for example "auto".')
+    return dict(given)

@@ -62,6 +62,8 @@ class SlottedKVCache:
 
     def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
         """See `KVCache.keep_path`."""
+        if not 0 <= base <= self.length(seq) or any(not 0 <= node < self.length(seq) - base for node in path):
+            raise ValueError(f"keep_path({base}, {list(path)}) of sequence {seq} with {self.length(seq)} positions")
         if list(path) != list(range(len(path))):
             first = self._slot[seq] * self.max_len + base
             source = first + torch.tensor(path, device=self._rows.device)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.comparison import Pair, run, summary
-from speculant.cli.terminal import print_json, progress, results
+from speculant.cli.comparison import Pair, Run, pool, run, summary
+from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM, StreamPiece
 
-EXAMPLES = "\n\n".join(
-    [
-        "Examples:",
-        "speculant demo",
-        "speculant demo --spec-length 3 --max-tokens 64",
-        "speculant demo --temperature 0.8 --seed 7",
-        "speculant demo --json",
-    ]
+EXAMPLES = examples(
+    "speculant demo",
+    "speculant demo --spec-length 3 --max-tokens 64",
+    "speculant demo --temperature 0.8 --seed 7",
+    "speculant demo --json",
 )
 PROMPTS = (
     'def read_lines(path):\n    """Return the lines of a text file."""\n',
@@ -34,7 +29,8 @@ PROMPTS = (
     "    def __init__(self, name, parent=None):\n",
 )
 DTYPE = "float32"
-ACCEPTED, CHOSEN, PLAIN = "green", "bold yellow", "dim"
+WARM_UP_TOKENS = 8
+ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 
 
 def demo(
@@ -46,20 +42,21 @@ def demo(
 ) -> None:
     """Show plain beside speculative decoding with the embedded models.
 
-    Each prompt is decoded twice, once a token per pass of the target and once with a draft. Accepted
-    draft tokens are green; yellow ones the target chose itself. Both texts are the same.
+    Each prompt is decoded twice: a token per pass of the target, then with drafts. Accepted draft
+    tokens are green; yellow ones the target chose itself. The texts are the same.
     """
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    console = Console(quiet=True) if as_json else results()
     with progress("Loading the embedded models"):
         llm = _load(spec_length)
-        _decode_both(llm, "warm up", params_with(params, max_tokens=8), _ignore, _ignore)
-    console = Console(quiet=True) if as_json else results()
+        _show_pair(Console(quiet=True), llm, PROMPTS[0], replace(params, max_tokens=WARM_UP_TOKENS))
     _introduce(console, llm)
     pairs = [_show_pair(console, llm, prompt, params) for prompt in PROMPTS]
+    figures = summary(pairs)
     if as_json:
-        print_json({**summary(pairs), "speculation": llm.speculation, "pairs": [asdict(pair) for pair in pairs]})
+        print_json({**figures, "speculation": llm.speculation, "pairs": [asdict(pair) for pair in pairs]})
     else:
-        _conclude(console, summary(pairs))
+        _conclude(console, figures)
 
 
 def _load(spec_length: int) -> LLM:
@@ -68,27 +65,52 @@ def _load(spec_length: int) -> LLM:
     return LLM("demo", "demo", spec_length=spec_length, dtype=DTYPE, max_num_seqs=1)
 
 
-def params_with(params: SamplingParams, **changes: Any) -> SamplingParams:
-    """Return the parameters with some values changed."""
-    from dataclasses import replace
-
-    return replace(params, **changes)
-
-
-def _decode_both(
-    llm: LLM,
-    prompt: str,
-    params: SamplingParams,
-    show_plain: Callable[[StreamPiece], None],
-    show_speculative: Callable[[StreamPiece], None],
-) -> Pair:
-    plain = run(llm, prompt, params_with(params, speculation=False), show_plain)
-    return Pair(prompt, plain, run(llm, prompt, params, show_speculative))
+def _introduce(console: Console, llm: LLM) -> None:
+    console.print(f"Speculation is on: {llm.speculation}. ", end="")
+    console.print("Green", style=ACCEPTED, end=" tokens were drafted and accepted, ")
+    console.print("yellow", style=CHOSEN, end=" ones the target chose itself.\n\n")
 
 
-def _ignore(piece: StreamPiece) -> None:
-    """Show nothing."""
+def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> Pair:
+    plain = _show_run(console, llm, prompt, replace(params, speculation=False))
+    pair = Pair(prompt, plain, _show_run(console, llm, prompt, params))
+    before, after = pool([pair.plain]), pool([pair.speculative])
+    console.print(
+        f"{before.tokens_per_s:.0f} -> {after.tokens_per_s:.0f} tokens/s, "
+        f"{before.target_passes} -> {after.target_passes} passes of the target, "
+        f"{'the same tokens' if pair.identical else 'different tokens'}\n",
+        style="bold",
+    )
+    return pair
 
 
-def _show_piece(console: Console, piece: StreamPiece, style: str = "") -> None:
-    console.print(piece.text, style=style or (ACCEPTED if piece.drafted else CHOSEN), end="")
+def _show_run(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> Run:
+    drafting = params.speculation is not False
+    console.print("--- speculative" if drafting else "--- plain", style="bold")
+    console.print(prompt, style=PROMPT, end="")
+    result = run(llm, prompt, params, lambda piece: console.print(piece.text, style=_style(piece, drafting), end=""))
+    console.print("\n")
+    return result
+
+
+def _style(piece: StreamPiece, drafting: bool) -> str:
+    if not drafting:
+        return ""
+    return ACCEPTED if piece.drafted else CHOSEN
+
+
+def _conclude(console: Console, figures: dict[str, Any]) -> None:
+    table = Table(title="Plain beside speculative", title_justify="left")
+    for heading, justify in (("", "left"), ("plain", "right"), ("speculative", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table.add_row("tokens/s", f"{figures['plain_tokens_per_s']:.0f}", f"{figures['speculative_tokens_per_s']:.0f}")
+    table.add_row(
+        "passes of the target", f"{figures['plain_target_passes']}", f"{figures['speculative_target_passes']}"
+    )
+    console.print(table)
+    console.print(f"{figures['speedup']:.2f} times as fast", style="bold")
+    console.print(
+        f"mean acceptance length {figures['mean_acceptance_length']:.2f} tokens a step, "
+        f"acceptance rate {figures['acceptance_rate']:.2f}"
+    )
+    console.print(f"identical outputs: {figures['identical_outputs']} of {figures['prompts']}")

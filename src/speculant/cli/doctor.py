@@ -9,15 +9,13 @@ import typer
 from rich.table import Table
 
 from speculant.cli.machine import Machine, inspect_machine
-from speculant.cli.terminal import print_json, progress, results
+from speculant.cli.terminal import examples, print_json, progress, results
 
-EXAMPLES = "\n\n".join(
-    [
-        "Examples:",
-        "speculant doctor",
-        "speculant doctor --json | python -m json.tool",
-    ]
+EXAMPLES = examples(
+    "speculant doctor",
+    "speculant doctor --json | python -m json.tool",
 )
+UNITS = {"_gib": "GiB", "_mib": "MiB", "_gb_per_s": "GB/s"}
 
 
 def doctor(
@@ -37,7 +35,7 @@ def _show(machine: Machine) -> None:
     for title, section in asdict(machine).items():
         if title == "findings":
             continue
-        console.print(title.replace("_", " ").capitalize(), style="bold")
+        console.print(_label(title).title(), style="bold")
         console.print(_table(section))
     console.print("Findings", style="bold")
     for finding in machine.findings:
@@ -52,8 +50,15 @@ def _show(machine: Machine) -> None:
 def _table(section: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value in section.items():
-        table.add_row(f"  {name.replace('_', ' ')}", _text(value))
+        table.add_row(f"  {_label(name)}", _text(value))
     return table
+
+
+def _label(name: str) -> str:
+    for suffix, unit in UNITS.items():
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix).replace('_', ' ')} ({unit})"
+    return name.replace("_", " ")
 
 
 def _text(value: Any) -> str:

@@ -26,7 +26,6 @@ class FlagGroup:
     """What the user gave of one group: `given` holds no flag that was left out."""
 
     sets: ClassVar[type]  # the dataclass whose fields these are
-    panel: ClassVar[str]
     from_environment: ClassVar[bool] = False  # each flag is also SPECULANT_<NAME>
     renamed: ClassVar[Mapping[str, str]] = {}  # fields whose flags have another name
 
@@ -46,9 +45,9 @@ class FlagGroup:
         for name in cls.names():
             kind, description = get_args(hints[name])
             option = typer.Option(
-                help=description,
-                rich_help_panel=cls.panel,
-                show_default=cls._default_text(name),
+                help=description + cls._default_text(name),
+                show_default=False,
+                show_envvar=False,
                 envvar=f"SPECULANT_{name.upper()}" if cls.from_environment else None,
             )
             yield inspect.Parameter(
@@ -59,17 +58,15 @@ class FlagGroup:
             )
 
     @classmethod
-    def _default_text(cls, name: str) -> str | bool:
-        field = next(field for field in dataclasses.fields(cls.sets) if field.name == name)
-        has_one = field.default is not dataclasses.MISSING and field.default not in (None, ())
-        return str(field.default) if has_one else False
+    def _default_text(cls, name: str) -> str:
+        default = next(field.default for field in dataclasses.fields(cls.sets) if field.name == name)
+        return f" [default: {default}]" if isinstance(default, str | int | float) and default is not False else ""
 
 
 class SamplingFlags(FlagGroup):
     """How text is sampled and when it ends."""
 
     sets = SamplingParams
-    panel = "Sampling"
 
     n: Annotated[int, "Samples of the prompt."]
     temperature: Annotated[float, "0 is greedy; higher is more varied."]
@@ -102,22 +99,23 @@ class SamplingFlags(FlagGroup):
         return dataclasses.replace(defaults or SamplingParams(), **values)
 
     @classmethod
-    def _default_text(cls, name: str) -> str | bool:
-        return str(NEW_TOKENS) if name == "max_tokens" else super()._default_text(name)
+    def _default_text(cls, name: str) -> str:
+        return f" [default: {NEW_TOKENS}]" if name == "max_tokens" else super()._default_text(name)
 
 
 class EngineFlags(FlagGroup):
     """What the engine is made from."""
 
     sets = EngineConfig
-    panel = "Engine"
     from_environment = True
     renamed: ClassVar[Mapping[str, str]] = {"seed": "engine_seed"}  # --seed is the request's
 
     model: Annotated[str, "The target: a folder, a Hugging Face id, or demo for the embedded one."]
     draft_model: Annotated[str, "The model that drafts: a folder, a Hugging Face id, or demo."]
     spec_length: Annotated[int, "Tokens to draft per step."]
-    use_speculative_decoding: Annotated[bool, "Switch speculation; on by default when there is something to draft with."]
+    use_speculative_decoding: Annotated[
+        bool, "Switch speculation; on by default when there is something to draft with."
+    ]
     speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]
     dtype: Annotated[str, "auto (the checkpoint's), float64, float32 or bfloat16."]
     device: Annotated[str, "Where to compute: cpu, cuda, cuda:1, ..."]
@@ -138,6 +136,7 @@ class EngineFlags(FlagGroup):
             )
         if "speculative_config" in values:
             values["speculative_config"] = parse_mapping("--speculative-config", values["speculative_config"])
+        EngineConfig.from_mapping(values)  # refuses what is wrong before anything is loaded
         return values
 
 
@@ -179,7 +178,9 @@ def _parse_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag} is not valid JSON: {error}", "quote it for the shell, or write KEY=VALUE.") from error
+        raise ConfigError(
+            f"{flag} is not valid JSON: {error}", "quote it for the shell, or write KEY=VALUE."
+        ) from error
     return value
 
 

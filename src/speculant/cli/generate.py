@@ -10,7 +10,7 @@ import typer
 
 from speculant.cli.describe import document, figures
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
-from speculant.cli.terminal import messages, print_json, progress, results
+from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
     from speculant.params import SamplingParams
     from speculant.types import RequestOutput
 
-EXAMPLES = "\n\n".join(
-    [
-        "Examples:",
-        'speculant generate "def read(path):" --model demo --draft-model demo',
-        'speculant generate "def read(path):" --model demo --draft-model demo --temperature 0 --max-tokens 200 --json',
-        "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
-        "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
-        "SPECULANT_MODEL=demo speculant generate 'import os' --seed 7 --n 3",
-    ]
+EXAMPLES = examples(
+    'speculant generate "def read(path):" --model demo --draft-model demo',
+    'speculant generate "def read(path):" --model demo --draft-model demo --temperature 0 --max-tokens 200 --json',
+    "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
+    "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
+    "SPECULANT_MODEL=demo speculant generate 'import os' --seed 7 --n 3",
 )
 
 
@@ -43,6 +40,9 @@ def generate(
 
     Text appears on standard output as it is made; what was measured follows on standard error, with
     whether speculation is on and why.
+
+    Options of the engine are environment variables too: --draft-model is SPECULANT_DRAFT_MODEL, and
+    --engine-seed is SPECULANT_SEED. Sampling defaults are the checkpoint's own where it has some.
     """
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # refuses what is out of range before anything is loaded

@@ -7,10 +7,11 @@ import platform
 import re
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from speculant import __version__
 from speculant.errors import ModelError
 from speculant.models.source import resolve_source
 
@@ -20,6 +21,7 @@ BANDWIDTH_BYTES = 256 * MIB  # well beyond the caches
 BANDWIDTH_REPEATS = 5
 
 ROLES = ("target", "draft")  # of the embedded pair
+REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "rich", "typer")
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 # Instruction sets that decide which kernels can run; the names are those of /proc/cpuinfo.
@@ -44,7 +46,7 @@ class Finding:
 class Machine:
     """Everything doctor reports, one mapping per section. Sizes are in GiB, bandwidth in GB/s."""
 
-    python: dict[str, Any]
+    speculant: dict[str, Any]
     processor: dict[str, Any]
     memory: dict[str, Any]
     torch: dict[str, Any]
@@ -60,7 +62,7 @@ def inspect_machine() -> Machine:
     cuda = _cuda()
     packages = _packages()
     return Machine(
-        python={"version": platform.python_version(), "platform": platform.platform()},
+        speculant={"version": __version__, "python": platform.python_version(), "platform": platform.platform()},
         processor=_processor(),
         memory=_memory(),
         torch=_torch(),
@@ -123,8 +125,7 @@ def _torch() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
-        "mkl": torch.backends.mkl.is_available(),
-        "onednn": torch.backends.mkldnn.is_available(),
+        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     }
 
 
@@ -136,8 +137,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str | None]:
-    names = [re.split(r"[^\w.-]", line)[0] for line in requires("speculant") or [] if "extra ==" not in line]
-    return {name: _version(name) for name in ["speculant", *names]}
+    return {name: _version(name) for name in REQUIRED_PACKAGES}
 
 
 def _version(name: str) -> str | None:
@@ -164,7 +164,9 @@ def _package_findings(packages: dict[str, str | None]) -> list[Finding]:
     if not missing:
         return [Finding("ok", "all required packages are installed")]
     return [
-        Finding("missing", f"packages: {', '.join(missing)}", "parts of Speculant fail", "reinstall with constraints.txt")
+        Finding(
+            "missing", f"packages: {', '.join(missing)}", "parts of Speculant fail", "reinstall with constraints.txt"
+        )
     ]
 
 

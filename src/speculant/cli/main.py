@@ -19,6 +19,8 @@ EXIT_INTERRUPTED = 130
 app = typer.Typer(
     name="speculant",
     no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich cuts long flags off
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

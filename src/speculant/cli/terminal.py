@@ -13,6 +13,11 @@ from rich.console import Console
 from speculant.errors import SpeculantError
 
 
+def examples(*commands: str) -> str:
+    """Return the end of a command's help; \\b keeps the lines as they are."""
+    return "\n".join(("\b", "Examples:", *(f"  {command}" for command in commands)))
+
+
 def results() -> Console:
     """Return the console for results. Text is shown as it is: no markup, no highlighting, no wrapping."""
     return Console(highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """What a drafter is, and what it is given to build itself from.
 
-A drafter is one module with a function `build(context) -> Drafter` and, if it takes options of its
-own, a frozen dataclass `Options`. State is keyed by `request.seq` and is always allowed to be behind:
+A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
+takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq` and is always allowed to be behind:
 a drafter catches up with `request.tokens` in the next `propose`, so there is no special case for a
 first round, a round without drafting, or one in which everything was accepted.
 """
@@ -23,6 +23,22 @@ from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a drafter's module says about itself before anything is built.
+
+    default_length: draft tokens per step unless the user says otherwise.
+    uses_model: a draft model must be named, and without it none may be.
+    preferred: the one that is meant when a draft model is named without a method.
+    learns: earlier requests make its later drafts better.
+    """
+
+    default_length: int
+    uses_model: bool = False
+    preferred: bool = False
+    learns: bool = False
 
 
 @dataclass(frozen=True)

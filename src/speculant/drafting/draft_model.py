@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.drafting.base import DrafterContext, DrafterNeeds, no_options
-from speculant.errors import ConfigError
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, no_options
 from speculant.models.base import CausalLM, Feed, build_batch
 from speculant.sampling.chance import Chance, Chances
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree, Request
 
-DRAFTS_WITH_MODEL = True  # chosen when a draft model is named without a method
-DEFAULT_LENGTH = 5  # seed 001 D8
+METHOD = Method(default_length=5, uses_model=True, preferred=True)  # seed 001 D8
 
 
 @dataclass
@@ -124,7 +122,7 @@ class ModelDrafter:
     def _feed(self, feeds: list[tuple[Request, list[int]]]) -> Tensor:
         """Run one pass and return the hidden state of each sequence's last row."""
         batch = build_batch(
-            [Feed(request.seq, tokens, DraftTree.empty()) for request, tokens in feeds],
+            [Feed(request.seq, self._known(tokens), DraftTree.empty()) for request, tokens in feeds],
             self.cache,
             self._model.cache_shape.device,
         )
@@ -135,6 +133,10 @@ class ModelDrafter:
             self._fed[request.seq].tokens += tokens
         return hidden[rows]
 
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Replace tokens beyond the draft's own vocabulary by its first one: any guess is legal, no lookup is."""
+        return [token if token < self._model.vocab_size else 0 for token in tokens]
+
     def _draw(self, drafts: list[_Draft], hidden: Tensor) -> None:
         logits = fit_vocabulary(self._model.logits(hidden), self._vocab_size)
         laws = distribution(logits, [Node(draft.request, draft.tokens) for draft in drafts])
@@ -143,14 +145,14 @@ class ModelDrafter:
             draft.laws.append(law)
 
     def _roll_back(self, request: Request) -> None:
-        """Drop what was fed and then not committed; the newest token is always fed anew."""
+        """Drop what was fed and then not committed, or reserved by a pass that failed; feed the newest token anew."""
         fed = self._fed[request.seq]
         keep = fed.agreed
         while keep < min(len(fed.tokens), len(request.tokens) - 1) and fed.tokens[keep] == request.tokens[keep]:
             keep += 1
         fed.agreed = keep
-        if keep < len(fed.tokens):
-            del fed.tokens[keep:]
+        del fed.tokens[keep:]
+        if keep < self.cache.length(request.seq):
             self.cache.truncate_to(request.seq, keep)
 
 
@@ -165,8 +167,6 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own."""
     no_options(context)
-    if context.model is None:
-        raise ConfigError("this speculative method needs a model", "name one with draft_model=... or in 'model'.")
-    model = context.load_draft(context.model)
+    model = context.load_draft(str(context.model))
     cache = context.make_cache(model.cache_shape)
     return ModelDrafter(model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from speculant.drafting.base import DrafterContext, DrafterNeeds, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
 from speculant.errors import ConfigError
 from speculant.types import DraftTree, Request
 
-DEFAULT_LENGTH = 4  # seed 004: DRAFT_COUNT
+METHOD = Method(default_length=4)  # seed 004: DRAFT_COUNT
 _FNV_OFFSET = 14695981039346656037
 _FNV_PRIME = 1099511628211
 _MASK = (1 << 64) - 1

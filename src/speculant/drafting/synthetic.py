@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from speculant.drafting.base import DrafterContext, DrafterNeeds, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
 from speculant.errors import ConfigError
 from speculant.sampling.chance import mix
 from speculant.types import DraftTree, Request
 
-DEFAULT_LENGTH = 5
+METHOD = Method(default_length=5, learns=True)
 
 
 @dataclass(frozen=True)

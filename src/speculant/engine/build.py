@@ -10,7 +10,7 @@ from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import ConfigError, suggest
 from speculant.models.base import CausalLM
@@ -41,9 +41,9 @@ def build_engine(config: EngineConfig) -> Built:
     tokenizer = Tokenizer.from_folder(target.folder)
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative()
-    method = _method(spec) if spec else None
-    drafter = _build_drafter(config, spec, method, target, tokenizer, limits) if spec and method else None
-    length = _draft_length(spec, method) if spec and method else 0
+    name = _method_name(spec) if spec else None
+    drafter = _build_drafter(config, spec, name, target, tokenizer, limits) if spec and name else None
+    length = _draft_length(spec, name) if spec and name else 0
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto"),
         target.model,
@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig) -> Built:
         Fixed(length),
         drafter,
     )
-    says = f"{method}, {length} tokens a step" if drafter else config.why_not_speculative()
+    says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
     return Built(engine, tokenizer, target, limits, drafter is not None, says)
 
 
@@ -62,25 +62,33 @@ def load_rules() -> dict[str, Verifier]:
     return {name: plugins.load(_RULES, name).build() for name in plugins.names(_RULES)}
 
 
-def _method(spec: SpeculativeConfig) -> str:
-    """Return the method's name; a model without a method means the drafter that announces itself for it."""
-    if spec.method is not None:
-        return spec.method
-    announced = (n for n in plugins.names(_DRAFTERS) if getattr(plugins.load(_DRAFTERS, n), "DRAFTS_WITH_MODEL", False))
-    return next(announced)
+def _method_name(spec: SpeculativeConfig) -> str:
+    """Return the method's name and check that a model is named just when it uses one."""
+    name = spec.method or next(n for n in plugins.names(_DRAFTERS) if _method(n).preferred)
+    if _method(name).uses_model and spec.model is None:
+        raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")
+    if spec.model is not None and not _method(name).uses_model:
+        raise ConfigError(
+            f"method {name!r} uses no model, but draft model {spec.model!r} is named", "leave out one of the two."
+        )
+    return name
 
 
-def _draft_length(spec: SpeculativeConfig, method: str) -> int:
+def _method(name: str) -> Method:
+    method: Method = plugins.load(_DRAFTERS, name).METHOD
+    return method
+
+
+def _draft_length(spec: SpeculativeConfig, name: str) -> int:
     if spec.draft_length != "fixed":
         raise ConfigError(f"draft_length={spec.draft_length!r} is unknown", suggest(spec.draft_length, ["fixed"]))
-    usual: int = plugins.load(_DRAFTERS, method).DEFAULT_LENGTH
-    return spec.num_speculative_tokens or usual
+    return spec.num_speculative_tokens or _method(name).default_length
 
 
 def _build_drafter(
     config: EngineConfig,
     spec: SpeculativeConfig,
-    method: str,
+    name: str,
     target: Checkpoint,
     tokenizer: Tokenizer,
     limits: Limits,
@@ -100,7 +108,7 @@ def _build_drafter(
         load_draft=load_draft,
         make_cache=lambda shape: _make_cache(shape, limits),
     )
-    drafter: Drafter = plugins.load(_DRAFTERS, method).build(context)
+    drafter: Drafter = plugins.load(_DRAFTERS, name).build(context)
     return drafter
 
 

@@ -98,8 +98,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Toke
     table = torch.log_softmax(logits.to(torch.float64), dim=-1)
     chosen = table.gather(1, torch.tensor(tokens, device=table.device)[:, None])
     ranks = (table > chosen).sum(-1) + 1
-    best = table.topk(top, dim=-1)
-    rows = zip(
-        tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
-    )
-    return [TokenLogprob(token, value, rank, dict(zip(ids, values, strict=True))) for token, value, rank, ids, values in rows]
+    best = table.topk(min(top, table.shape[-1]), dim=-1)
+    tops = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    columns = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True)
+    return [TokenLogprob(*entry) for entry in columns]

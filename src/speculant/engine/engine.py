@@ -76,7 +76,9 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[StepOutput]:
-        """Admit, draft, check, commit; return every committed token in order."""
+        """Admit, draft, check, commit; return every committed token in order, none if nothing is left to do."""
+        if not self.has_unfinished():
+            return []
         started = time.perf_counter()
         self._admit()
         result = step(self._parts)
@@ -191,7 +193,7 @@ class Engine:
         self.metrics.other_s += total_s - draft_s - verify_s
 
 
-def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class StreamPiece:
     """
 
     index: int
-    token: int | None  # None = text that was held back until the end
+    token: int
     text: str
     drafted: bool = False
     finish_reason: str | None = None
@@ -44,6 +45,7 @@ class LLM:
         self.config = EngineConfig.from_mapping({"model": model, "draft_model": draft_model, **arguments})
         self._built = build_engine(self.config)
         self._ids = itertools.count()
+        self._jobs: dict[str, _Job] = {}
         self.engine = self._built.engine
         self.tokenizer = self._built.tokenizer
 
@@ -77,32 +79,40 @@ class LLM:
             for prompt, params in zip(listed, self._params_for(listed, sampling_params), strict=True):
                 jobs.append(self._start(prompt, params))
             while not all(job.finished for job in jobs):
-                self.engine.step()
+                self._step()
         finally:
-            self._abandon(jobs)
+            self._close(jobs)
         return [job.output() for job in jobs]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
-        """Yield each token of a prompt's samples as it is committed; closing the iterator aborts."""
+        """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
+
+        Several streams may be open at once: whichever is asked next moves all of them on.
+        """
         job = self._start(prompt, sampling_params or self.default_params)
         try:
-            while not job.finished:
-                for output in self.engine.step():
-                    if output.request_id == job.request_id:
-                        yield from job.pieces(output)
+            while job.unread or not job.finished:
+                while job.unread:
+                    yield job.piece(job.unread.popleft())
+                if not job.finished:
+                    self._step()
         finally:
-            self._abandon([job])
+            self._close([job])
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> _Job:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = f"request-{next(self._ids)}"
-        requests = self.engine.add_request(
-            tokens, params, request_id, watch=lambda: TextStream(self.tokenizer, params)
-        )
-        return _Job(request_id, prompt if isinstance(prompt, str) else None, requests)
+        requests = self.engine.add_request(tokens, params, request_id, watch=lambda: TextStream(self.tokenizer, params))
+        self._jobs[request_id] = _Job(request_id, prompt if isinstance(prompt, str) else None, requests)
+        return self._jobs[request_id]
 
-    def _abandon(self, jobs: Sequence[_Job]) -> None:
+    def _step(self) -> None:
+        for output in self.engine.step():
+            self._jobs[output.request_id].unread.append(output)
+
+    def _close(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
+            del self._jobs[job.request_id]
             if not job.finished:
                 self.engine.abort(job.request_id)
 
@@ -113,7 +123,8 @@ class LLM:
             return [given or self.default_params] * len(prompts)
         if len(given) != len(prompts):
             raise RequestError(
-                f"{len(prompts)} prompts came with {len(given)} sampling parameters", "give one for each, or one for all."
+                f"{len(prompts)} prompts came with {len(given)} sampling parameters",
+                "give one for each prompt, or one for all.",
             )
         return given
 
@@ -124,21 +135,20 @@ class _Job:
     def __init__(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
         self.request_id, self._prompt, self._requests = request_id, prompt, requests
         self._closed: set[int] = set()
+        self.unread: deque[StepOutput] = deque()
 
     @property
     def finished(self) -> bool:
         return all(request.finished for request in self._requests)
 
-    def pieces(self, output: StepOutput) -> Iterator[StreamPiece]:
-        """Yield the piece of one committed token; the last piece of a sample carries what was held back."""
-        watch = self._watch(self._requests[output.index])
-        text = watch.pop()
+    def piece(self, output: StepOutput) -> StreamPiece:
+        """Return the piece of one committed token; the last one of a sample carries what was held back."""
+        text = self._watch(self._requests[output.index]).pop()
         if output.finish_reason is None:
-            yield StreamPiece(output.index, output.token, text, output.drafted)
-            return
+            return StreamPiece(output.index, output.token, text, output.drafted)
         text += self._close(self._requests[output.index])
-        done = self.output() if self.finished and len(self._closed) == len(self._requests) else None
-        yield StreamPiece(output.index, output.token, text, output.drafted, output.finish_reason, done)
+        done = self.output() if len(self._closed) == len(self._requests) else None
+        return StreamPiece(output.index, output.token, text, output.drafted, output.finish_reason, done)
 
     def output(self) -> RequestOutput:
         metrics = RequestMetrics(self._requests[0].metrics.timing, verification=self._requests[0].metrics.verification)
@@ -183,8 +193,12 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt (a text, or token ids) from several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, Mapping):
-        raise RequestError(f"prompts are a {type(prompts).__name__}", "give a text, a list of token ids, or a list of those.")
-    if prompts and isinstance(prompts[0], int):
-        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    listed: list[Any] = list(prompts)
+    if listed and isinstance(listed[0], int):
+        return [listed]
+    for prompt in listed:
+        if not isinstance(prompt, (str, Sequence)):
+            raise RequestError(
+                f"a prompt is a {type(prompt).__name__}", "give a text, a list of token ids, or a list of those."
+            )
+    return listed

@@ -34,7 +34,9 @@ def run_target(
     """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them."""
     feeds = [Feed(item.request.seq, item.tokens, tree) for item, tree in zip(scheduled, trees, strict=True)]
     hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache)
-    spans, rows, first = [], [], 0
+    spans: list[tuple[int, int]] = []
+    rows: list[int] = []
+    first = 0
     for item, tree in zip(scheduled, trees, strict=True):
         wanted = _wanted_rows(item, tree, first)
         spans.append((len(rows), len(rows) + len(wanted)))
@@ -44,8 +46,7 @@ def run_target(
     if bool(logits.isnan().any()):
         raise SpeculantError("the target model produced NaN logits", "check the checkpoint, or load it in float32.")
     return [
-        _fed(item, tree, logits[start:end])
-        for item, tree, (start, end) in zip(scheduled, trees, spans, strict=True)
+        _fed(item, tree, logits[start:end]) for item, tree, (start, end) in zip(scheduled, trees, spans, strict=True)
     ]
 
 

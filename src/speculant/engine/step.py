@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +54,12 @@ def step(parts: Parts) -> StepResult:
     started = time.perf_counter()
     trees = propose(parts, scheduled)
     drafted = time.perf_counter()
-    fed = run_target(parts.target, parts.cache, scheduled, trees)
-    record_prompt_logprobs(fed)
-    ready = [item for item in fed if item.logits is not None]
-    verdicts = verify(parts, ready)
+    with undone_on_error(parts.cache, scheduled):
+        fed = run_target(parts.target, parts.cache, scheduled, trees)
+        ready = [item for item in fed if item.logits is not None]
+        verdicts = verify(parts, ready)
     verified = time.perf_counter()
+    record_prompt_logprobs(fed)
     for item in scheduled:
         item.request.metrics.timing.record_pass(drafted - started, verified - drafted)
     committed = [
@@ -79,6 +81,18 @@ def propose(parts: Parts, scheduled: Sequence[Scheduled]) -> list[DraftTree]:
     max_len = min(parts.limits.max_model_len, needs.max_positions or parts.limits.max_model_len)
     limits = draft_limits(scheduled, parts.draft_length, budget, needs.max_nodes, max_len)
     return parts.drafter.propose([item.request for item in scheduled], limits)
+
+
+@contextmanager
+def undone_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[None]:
+    """Take back what a failed pass reserved, so that the other sequences' next step starts where this one did."""
+    try:
+        yield
+    except BaseException:
+        for item in scheduled:
+            if cache.length(item.request.seq) > item.start:
+                cache.truncate_to(item.request.seq, item.start)
+        raise
 
 
 def verify(parts: Parts, ready: Sequence[Fed]) -> list[Verdict]:

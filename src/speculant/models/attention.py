@@ -63,9 +63,7 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     return out.view(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
-def _segment_masks(
-    batch: Batch, window: int | None, groups: int, dtype: torch.dtype
-) -> list[Tensor | None]:
+def _segment_masks(batch: Batch, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
     masks, first = [], 0
     for segment in batch.segments:
         positions = batch.positions[first : first + segment.num_rows]

@@ -31,7 +31,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self._layer, self._window, self._dim = layer, config.windows[layer], config.head_dim
+        self._layer, self._window = layer, config.windows[layer]
+        self._heads, self._kv_heads, self._dim = config.num_heads, config.num_kv_heads, config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
@@ -44,13 +45,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, cache: KVCache) -> Tensor:
         """Map x [T, hidden] to [T, hidden], writing this layer's keys and values on the way."""
-        query, key, value = (proj(x).view(len(x), -1, self._dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query = self.q_proj(x).view(-1, self._heads, self._dim)
+        key = self.k_proj(x).view(-1, self._kv_heads, self._dim)
+        value = self.v_proj(x).view(-1, self._kv_heads, self._dim)
         if self._qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = reference.rotate(query, *angles), reference.rotate(key, *angles)
+        rotated = reference.rotate(torch.cat((query, key), dim=1), *angles)
+        query, key = rotated.split((self._heads, self._kv_heads), dim=1)
         cache.write(self._layer, plan.batch.rows, key, value)
         out = attend(query, self._layer, self._window, plan, cache)
-        projected: Tensor = self.o_proj(out.reshape(len(x), -1))
+        projected: Tensor = self.o_proj(out.flatten(1))
         return projected
 
 
@@ -105,6 +109,7 @@ class Decoder(nn.Module):
         self.tie_head()
         self._rotary = Rotary(config.rope, config.head_dim)
         self._windows = frozenset(config.windows)
+        self._groups = config.num_heads // config.num_kv_heads
 
     @property
     def vocab_size(self) -> int:
@@ -132,7 +137,7 @@ class Decoder(nn.Module):
         """See `CausalLM.forward`."""
         x: Tensor = self.model.embed_tokens(batch.tokens)
         angles = self._rotary.angles(batch.positions, x.dtype)
-        plan = AttentionPlan.build(batch, self._windows)
+        plan = AttentionPlan.build(batch, self._windows, self._groups, x.dtype)
         for layer in self.model.layers:
             x = layer(x, angles, plan, cache)
         out: Tensor = self.model.norm(x)

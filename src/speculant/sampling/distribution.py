@@ -14,7 +14,7 @@ from torch import Tensor
 from speculant.params import SamplingParams
 from speculant.types import Request
 
-_FIRST_LOOK = 512  # candidates of top-p and min-p rows looked at first, and how much
+_FIRST_LOOK = 64  # candidates of top-p and min-p rows looked at first, and how much
 _WIDEN = 8  # further to look while they are too few
 
 
@@ -74,7 +74,8 @@ def _edit(row: Tensor, node: Node) -> None:
     """Apply what depends on single tokens to scores [V] in place."""
     params, request = node.params, node.request
     if params.logit_bias:
-        row[_ids(list(params.logit_bias), row)] += torch.tensor(list(params.logit_bias.values())).to(row)
+        values = list(params.logit_bias.values())
+        row[_ids(list(params.logit_bias), row)] += torch.tensor(values, dtype=row.dtype, device=row.device)
     if request.num_output + len(node.drafted) < params.min_tokens and request.end_token_ids:
         row[_ids(sorted(request.end_token_ids), row)] = -torch.inf
     if params.penalised:
@@ -84,11 +85,11 @@ def _edit(row: Tensor, node: Node) -> None:
 def _penalise(row: Tensor, params: SamplingParams, history: Sequence[int], num_prompt: int) -> None:
     """Repetition counts prompt and output; presence and frequency count the output alone."""
     if params.repetition_penalty != 1:
-        seen = _ids(history, row).unique()
+        seen = torch.unique(_ids(history, row))
         scores = row[seen]
         row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
     if len(history) > num_prompt and (params.presence_penalty or params.frequency_penalty):
-        seen, counts = _ids(history[num_prompt:], row).unique(return_counts=True)
+        seen, counts = torch.unique(_ids(history[num_prompt:], row), return_counts=True)
         row[seen] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
 
 
@@ -115,40 +116,43 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     look, vocab_size = max(p.top_k or _FIRST_LOOK for p in params), scores.shape[-1]
     while True:
         best, tokens = scores.topk(min(look, vocab_size), dim=-1)
-        scaled, kept = _keep(best, scores, params)
+        weights, kept = _keep(best, scores, params)
         if look >= vocab_size or all(p.top_k or k < look for p, k in zip(params, kept.tolist(), strict=True)):
             break
         look *= _WIDEN
     _break_ties(scores, best, tokens, kept)
-    scaled[_ranks(best) >= kept[:, None]] = -torch.inf
+    weights.masked_fill_(_ranks(best) >= kept[:, None], 0.0)
     laws = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
-    return laws.scatter_add_(1, tokens, torch.softmax(scaled, dim=-1))
+    return laws.scatter_add_(1, tokens, weights / _last(weights.cumsum(-1)))
 
 
 def _keep(best: Tensor, scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Return the tempered scores [r, m] of a row's best in order, and how many of them are kept [r].
+    """Return the tempered weights [r, m] of a row's best in order, the first being 1, and how many are kept [r].
 
     top-p keeps the fewest that together reach it, of what top-k left; min-p is relative to the best.
+    Sums run along the row one by one, so that neither the other rows nor m can change a bit of them.
     """
-    scaled = best.to(torch.float64) / _column([p.temperature for p in params], scores)
-    top_k = _column([p.top_k or scores.shape[-1] for p in params], scores)
-    scaled[_ranks(best) >= top_k] = -torch.inf
-    probabilities = (scaled - _log_totals(scaled, scores, params)).exp()
-    before = probabilities.cumsum(-1) - probabilities
+    distance = best.to(torch.float64) - best[:, :1].to(torch.float64)
+    weights = (distance / _column([p.temperature for p in params], scores)).exp()
+    weights.masked_fill_(_ranks(best) >= _column([p.top_k or scores.shape[-1] for p in params], scores), 0.0)
+    reached = weights.cumsum(-1)
     top_p, min_p = _column([p.top_p for p in params], scores), _column([p.min_p for p in params], scores)
-    inside = (before < top_p) | (top_p == 1)
-    inside &= (scaled > -torch.inf) & (probabilities >= min_p * probabilities[:, :1])
-    return scaled, inside.sum(-1).clamp(min=1)
+    inside = (reached - weights < top_p * _totals(reached, scores, params)) | (top_p == 1)
+    inside &= (weights > 0) & (weights >= min_p)
+    return weights, inside.sum(-1).clamp(min=1)
 
 
-def _log_totals(scaled: Tensor, scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return the log of what each row's law sums to before it is normalised, [r, 1]: after top-k, if any."""
-    totals = scaled.logsumexp(-1, keepdim=True)
-    if all(p.top_k or p.top_p == 1 for p in params):
-        return totals
-    temperature = _column([p.temperature for p in params], scores).to(scores.dtype)
-    everything = (scores / temperature).logsumexp(-1, keepdim=True)
-    return torch.where(_column([p.top_k for p in params], scores) > 0, totals, everything.to(torch.float64))
+def _totals(reached: Tensor, scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return what each row's weights sum to before top-p cuts, [r, 1]: after top-k, if any, else over all tokens."""
+    totals = _last(reached).clone()
+    for row, p in enumerate(params):
+        if p.top_p < 1 and not p.top_k:
+            totals[row, 0] = ((scores[row] - scores[row].max()) / p.temperature).exp().sum()
+    return totals
+
+
+def _last(columns: Tensor) -> Tensor:
+    return columns[:, -1:]
 
 
 def _break_ties(scores: Tensor, best: Tensor, tokens: Tensor, kept: Tensor) -> None:

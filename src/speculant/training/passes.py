@@ -1,47 +1,39 @@
-"""A training pass through the shipping decoder: no state, no rollback, gradients flow."""
+"""A training pass: whole sequences through a decoder's own modules, without a cache.
+
+This is the arithmetic of `Decoder.forward` for sequences that begin at position 0, all of one length:
+a rectangle needs no masks, and causal attention then skips the half that no row may see. A test
+holds both equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from speculant.cache.base import KVCache, Slots
-from speculant.models.base import Batch, Segment
-from speculant.models.decoder import Decoder
-from speculant.types import DraftTree
-
-
-class PassCache:
-    """What a decoder asks of a cache within one pass: the keys and values just written, nothing older."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        self._spans = list(zip(ends[:-1], ends[1:], strict=True))  # a sequence's rows in the flat batch
-        self._keys = self._values = torch.empty(0)
-
-    def slots(self, seq: int) -> Slots:
-        """Say where a sequence's rows are."""
-        return Slots(seq, 0, torch.arange(*self._spans[seq]))
-
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values [T, kv_heads, head_dim] for the reads that follow."""
-        self._keys, self._values = keys, values
-
-    def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
-        """Return one sequence's rows of what was written last."""
-        first, end = self._spans[seq]
-        return self._keys[first:end], self._values[first:end]
+from speculant.kernels import reference
+from speculant.models.decoder import Attention, Decoder
 
 
-def hidden_states(model: Decoder, sequences: Sequence[Tensor]) -> Tensor:
-    """Run token sequences [n_i], each from position 0, through the model: [sum of n_i, hidden]."""
-    lengths = [len(sequence) for sequence in sequences]
-    cache = PassCache(lengths)
-    tokens = torch.cat(list(sequences))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    segments = tuple(Segment(cache.slots(seq), DraftTree.empty()) for seq in range(len(lengths)))
-    batch = Batch(tokens, positions, torch.arange(len(tokens)), segments)
-    return model.forward(batch, cast(KVCache, cache))
+def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
+    """Run token sequences [B, n] through a model without sliding windows or head norms: [B * n, hidden]."""
+    x: Tensor = model.model.embed_tokens(tokens)
+    angles = model._rotary.angles(torch.arange(tokens.shape[1]), x.dtype)
+    for layer in model.model.layers:
+        x = x + _attention(layer.self_attn, layer.input_layernorm(x), angles)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    out: Tensor = model.model.norm(x)
+    return out.flatten(0, 1)
+
+
+def _attention(module: Attention, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Map x [B, n, hidden] to [B, n, hidden]."""
+    query, key, value = (
+        proj(x).view(*x.shape[:2], -1, module._dim) for proj in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    query, key = reference.rotate(query, *angles), reference.rotate(key, *angles)  # [B, n, heads, dim]
+    out = functional.scaled_dot_product_attention(
+        *(tensor.transpose(1, 2) for tensor in (query, key, value)), is_causal=True, enable_gqa=True
+    )
+    projected: Tensor = module.o_proj(out.transpose(1, 2).flatten(2))
+    return projected

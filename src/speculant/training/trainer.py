@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class Trainer:
                 saved = self.state.elapsed
                 self.save()
         self.save()
+
+    def recent_loss(self, steps: int = 20) -> float:
+        """Return the mean loss of the last steps; NaN before the first."""
+        recent = self.state.losses[-steps:]
+        return sum(recent) / len(recent) if recent else math.nan
 
     def save(self) -> None:
         """Write a checkpoint."""

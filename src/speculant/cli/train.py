@@ -1,0 +1,160 @@
+"""`speculant train`: small models of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from speculant.cli.flags import FlagGroup, accepts_flags
+from speculant.cli.terminal import examples, messages, print_json, progress
+from speculant.errors import ConfigError
+from speculant.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from speculant.training.card import Outcome
+    from speculant.training.evaluation import Watcher
+    from speculant.training.trainer import Report, Trainer
+
+EXAMPLES = examples(
+    "speculant train lm --out target --minutes 75",
+    "speculant train lm --out target --minutes 75 --resume",
+    "speculant train lm --out draft --distill-from target --hidden 128 --layers 2 --minutes 15",
+    "speculant train lm --out poems --data ./poems --suffix .txt --steps 2000",
+)
+_LOG_STEPS = 50  # where there is no terminal to draw on, a line for every so many steps
+
+app = typer.Typer(help="Train small models: a target, or a draft for a target.", no_args_is_help=True)
+
+
+@app.callback()
+def train() -> None:
+    """Train small models: a target, or a draft for a target."""
+
+
+class TrainingFlags(FlagGroup):
+    """What is trained, on what, for how long."""
+
+    sets = TrainingConfig
+    panel = "Training"
+
+    out: Annotated[Path, "The folder to write: the model, its card, and the checkpoint of the run."]
+    minutes: Annotated[float, "End after this many minutes of training, at a learning rate of zero."]
+    steps: Annotated[int, "End after this many steps; with --minutes, whichever comes first."]
+    data: Annotated[list[Path], "A folder of text files; can be repeated. Without it, Python's standard library."]
+    suffix: Annotated[str, "How the text files' names end."]
+    tokenizer: Annotated[Path, "Use the tokenizer of this folder instead of training one."]
+    distill_from: Annotated[Path, "Train a draft on the laws of the target in this folder."]
+    vocab_size: Annotated[int, "Tokens of a new tokenizer."]
+    hidden: Annotated[int, "Width of the residual stream."]
+    intermediate: Annotated[int, "Width inside the feed-forward blocks."]
+    layers: Annotated[int, "Number of layers."]
+    heads: Annotated[int, "Attention heads."]
+    kv_heads: Annotated[int, "Key heads, shared among the attention heads."]
+    max_positions: Annotated[int, "The longest context that config.json names."]
+    seq: Annotated[int, "Tokens in a window."]
+    batch: Annotated[int, "Windows in a step."]
+    warmup: Annotated[int, "Steps in which the learning rate rises."]
+    matrix_lr: Annotated[float, "Peak learning rate of the layers' matrices (Muon)."]
+    embedding_lr: Annotated[float, "Peak learning rate of embeddings and norms (AdamW)."]
+    seed: Annotated[int, "Fixes the first weights and the order of the data."]
+    save_minutes: Annotated[float, "Minutes between checkpoints."]
+
+    def config(self) -> TrainingConfig:
+        """Return what the flags describe."""
+        if "out" not in self.given:
+            raise ConfigError("there is no folder to write to", "add --out FOLDER.")
+        values = {**self.given, "data": tuple(self.given.get("data", ()))}
+        return TrainingConfig(**values)
+
+
+@app.command("lm", epilog=EXAMPLES)
+@accepts_flags
+def lm(
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    *,
+    flags: TrainingFlags,
+) -> None:
+    """Train a Llama-format language model, and its tokenizer, on text files.
+
+    The folder is ready for `--model` or `--draft-model` when the run ends. Interrupted, a run goes on
+    from its last checkpoint with --resume.
+    """
+    config = flags.config()
+    outcome = _run(config, resume)
+    if as_json:
+        print_json(dataclasses.asdict(outcome))
+    else:
+        _show(config, outcome)
+
+
+def _run(config: TrainingConfig, resume: bool) -> Outcome:
+    from speculant.training import job
+
+    _ = config.schedule  # refuses a run without an end before anything is read
+    job.check_folder(config, resume)
+    with progress("Reading the text files"):
+        corpus = job.read_files(config)
+    with progress("Making the tokenizer"):
+        tokenizer = job.choose_tokenizer(config, corpus)
+    with progress("Tokenising"):
+        texts = job.tokenise(corpus, tokenizer)
+    trainer = job.new_trainer(config, texts)
+    if resume:
+        trainer.resume()
+    _train(trainer)
+    with _watched("Measuring on held-out files") as watch:
+        return job.finish(config, texts, trainer, watch)
+
+
+def _train(trainer: Trainer) -> None:
+    console = messages()
+    if console.is_terminal:
+        _train_with_bar(trainer)
+        return
+    for report in trainer.run():
+        if report.step % _LOG_STEPS == 0:
+            console.print(_line(trainer, report))
+
+
+def _train_with_bar(trainer: Trainer) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=messages()) as bar:
+        task = bar.add_task("Training", total=1.0)
+        for report in trainer.run():
+            bar.update(task, completed=report.progress, description=_line(trainer, report))
+
+
+def _line(trainer: Trainer, report: Report) -> str:
+    left = report.elapsed * (1 / max(report.progress, 1e-9) - 1) / 60
+    loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
+    return f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {left:.0f} min left"
+
+
+@contextmanager
+def _watched(doing: str) -> Iterator[Watcher | None]:
+    """Offer a function that shows how much is done, on a terminal only."""
+    console = messages()
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console) as bar:
+        task: Any = bar.add_task(doing, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _show(config: TrainingConfig, outcome: Outcome) -> None:
+    console = messages()
+    console.print(f"{config.out}: {outcome.parameters:,} weights, {outcome.tokens:,} tokens in {outcome.steps:,} steps")
+    console.print(f"held-out loss {outcome.held_out_loss:.3f} nats a token ({outcome.held_out_tokens:,} tokens)")
+    if outcome.overlap:
+        console.print(
+            f"sum min(p, q) with the target {outcome.overlap.alpha:.3f},"
+            f" same likeliest token {outcome.overlap.greedy_agreement:.3f}"
+        )

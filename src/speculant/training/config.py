@@ -1,0 +1,96 @@
+"""Everything that decides a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from speculant.errors import ConfigError
+from speculant.training.schedule import Schedule
+
+MIN_VOCABULARY = 257  # every byte, and the end of text
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What to train, on what, for how long. Without `data`, on the interpreter's standard library."""
+
+    out: Path
+    minutes: float | None = None
+    steps: int | None = None
+    data: tuple[Path, ...] = ()
+    suffix: str = ".py"
+    tokenizer: Path | None = None
+    distill_from: Path | None = None
+    vocab_size: int = 8192
+    hidden: int = 256
+    intermediate: int = 704
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    max_positions: int = 1024
+    seq: int = 512
+    batch: int = 8
+    warmup: int = 50
+    matrix_lr: float = 0.02
+    embedding_lr: float = 0.004
+    seed: int = 1
+    save_minutes: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        _check_network(self)
+        if self.vocab_size < MIN_VOCABULARY:
+            raise ConfigError(
+                f"a vocabulary of {self.vocab_size} can't hold all 256 bytes and the end of text",
+                f"set --vocab-size to {MIN_VOCABULARY} or more.",
+            )
+        if self.tokenizer and self.distill_from:
+            raise ConfigError("a distilled draft has its target's tokenizer", "leave out --tokenizer.")
+
+    @property
+    def schedule(self) -> Schedule:
+        """How long the run lasts."""
+        return Schedule(self.steps, self.minutes, self.warmup)
+
+    def command(self) -> str:
+        """Return the command line that starts this run, paths by their last part."""
+        words = ["speculant train lm"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                words += [f"--{field.name.replace('_', '-')} {part}" for part in _spelled(value)]
+        return " ".join(words)
+
+
+def _spelled(value: object) -> list[str]:
+    if isinstance(value, tuple):
+        return [path.name for path in value]
+    return [value.name if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else str(value)]
+
+
+def _check_positive(config: TrainingConfig) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int | float) and field.name != "seed" and value <= 0:
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} is {value}", "give a number above zero, or leave it out."
+            )
+
+
+def _check_network(config: TrainingConfig) -> None:
+    if config.hidden % (2 * config.heads):
+        raise ConfigError(
+            f"a hidden size of {config.hidden} can't be cut into {config.heads} heads of an even size",
+            "choose --hidden as a multiple of twice --heads.",
+        )
+    if config.heads % config.kv_heads:
+        raise ConfigError(
+            f"{config.heads} heads can't share {config.kv_heads} key heads evenly",
+            "choose --heads as a multiple of --kv-heads.",
+        )
+    if config.seq > config.max_positions:
+        raise ConfigError(
+            f"windows of {config.seq} tokens don't fit a model of {config.max_positions} positions",
+            "lower --seq or raise --max-positions.",
+        )
