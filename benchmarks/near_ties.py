@@ -23,9 +23,10 @@ PREDICTED = "float32: none of 50 requests differ, or one; bfloat16: one in five,
 
 def first_gap(plain: RequestOutput, other: RequestOutput) -> float | None:
     """Return by how many nats the plain run preferred its own token where the texts part; None if they don't."""
-    for entry, token in zip(plain.outputs[0].logprobs or [], other.outputs[0].token_ids, strict=True):
-        if entry.token != token:
-            return entry.logprob - entry.top.get(token, float("-inf"))
+    sample = plain.outputs[0]
+    for mine, token, entry in zip(sample.token_ids, other.outputs[0].token_ids, sample.logprobs or [], strict=True):
+        if mine != token:
+            return entry[mine].logprob - entry[token].logprob if token in entry else float("inf")
     return None
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speculant.config import EngineConfig
-    from speculant.engine.llm import LLM, StreamPiece
+    from speculant.engine.job import StreamPiece
+    from speculant.engine.llm import LLM
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
     from speculant.types import CompletionOutput, DraftTree, RequestOutput, Verdict
@@ -16,7 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "speculant.engine.llm",
-    "StreamPiece": "speculant.engine.llm",
+    "StreamPiece": "speculant.engine.job",
     "EngineConfig": "speculant.config",
     "SamplingParams": "speculant.params",
     "SpeculantError": "speculant.errors",

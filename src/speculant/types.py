@@ -102,13 +102,15 @@ class StopWatch(Protocol):
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """Natural-log probability of a token under the model's own law, and the most likely alternatives."""
+class Logprob:
+    """Natural-log probability of a token under the model's own law, before any sampling parameter."""
 
-    token: int
     logprob: float
     rank: int  # 1 = the most likely
-    top: Mapping[int, float]
+    decoded_token: str | None = None
+
+
+Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id
 
 
 @dataclass(eq=False)
@@ -132,8 +134,8 @@ class Request:
     watch: StopWatch | None = None
     tokens: list[int] = field(default_factory=list)  # prompt and output
     rounds: int = 0  # verifications so far; keys the random streams
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on
     finish_reason: str | None = None  # stop, length, abort
     stop_reason: int | str | None = None  # the end token or stop string
 
@@ -174,12 +176,14 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Logprobs] | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the tokens' log-probabilities, if they were asked for."""
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -192,4 +196,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None

@@ -98,8 +98,9 @@ def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) ->
     plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256).generate(PROMPTS[::5], laws)
     drafted = speculative("draft_model", 4, 8, dtype).generate(PROMPTS[::5], laws)
     for one, other in zip(plain, drafted, strict=True):
-        for entry, token in zip(one.outputs[0].logprobs or [], other.outputs[0].token_ids, strict=True):
-            if entry.token != token:
-                assert token in entry.top, "the other token was not even the runner-up"
-                assert entry.logprob - entry.top[token] <= near
+        chosen, entries = one.outputs[0].token_ids, one.outputs[0].logprobs or []
+        for mine, token, entry in zip(chosen, other.outputs[0].token_ids, entries, strict=True):
+            if mine != token:
+                assert token in entry, "the other token was not even the runner-up"
+                assert entry[mine].logprob - entry[token].logprob <= near
                 break

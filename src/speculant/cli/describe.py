@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM
     from speculant.metrics import RequestMetrics
-    from speculant.types import CompletionOutput, RequestOutput
+    from speculant.types import CompletionOutput, Logprobs, RequestOutput
 
 
 def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
@@ -27,7 +27,8 @@ def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "speculation": {"on": output.metrics.verification is not None, "detail": speculation(llm, output.metrics)},
     }
     if output.prompt_logprobs is not None:
-        value["prompt_logprobs"] = [entry and asdict(entry) for entry in output.prompt_logprobs]
+        columns = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        value["prompt_logprobs"] = [entry and _logprob(token, entry) for token, entry in columns]
     if len(samples) > 1:
         value["outputs"] = samples
     return value
@@ -41,8 +42,14 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
     }
     if sample.logprobs is not None:
-        value["logprobs"] = [asdict(entry) for entry in sample.logprobs]
+        columns = zip(sample.token_ids, sample.logprobs, strict=True)
+        value["logprobs"] = [_logprob(token, entry) for token, entry in columns]
     return value
+
+
+def _logprob(token: int, entry: Logprobs) -> dict[str, Any]:
+    """Return the chosen token's log-probability and, in `top`, those of all that were reported."""
+    return {"token": token, **asdict(entry[token]), "top": {other: each.logprob for other, each in entry.items()}}
 
 
 def speculation(llm: LLM, metrics: RequestMetrics) -> str:

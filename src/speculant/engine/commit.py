@@ -11,7 +11,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.engine.runner import Fed
 from speculant.scheduling.scheduler import Scheduled
-from speculant.types import Request, StepOutput, TokenLogprob, Verdict
+from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,19 @@ def record_prompt(item: Scheduled, logits: Tensor) -> None:
     """Note log-probabilities of the prompt tokens behind the fed ones; logits are [m, V]."""
     request = item.request
     following = request.prompt[item.start + 1 : item.start + 1 + len(logits)]
-    known = request.prompt_logprobs or [None]  # nothing precedes the first token
-    request.prompt_logprobs = [*known, *token_logprobs(logits, following, request.params.prompt_logprobs or 0)]
+    request.prompt_logprobs += token_logprobs(logits, following, request.params.prompt_logprobs or 0)
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Return the log-probability of tokens[i] under logits[i] [m, V], its rank, and the `top` best."""
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
+    """Return, for each row of logits [m, V], the log-probability and rank of tokens[i] and of the `top` best."""
     table = torch.log_softmax(logits.to(torch.float64), dim=-1)
     chosen = table.gather(1, torch.tensor(tokens, device=table.device)[:, None])
     ranks = (table > chosen).sum(-1) + 1
     best = table.topk(min(top, table.shape[-1]), dim=-1)
-    tops = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    tops = [_ranked(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     columns = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True)
-    return [TokenLogprob(*entry) for entry in columns]
+    return [{**others, token: Logprob(value, rank)} for token, value, rank, others in columns]
+
+
+def _ranked(tokens: list[int], values: list[float]) -> dict[int, Logprob]:
+    return {token: Logprob(value, 1 + i) for i, (token, value) in enumerate(zip(tokens, values, strict=True))}

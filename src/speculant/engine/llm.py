@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine, generation_defaults
+from speculant.engine.job import Job, StreamPiece
 from speculant.errors import RequestError
-from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.text.stream import TextStream
-from speculant.types import CompletionOutput, Request, RequestOutput, StepOutput
+from speculant.types import RequestOutput
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class StreamPiece:
-    """One committed token as it is streamed. `text` may be empty while a character is incomplete.
-
-    `drafted` marks an accepted draft token; `output` comes with a request's last piece.
-    """
-
-    index: int
-    token: int
-    text: str
-    drafted: bool = False
-    finish_reason: str | None = None
-    output: RequestOutput | None = None
 
 
 class LLM:
@@ -45,7 +28,7 @@ class LLM:
         self.config = EngineConfig.from_mapping({"model": model, "draft_model": draft_model, **arguments})
         self._built = build_engine(self.config)
         self._ids = itertools.count()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self.engine = self._built.engine
         self.tokenizer = self._built.tokenizer
 
@@ -74,7 +57,7 @@ class LLM:
         One SamplingParams serves all prompts, or give one for each.
         """
         listed = _as_prompts(prompts)
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         try:
             for prompt, params in zip(listed, self._params_for(listed, sampling_params), strict=True):
                 jobs.append(self._start(prompt, params))
@@ -99,18 +82,18 @@ class LLM:
         finally:
             self._close([job])
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _start(self, prompt: Prompt, params: SamplingParams) -> Job:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = f"request-{next(self._ids)}"
         requests = self.engine.add_request(tokens, params, request_id, watch=lambda: TextStream(self.tokenizer, params))
-        self._jobs[request_id] = _Job(request_id, prompt if isinstance(prompt, str) else None, requests)
+        self._jobs[request_id] = Job(request_id, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
         return self._jobs[request_id]
 
     def _step(self) -> None:
         for output in self.engine.step():
             self._jobs[output.request_id].unread.append(output)
 
-    def _close(self, jobs: Sequence[_Job]) -> None:
+    def _close(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             del self._jobs[job.request_id]
             if not job.finished:
@@ -127,66 +110,6 @@ class LLM:
                 "give one for each prompt, or one for all.",
             )
         return given
-
-
-class _Job:
-    """One prompt's sequences and their texts, until they are told to the caller."""
-
-    def __init__(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
-        self.request_id, self._prompt, self._requests = request_id, prompt, requests
-        self._closed: set[int] = set()
-        self.unread: deque[StepOutput] = deque()
-
-    @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self._requests)
-
-    def piece(self, output: StepOutput) -> StreamPiece:
-        """Return the piece of one committed token; the last one of a sample carries what was held back."""
-        text = self._watch(self._requests[output.index]).pop()
-        if output.finish_reason is None:
-            return StreamPiece(output.index, output.token, text, output.drafted)
-        text += self._close(self._requests[output.index])
-        done = self.output() if len(self._closed) == len(self._requests) else None
-        return StreamPiece(output.index, output.token, text, output.drafted, output.finish_reason, done)
-
-    def output(self) -> RequestOutput:
-        metrics = RequestMetrics(self._requests[0].metrics.timing, verification=self._requests[0].metrics.verification)
-        for request in self._requests:
-            metrics.speculative_decoding.add(request.metrics.speculative_decoding)
-        first = self._requests[0]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=list(first.prompt),
-            outputs=[self._completion(request) for request in self._requests],
-            finished=self.finished,
-            metrics=metrics,
-            prompt_logprobs=None if first.params.prompt_logprobs is None else first.prompt_logprobs or [None],
-        )
-
-    def _completion(self, request: Request) -> CompletionOutput:
-        if request.finished:
-            self._close(request)
-        return CompletionOutput(
-            index=request.index,
-            text=self._watch(request).text,
-            token_ids=request.output,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            logprobs=None if request.params.logprobs is None else request.logprobs,
-        )
-
-    def _close(self, request: Request) -> str:
-        if request.index in self._closed:
-            return ""
-        self._closed.add(request.index)
-        return self._watch(request).finish()
-
-    @staticmethod
-    def _watch(request: Request) -> TextStream:
-        assert isinstance(request.watch, TextStream)
-        return request.watch
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -110,7 +110,7 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if kind not in _ROPE_KINDS or partial not in (None, 1.0) or any(isinstance(v, dict) for v in scaling.values()):
         raise ModelError(
-            f"config.json asks for rotary settings that are not implemented: {scaling or {'partial': partial}}",
+            f"config.json asks for rotary settings that are not implemented: {scaling}, over {partial} of each head",
             f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
         )
     theta = scaling.get("rope_theta", hf.get("rope_theta"))

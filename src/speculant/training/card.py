@@ -70,8 +70,8 @@ def _data(config: TrainingConfig) -> list[str]:
         "",
         f"`*{config.suffix}` files below {', '.join(path.name for path in config.data)}." if config.data else ours,
         (
-            f"A file is held out, from tokenizer and model, if the SHA-256 of its relative path, its first 8 bytes read as"
-            f" a big-endian number, is below {HELD_OUT_PERCENT} modulo 100."
+            f"A file is held out, from tokenizer and model, if the SHA-256 of its relative path, its first 8 bytes"
+            f" read as a big-endian number, is below {HELD_OUT_PERCENT} modulo 100."
         ),
         "The weights are under the Apache License 2.0.",
         "",

@@ -1,4 +1,9 @@
-"""What training makes small: cross-entropy on text, or the distance to a target's laws."""
+"""What training makes small: cross-entropy on text, or the distance to a target's laws.
+
+Both losses end in a law over the whole vocabulary for every token, which is far more data than all the
+rest of a small model's pass. So value and gradients are worked out together, some rows at a time: rows
+that are still in the processor's cache when the next operation wants them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,7 @@ from torch import Tensor
 from speculant.models.decoder import Decoder
 from speculant.training.passes import hidden_states
 
-_ROWS = 128  # laws compared at a time: few enough to stay in a processor's cache
-_HEAD_ROWS = 512
+_ROWS = 256  # laws worked on at a time
 _VARIATION_WEIGHT = 4.0  # total variation is below 1 where the divergence is a few nats
 
 
@@ -25,11 +29,6 @@ class Objective(Protocol):
         ...
 
 
-def batch_logits(model: Decoder, windows: Tensor) -> Tensor:
-    """Return logits [B * n, V], for each token of windows [B, 1 + n] but the first."""
-    return model.logits(hidden_states(model, windows[:, :-1]))
-
-
 class TextObjective:
     """Cross-entropy of the text itself, in nats a token."""
 
@@ -38,40 +37,12 @@ class TextObjective:
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
         """See `Objective.loss`."""
         hidden = hidden_states(model, windows[:, :-1])
-        loss: Tensor = _HeadLoss.apply(hidden, model.lm_head.weight, windows[:, 1:].flatten())  # type: ignore[no-untyped-call]
+        loss: Tensor = _TextLoss.apply(hidden, model.lm_head.weight, windows[:, 1:].flatten())  # type: ignore[no-untyped-call]
         return loss
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of hidden [T, h] @ weight [V, h].T against tokens [T].
-
-    Value and gradients are worked out together, some rows at a time: the logits of a whole batch
-    would take more memory than all the rest, and be read and written from there several times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-        hidden_grad, weight_grad, total = torch.empty_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
-        for first in range(0, len(hidden), _HEAD_ROWS):
-            rows = slice(first, first + _HEAD_ROWS)
-            log_laws = (hidden[rows] @ weight.T).log_softmax(-1)
-            total -= log_laws.gather(1, tokens[rows, None]).sum()
-            difference = log_laws.exp_()  # d loss / d logits: the law, less one at the token that came
-            difference.scatter_add_(1, tokens[rows, None], -hidden.new_ones(len(difference), 1))
-            torch.mm(difference, weight, out=hidden_grad[rows])
-            weight_grad.addmm_(difference.T, hidden[rows])
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        return total / len(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        scale = grads[0] / len(hidden_grad)
-        return hidden_grad * scale, weight_grad * scale, None
-
-
 class DistillObjective:
-    """The distance of a draft's laws from the target's at temperature 1 (seed 002 section 6).
+    """The distance of a draft's laws q from the target's laws p at temperature 1 (seed 002 section 6).
 
     It starts as the divergence KL(p, q), whose gradient is large wherever the draft is far off, and
     turns into total variation, one minus the acceptance rate: sum |p - q| / 2 = 1 - sum min(p, q).
@@ -85,44 +56,91 @@ class DistillObjective:
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
         """See `Objective.loss`."""
         with torch.no_grad():
-            target = batch_logits(self._target, windows)
+            seen = hidden_states(self._target, windows[:, :-1])
+        hidden = hidden_states(model, windows[:, :-1])
         weights = (1.0 - progress, _VARIATION_WEIGHT * progress)
-        loss: Tensor = _LawDistance.apply(batch_logits(model, windows), target, weights)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LawDistance.apply(  # type: ignore[no-untyped-call]
+            hidden, model.lm_head.weight, seen, self._target.lm_head.weight, weights
+        )
         return loss
 
 
+class _HeadGradients:
+    """Gradients of a sum over rows, for hidden [T, h] and for weight [V, h], where logits = hidden @ weight.T."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self._inputs = hidden, weight
+        self._hidden, self._weight = torch.empty_like(hidden), torch.zeros_like(weight)
+
+    def add(self, rows: slice, logits_gradient: Tensor) -> None:
+        """Take the gradient [r, V] for the logits of some rows."""
+        hidden, weight = self._inputs
+        torch.mm(logits_gradient, weight, out=self._hidden[rows])
+        self._weight.addmm_(logits_gradient.T, hidden[rows])
+
+    def mean(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the mean over rows."""
+        scale = 1.0 / len(self._hidden)
+        return self._hidden.mul_(scale), self._weight.mul_(scale)
+
+
+class _TextLoss(torch.autograd.Function):
+    """Mean of -log q(token) over rows, with q = softmax(hidden @ weight.T)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+        gradients, total = _HeadGradients(hidden, weight), hidden.new_zeros(())
+        for rows in _chunks(len(hidden)):
+            log_q = (hidden[rows] @ weight.T).log_softmax(-1)
+            total -= log_q.gather(1, tokens[rows, None]).sum()
+            difference = log_q.exp_()  # the gradient is the law, less one at the token that came
+            difference.scatter_add_(1, tokens[rows, None], -hidden.new_ones(len(difference), 1))
+            gradients.add(rows, difference)
+        ctx.save_for_backward(*gradients.mean())
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        return hidden * grads[0], weight * grads[0], None
+
+
 class _LawDistance(torch.autograd.Function):
-    """Mean over rows of w0 KL(p, q) + w1 TV(p, q), with q = softmax(draft), p = softmax(target).
+    """Mean over rows of w0 KL(p, q) + w1 TV(p, q), where p is the target's law and q the draft's."""
 
-    Value and gradient are worked out together, some rows at a time, because composed from torch's
-    operations they would stream some twenty [T, V] intermediates through memory:
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, seen: Tensor, target_weight: Tensor, weights: tuple[float, float]
+    ) -> Tensor:
+        gradients, total = _HeadGradients(hidden, weight), hidden.new_zeros(())
+        for rows in _chunks(len(hidden)):
+            log_q = (hidden[rows] @ weight.T).log_softmax(-1)
+            log_p = (seen[rows] @ target_weight.T).log_softmax(-1)
+            distance, difference = _distance(log_q, log_p, weights)
+            total += distance
+            gradients.add(rows, difference)
+        ctx.save_for_backward(*gradients.mean())
+        return total / len(hidden)
 
-        d KL / d draft = q - p        d TV / d draft = q * (s - sum(q * s)),   s = sign(q - p) / 2
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight = ctx.saved_tensors
+        return hidden * grads[0], weight * grads[0], None, None, None
+
+
+def _distance(log_q: Tensor, log_p: Tensor, weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return the summed distance of laws [r, V] and its gradient [r, V] for the logits of q. Changes log_p.
+
+    d KL = q - p        d TV = q * (s - sum(q * s)), with s = sign(q - p) / 2
     """
-
-    @staticmethod
-    def forward(ctx: Any, draft: Tensor, target: Tensor, weights: tuple[float, float]) -> Tensor:
-        gradient, total = torch.empty_like(draft), draft.new_zeros(())
-        for first in range(0, len(draft), _ROWS):
-            rows = slice(first, first + _ROWS)
-            total += _distance(draft[rows], target[rows], weights, gradient[rows])
-        ctx.save_for_backward(gradient)
-        return total / len(draft)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grads[0] / len(gradient)), None, None
-
-
-def _distance(draft: Tensor, target: Tensor, weights: tuple[float, float], gradient: Tensor) -> Tensor:
-    """Return the summed distance of some rows [r, V] and write its gradient."""
-    log_q, log_p = draft.log_softmax(-1), target.log_softmax(-1)
     q, p = log_q.exp(), log_p.exp()
     difference = q - p
     sign = difference.sign().mul_(0.5)
-    divergence = (p * log_p.sub_(log_q)).sum()
+    divergence = (log_p.sub_(log_q).mul_(p)).sum()
     variation = (difference * sign).sum()
-    torch.sub(sign, (q * sign).sum(-1, keepdim=True), out=gradient)
-    gradient.mul_(q).mul_(weights[1]).add_(difference, alpha=weights[0])
-    return weights[0] * divergence + weights[1] * variation
+    gradient = (sign - (q * sign).sum(-1, keepdim=True)).mul_(q).mul_(weights[1])
+    return weights[0] * divergence + weights[1] * variation, gradient.add_(difference, alpha=weights[0])
+
+
+def _chunks(rows: int) -> list[slice]:
+    return [slice(first, first + _ROWS) for first in range(0, rows, _ROWS)]

@@ -1,0 +1,101 @@
+"""One prompt on its way through the engine: its sequences, their texts, and what the caller is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from speculant.metrics import RequestMetrics
+from speculant.text.stream import TextStream
+from speculant.text.tokenizer import Tokenizer
+from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """One committed token as it is streamed. `text` may be empty while a character is incomplete.
+
+    `drafted` marks an accepted draft token; `output` comes with a request's last piece.
+    """
+
+    index: int
+    token: int
+    text: str
+    drafted: bool = False
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+
+class Job:
+    """A prompt's `n` sequences. `unread` are the committed tokens that no stream has shown yet."""
+
+    def __init__(self, request_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer) -> None:
+        self.request_id = request_id
+        self.unread: deque[StepOutput] = deque()
+        self._prompt, self._requests, self._tokenizer = prompt, requests, tokenizer
+        self._closed: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(request.finished for request in self._requests)
+
+    def piece(self, output: StepOutput) -> StreamPiece:
+        """Return the piece of one committed token; the last one of a sample carries what was held back."""
+        text = _stream(self._requests[output.index]).pop()
+        if output.finish_reason is None:
+            return StreamPiece(output.index, output.token, text, output.drafted)
+        text += self._close(self._requests[output.index])
+        done = self.output() if len(self._closed) == len(self._requests) else None
+        return StreamPiece(output.index, output.token, text, output.drafted, output.finish_reason, done)
+
+    def output(self) -> RequestOutput:
+        """Return everything as it stands."""
+        first = self._requests[0]
+        metrics = RequestMetrics(first.metrics.timing, verification=first.metrics.verification)
+        for request in self._requests:
+            metrics.speculative_decoding.add(request.metrics.speculative_decoding)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(first.prompt),
+            outputs=[self._completion(request) for request in self._requests],
+            finished=self.finished,
+            metrics=metrics,
+            prompt_logprobs=self._prompt_logprobs(first),
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        if request.finished:
+            self._close(request)
+        asked = request.params.logprobs is not None
+        return CompletionOutput(
+            index=request.index,
+            text=_stream(request).text,
+            token_ids=request.output,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=[self._readable(entry) for entry in request.logprobs] if asked else None,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:
+        """Nothing precedes the first token, so its entry is None."""
+        if request.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._readable(entry) for entry in request.prompt_logprobs)]
+
+    def _readable(self, entry: Logprobs) -> Logprobs:
+        decode = self._tokenizer.decode
+        return {t: replace(value, decoded_token=decode([t], skip_special_tokens=False)) for t, value in entry.items()}
+
+    def _close(self, request: Request) -> str:
+        """Release what a finished sample's text held back, once."""
+        if request.index in self._closed:
+            return ""
+        self._closed.add(request.index)
+        return _stream(request).finish()
+
+
+def _stream(request: Request) -> TextStream:
+    assert isinstance(request.watch, TextStream)
+    return request.watch

@@ -1,0 +1,36 @@
+"""The reference kernels on a CUDA device; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speculant import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROMPTS = ["def read(path):", "class Stack:", "import os\n"]
+
+
+@pytest.mark.parametrize("law", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 5}])
+def test_text_is_the_same_on_the_device_with_and_without_drafts(law: dict[str, float]) -> None:
+    params = SamplingParams(**law, max_tokens=48)
+    texts = {
+        name: [out.outputs[0].token_ids for out in LLM("demo", **arguments).generate(PROMPTS, params)]
+        for name, arguments in {
+            "cpu": {"dtype": "float64"},
+            "plain": {"dtype": "float64", "device": "cuda"},
+            "drafted": {"dtype": "float64", "device": "cuda", "draft_model": "demo"},
+            "ngram": {"dtype": "float64", "device": "cuda", "speculative_config": {"method": "ngram"}},
+        }.items()
+    }
+    assert texts["plain"] == texts["drafted"] == texts["ngram"] == texts["cpu"]
+
+
+def test_a_ratio_rule_runs_on_the_device() -> None:
+    llm = LLM("demo", "demo", device="cuda", dtype="float32")
+    [out] = llm.generate(PROMPTS[:1], SamplingParams(temperature=1.0, max_tokens=48))
+    assert out.metrics.verification == "rejection"
+    assert out.metrics.speculative_decoding.num_accepted_draft_tokens > 0
