@@ -20,8 +20,8 @@ from speculant.models.decoder import Decoder
 
 PROMPTS = ["def read(path):", "class Stack:", "import os\n", "for line in", "def main(", "try:\n", "if not", "return "]
 PREDICTED = (
-    "Outside the passes: about 0.3 ms a step at batch 1 and 1 ms at batch 8 when plain; with 5 drafts about 1 ms and 4 ms, "
-    "as every drafted token needs a law and a draw."
+    "Outside the passes: about 0.3 ms a step at batch 1 and 1 ms at batch 8 when plain; with 5 drafts about 1 ms "
+    "and 4 ms, as every drafted token needs a law and a draw."
 )
 
 
@@ -32,6 +32,8 @@ class PassClock:
         self.seconds = 0.0
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time added up."""
+
         def timed(*arguments: Any) -> Any:
             started = time.perf_counter()
             result = function(*arguments)

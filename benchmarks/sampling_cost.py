@@ -9,6 +9,7 @@ of context. Passes and laws are timed in turn; the ratio of medians is the figur
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def main() -> None:
 
     subjects: dict[str, Any] = {"pass": run_pass}
     for name, settings in LAWS.items():
-        subjects[name] = lambda nodes=make_nodes(settings): distribution(peaked, nodes)
+        subjects[name] = partial(distribution, peaked, make_nodes(settings))
     times = interleave(subjects, rounds)
     target = spread(times["pass"])["median"]
     figures = {

@@ -1,9 +1,9 @@
 """What a drafter is, and what it is given to build itself from.
 
 A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
-takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq` and is always allowed to be behind:
-a drafter catches up with `request.tokens` in the next `propose`, so there is no special case for a
-first round, a round without drafting, or one in which everything was accepted.
+takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq` and is always
+allowed to be behind: a drafter catches up with `request.tokens` in the next `propose`, so there is no
+special case for a first round, a round without drafting, or one in which everything was accepted.
 """
 
 from __future__ import annotations
