@@ -37,7 +37,7 @@ format: $(VENV)/.installed-dev ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix $(CHECKED)
 
 bench: $(VENV)/.installed-dev ## run every script in benchmarks/
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
 
 clean: ## remove the environment and everything that tools leave behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

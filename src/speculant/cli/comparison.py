@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from speculant.metrics import SpeculationMetrics
 
 if TYPE_CHECKING:
-    from speculant.engine.llm import LLM, StreamPiece
+    from speculant.engine.job import StreamPiece
+    from speculant.engine.llm import LLM
     from speculant.params import SamplingParams
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine.llm import LLM, StreamPiece
+    from speculant.engine.job import StreamPiece
+    from speculant.engine.llm import LLM
 
 EXAMPLES = examples(
     "speculant demo",
@@ -51,7 +53,8 @@ def demo(
         llm = _load(spec_length)
         _show_pair(Console(quiet=True), llm, PROMPTS[0], replace(params, max_tokens=WARM_UP_TOKENS))
     _introduce(console, llm)
-    pairs = [_show_pair(console, llm, prompt, params) for prompt in PROMPTS]
+    with progress("Decoding") if as_json else nullcontext():
+        pairs = [_show_pair(console, llm, prompt, params) for prompt in PROMPTS]
     figures = summary(pairs)
     if as_json:
         print_json({**figures, "speculation": llm.speculation, "pairs": [asdict(pair) for pair in pairs]})

@@ -136,7 +136,6 @@ class EngineFlags(FlagGroup):
             )
         if "speculative_config" in values:
             values["speculative_config"] = parse_mapping("--speculative-config", values["speculative_config"])
-        EngineConfig.from_mapping(values)  # refuses what is wrong before anything is loaded
         return values
 
 

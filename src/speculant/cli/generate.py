@@ -11,7 +11,9 @@ import typer
 from speculant.cli.describe import document, figures
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.terminal import examples, messages, print_json, progress, results
+from speculant.config import EngineConfig
 from speculant.errors import RequestError
+from speculant.models.source import resolve_source
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM
@@ -46,11 +48,12 @@ def generate(
     """
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # refuses what is out of range before anything is loaded
+    fetch(EngineConfig.from_mapping(values))
     with progress("Loading the models"):
         llm = _load(values)
     params = sampling.params(llm.default_params)
     if as_json:
-        print_json(document(llm, llm.generate([text], params)[0]))
+        print_json(document(llm, _complete(llm, text, params)))
     elif params.n == 1:
         messages().print(figures(llm, _stream(llm, text, params)), style="dim")
     else:
@@ -76,10 +79,23 @@ def _read_file(path: Path) -> str:
         raise RequestError(f"the prompt file {path} can't be read: {error}", "name a UTF-8 text file.") from error
 
 
+def fetch(config: EngineConfig) -> None:
+    """Download what is not here yet, under the downloader's own progress bars."""
+    drafting = config.speculative()
+    resolve_source(config.model, "target")
+    if drafting is not None and drafting.model is not None:
+        resolve_source(drafting.model, "draft")
+
+
 def _load(values: dict[str, object]) -> LLM:
     from speculant.engine.llm import LLM
 
     return LLM(**values)  # type: ignore[arg-type]
+
+
+def _complete(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    with progress("Generating"):
+        return llm.generate([prompt], params)[0]
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
@@ -96,8 +112,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 def _list(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     """Print several samples, each under its number."""
-    output = llm.generate([prompt], params)[0]
-    console = results()
+    output, console = _complete(llm, prompt, params), results()
     for sample in output.outputs:
         console.print(f"--- {sample.index + 1} of {params.n} ({sample.finish_reason})", style="bold")
         console.print(sample.text)

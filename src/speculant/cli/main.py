@@ -14,7 +14,6 @@ from speculant.errors import SpeculantError
 
 EXIT_RUNTIME = 1  # something did not fit or broke off
 EXIT_USAGE = 2  # something the user can correct
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="speculant",
@@ -27,7 +26,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
-app.add_typer(train.app, name="train")
+app.add_typer(train.app, name="train", epilog=train.EXAMPLES)
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,11 +62,6 @@ def main() -> None:
     except SpeculantError as error:
         show_error(error)
         sys.exit(EXIT_USAGE if isinstance(error, ValueError) else EXIT_RUNTIME)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_RUNTIME)
 
 
 if __name__ == "__main__":

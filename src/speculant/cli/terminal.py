@@ -14,7 +14,7 @@ from speculant.errors import SpeculantError
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help; \\b keeps the lines as they are."""
+    """Return the end of a command's help, its lines kept as they are."""
     return "\n".join(("\b", "Examples:", *(f"  {command}" for command in commands)))
 
 

@@ -43,7 +43,7 @@ def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, c
     segments, masks = plan.batch.segments, plan.masks[window]
     if len(segments) == 1:
         return _attend_one(query, *cache.read(layer, segments[0].slots.seq), masks[0])
-    parts = query.split([segment.num_rows for segment in segments])
+    parts = query.split_with_sizes([segment.num_rows for segment in segments])
     return torch.cat(
         [
             _attend_one(rows, *cache.read(layer, segment.slots.seq), mask)

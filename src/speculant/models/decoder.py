@@ -51,7 +51,7 @@ class Attention(nn.Module):
         if self._qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         rotated = reference.rotate(torch.cat((query, key), dim=1), *angles)
-        query, key = rotated.split((self._heads, self._kv_heads), dim=1)
+        query, key = rotated.split_with_sizes((self._heads, self._kv_heads), dim=1)
         cache.write(self._layer, plan.batch.rows, key, value)
         out = attend(query, self._layer, self._window, plan, cache)
         projected: Tensor = self.o_proj(out.flatten(1))

@@ -31,15 +31,18 @@ def model_card(config: TrainingConfig, outcome: Outcome) -> str:
 
 
 def _front_matter(config: TrainingConfig) -> list[str]:
-    return ["---", "license: apache-2.0", "library_name: speculant", "pipeline_tag: text-generation", "---", ""]
+    """Return what the hub reads. On the user's own data, the licence is the user's to choose."""
+    licence = [] if config.data else ["license: apache-2.0"]
+    return ["---", *licence, "library_name: speculant", "pipeline_tag: text-generation", "---", ""]
 
 
 def _story(config: TrainingConfig, outcome: Outcome) -> list[str]:
     role = f"draft for the model in {config.distill_from.name}/" if config.distill_from else "target"
     how = (
-        ", on the target's own laws (KL divergence turning into total variation) instead of the text alone"
+        "Distilled from the target's laws on the text (KL divergence turning into total variation), the embedding"
+        " begun as a projection of the target's,"
         if config.distill_from
-        else ""
+        else "Trained from scratch"
     )
     return [
         f"# {config.out.name}",
@@ -51,7 +54,7 @@ def _story(config: TrainingConfig, outcome: Outcome) -> list[str]:
         "It continues Python source; it follows no instructions and knows no facts.",
         "",
         (
-            f"Trained from scratch in float32 on a CPU{how}: {outcome.tokens:,} tokens in {outcome.steps:,} steps,"
+            f"{how} in float32 on a CPU: {outcome.tokens:,} tokens in {outcome.steps:,} steps,"
             f" {outcome.minutes:.0f} minutes, {outcome.tokens / outcome.epoch_tokens:.2f} passes over the data, by"
         ),
         "",
@@ -61,20 +64,29 @@ def _story(config: TrainingConfig, outcome: Outcome) -> list[str]:
 
 
 def _data(config: TrainingConfig) -> list[str]:
-    ours = (
-        f"The Python {platform.python_version()} standard library's own `.py` sources, tests included, as they come"
-        " with the interpreter (Copyright Python Software Foundation, PSF License Version 2)."
-    )
     return [
         "## Data and licence",
         "",
-        f"`*{config.suffix}` files below {', '.join(path.name for path in config.data)}." if config.data else ours,
+        *(_own_files(config) if config.data else _standard_library()),
         (
-            f"A file is held out, from tokenizer and model, if the SHA-256 of its relative path, its first 8 bytes"
+            "A file is held out, from tokenizer and model, if the SHA-256 of its relative path, its first 8 bytes"
             f" read as a big-endian number, is below {HELD_OUT_PERCENT} modulo 100."
         ),
-        "The weights are under the Apache License 2.0.",
         "",
+    ]
+
+
+def _own_files(config: TrainingConfig) -> list[str]:
+    return [f"`*{config.suffix}` files below {', '.join(path.name for path in config.data)}."]
+
+
+def _standard_library() -> list[str]:
+    return [
+        (
+            f"The Python {platform.python_version()} standard library's own `.py` sources, tests included, as they"
+            " come with the interpreter (Copyright Python Software Foundation, PSF License Version 2)."
+            " The weights are under the Apache License 2.0."
+        ),
     ]
 
 

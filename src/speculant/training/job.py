@@ -25,7 +25,7 @@ from speculant.training.export import export_model
 from speculant.training.network import hf_config, new_network, parameter_count, project_embedding
 from speculant.training.objective import DistillObjective, TextObjective
 from speculant.training.optimizer import Optimizer
-from speculant.training.tokenizer import END_OF_TEXT, encode, line_starts, load_tokenizer, train_tokenizer
+from speculant.training.tokenizer import encode, end_of_text, line_starts, load_tokenizer, train_tokenizer
 from speculant.training.trainer import Trainer
 from speculant.training.windows import Windows, held_out_windows
 
@@ -41,7 +41,7 @@ class Texts:
     @property
     def end_of_text(self) -> int:
         """The id of END_OF_TEXT."""
-        return int(self.tokenizer.token_to_id(END_OF_TEXT))
+        return end_of_text(self.tokenizer)
 
 
 def check_folder(config: TrainingConfig, resume: bool) -> None:

@@ -31,7 +31,8 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
         factor = b * gram + c * gram @ gram
         factor.diagonal(dim1=-2, dim2=-1).add_(a)
         product, gram = factor @ product, factor @ gram @ factor
-    return product @ x
+    orthogonal: Tensor = product @ x
+    return orthogonal
 
 
 class Muon(torch.optim.Optimizer):
@@ -41,7 +42,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Change every parameter by its orthogonalised Nesterov momentum."""
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)

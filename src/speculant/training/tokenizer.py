@@ -44,15 +44,22 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Return the id of END_OF_TEXT."""
+    token_id: int = tokenizer.get_vocab()[END_OF_TEXT]
+    return token_id
+
+
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[NDArray[np.int64]]:
     """Tokenise each document, END_OF_TEXT behind it and not before it."""
-    end = [tokenizer.token_to_id(END_OF_TEXT)]
+    end = [end_of_text(tokenizer)]
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
     return [np.array(encoding.ids + end, dtype=np.int64) for encoding in encodings]
 
 
 def line_starts(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Mark the tokens [n] that begin a line or a text: those behind a line feed or END_OF_TEXT."""
-    vocabulary = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
-    ends_line = np.array([token.endswith("Ċ") or token == END_OF_TEXT for token in vocabulary])
+    ends_line = np.zeros(tokenizer.get_vocab_size(), dtype=bool)
+    for token, token_id in tokenizer.get_vocab().items():
+        ends_line[token_id] = token.endswith("Ċ") or token == END_OF_TEXT
     return np.concatenate(([True], ends_line[tokens[:-1]]))

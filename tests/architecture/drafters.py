@@ -1,0 +1,45 @@
+"""A drafter's name stands in its own file alone: what the engine must know, the drafter announces as data."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from tests.architecture.layers import imported_names
+from tests.architecture.source import PACKAGE, Function, Module
+
+
+def drafter_names(modules: Iterable[Module]) -> set[str]:
+    """Return the names of all drafters: the public modules in `drafting` that define `build`."""
+    return {
+        module.name.removeprefix("drafting.")
+        for module in modules
+        if module.name.startswith("drafting.") and not module.name.startswith("drafting._") and _defines_build(module)
+    }
+
+
+def _defines_build(module: Module) -> bool:
+    return any(isinstance(node, Function) and node.name == "build" for node in module.tree.body)
+
+
+def leaks(module: Module, names: set[str]) -> list[str]:
+    """Say where a module names a drafter that is not itself, as a string or as an import."""
+    others = {name for name in names if module.name != f"drafting.{name}"}
+    return [*_strings(module, others), *_imports(module, others)]
+
+
+def _strings(module: Module, names: set[str]) -> list[str]:
+    return [
+        f"{module.at(node)}: the string {node.value!r} names a drafter"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    ]
+
+
+def _imports(module: Module, names: set[str]) -> list[str]:
+    paths = {f"{PACKAGE}.drafting.{name}" for name in names}
+    return [
+        f"{module.at(node)}: imports the drafter {imported}"
+        for node, imported in imported_names(module)
+        if any(imported == path or imported.startswith(path + ".") for path in paths)
+    ]

@@ -1,0 +1,90 @@
+"""Which part of the package may import which (docs/architecture.md has the same table for readers)."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+
+from tests.architecture.source import PACKAGE, Module
+
+EVERYWHERE = frozenset({"types", "params", "config", "errors", "metrics"})
+MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
+ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
+
+# A name allows a module and everything in it; every part may also import itself, and the package's version.
+ALLOWED: dict[str, frozenset[str]] = {
+    "": ENGINE_AND_BELOW | EVERYWHERE,
+    "errors": frozenset(),
+    "params": frozenset({"errors"}),
+    "metrics": frozenset({"errors"}),
+    "types": frozenset({"errors", "params", "metrics"}),
+    "config": frozenset({"errors", "params", "types"}),
+    "plugins": frozenset({"errors", "params", "types", "config"}),
+    "text": frozenset({"errors", "params", "types", "config"}),
+    "kernels": EVERYWHERE,
+    "cache": EVERYWHERE | {"kernels"},
+    "sampling": EVERYWHERE | {"kernels"},
+    "models": EVERYWHERE | {"cache", "sampling", "kernels", "plugins"},
+    "drafting": EVERYWHERE | MODELS_AND_BELOW | {"text", "plugins"},
+    "verification": EVERYWHERE | MODELS_AND_BELOW | {"plugins"},
+    "scheduling": EVERYWHERE | {"cache.base"},
+    "engine": EVERYWHERE | ENGINE_AND_BELOW,
+    "theory": frozenset({"metrics"}),
+    "training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
+    "bench": EVERYWHERE | ENGINE_AND_BELOW | {"theory", "training"},
+    "serving": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"},
+    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "bench", "serving"},
+}
+OUTSIDE_OF_THEORY = frozenset({"numpy"})
+
+
+def imported_names(module: Module) -> Iterator[tuple[ast.AST, str]]:
+    """Yield every absolute dotted name that a module imports, wherever the import stands.
+
+    `from a.b import c` gives "a.b.c": c may be a module.
+    """
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            yield from ((node, f"{base}.{alias.name}") for alias in node.names)
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    here = [PACKAGE, *filter(None, module.name.split("."))]
+    above = here[: len(here) - node.level + module.is_package]
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def layer_violations(module: Module) -> list[str]:
+    """Say which imports of a module the table does not allow."""
+    if module.subpackage not in ALLOWED:
+        return [f"{module.at(module.tree)}: {module.subpackage!r} is missing in the import table"]
+    return [
+        f"{module.at(node)}: {module.subpackage or PACKAGE} may not import {name}"
+        for node, name in imported_names(module)
+        if not (_allowed_inside(module, name) if _is_ours(name) else _allowed_outside(module, name))
+    ]
+
+
+def _is_ours(name: str) -> bool:
+    return name == PACKAGE or name.startswith(PACKAGE + ".")
+
+
+def _allowed_inside(module: Module, name: str) -> bool:
+    inner = name.removeprefix(PACKAGE).removeprefix(".")
+    allowed = {"__version__", *ALLOWED[module.subpackage], *filter(None, [module.subpackage])}
+    return any(inner == part or inner.startswith(part + ".") for part in allowed)
+
+
+def _allowed_outside(module: Module, name: str) -> bool:
+    top = name.split(".")[0]
+    return module.subpackage != "theory" or top in OUTSIDE_OF_THEORY or _is_standard(top)
+
+
+def _is_standard(top: str) -> bool:
+    return top in sys.stdlib_module_names

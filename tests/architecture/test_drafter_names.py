@@ -1,0 +1,59 @@
+"""No drafter's name outside its own file."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architecture.drafters import drafter_names, leaks
+from tests.architecture.source import Module, load_package
+
+BUILD = "def build(config, target):\n    return None\n"
+
+
+def test_no_module_names_a_drafter() -> None:
+    modules = load_package()
+    names = drafter_names(modules)
+    assert [leak for module in modules for leak in leaks(module, names)] == []
+
+
+def test_drafters_are_found_in_the_package() -> None:
+    modules = load_package()
+    if not any(module.subpackage == "drafting" for module in modules):
+        pytest.fail("the package has no drafting/")
+    assert drafter_names(modules)
+
+
+def test_a_drafter_is_a_public_module_that_defines_build() -> None:
+    modules = [
+        Module("drafting.lookahead", BUILD),
+        Module("drafting.base", "class Drafter: ...\n"),
+        Module("drafting._table", BUILD),
+        Module("models.llama", BUILD),
+    ]
+    assert drafter_names(modules) == {"lookahead"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "method = 'lookahead'\n",
+        "if config.method == 'lookahead':\n    pass\n",
+        "from speculant.drafting import lookahead\n",
+        "from speculant.drafting.lookahead import Lookahead\n",
+        "import speculant.drafting.lookahead\n",
+    ],
+)
+def test_a_leak_is_found(text: str) -> None:
+    assert len(leaks(Module("engine.step", text), {"lookahead"})) == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Module("engine.step", "def load(lookahead: str) -> str:\n    return lookahead\n"),
+        Module("cli.generate", "flag = '--lookahead'\n"),
+        Module("drafting.lookahead", "name = 'lookahead'\n"),
+    ],
+)
+def test_identifiers_and_the_own_file_are_free(module: Module) -> None:
+    assert leaks(module, {"lookahead"}) == []

@@ -1,0 +1,90 @@
+"""Imports go one way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.layers import ALLOWED, layer_violations
+from tests.architecture.source import Module, load_package
+
+
+@pytest.mark.parametrize("module", load_package(), ids=lambda module: module.name or "speculant")
+def test_module_imports_only_what_its_layer_may(module: Module) -> None:
+    assert layer_violations(module) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("kernels.reference", "import speculant.models"),
+        ("models.llama", "from speculant.engine.llm import LLM"),
+        ("models.llama", "from speculant import drafting"),
+        ("drafting.tree", "from speculant.verification.base import Verifier"),
+        ("verification.base", "from speculant.scheduling import policy"),
+        ("verification.base", "from ..drafting.base import Drafter"),
+        ("scheduling.scheduler", "from speculant.cache.slotted import SlottedCache"),
+        ("scheduling.scheduler", "from speculant.cache import slotted"),
+        ("scheduling.scheduler", "from speculant.models.base import Batch"),
+        ("cache.base", "from speculant.plugins import load"),
+        ("sampling.chance", "from speculant.cache.base import KVCache"),
+        ("engine.step", "from speculant.training import lm"),
+        ("engine.step", "from speculant.theory.speedup import best_length"),
+        ("text", "from speculant.models.base import CausalLM"),
+        ("text.tokenizer", "import speculant.kernels"),
+        ("types", "from .config import EngineConfig"),
+        ("errors", "from speculant.types import Request"),
+        ("theory.speedup", "import torch"),
+        ("theory.speedup", "from speculant.models import base"),
+        ("training.lm", "from speculant.engine.llm import LLM"),
+        ("serving.app", "from speculant.cli import main"),
+        ("engine.step", "def f():\n    from speculant.cli import main"),
+        ("engine.step", "import speculant"),
+        ("surprise.module", "import math"),
+    ],
+)
+def test_forbidden_import_is_found(name: str, line: str) -> None:
+    assert len(layer_violations(Module(name, line + "\n"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("scheduling.scheduler", "from speculant.cache.base import KVCache"),
+        ("scheduling.scheduler", "from speculant.scheduling.policy import Policy"),
+        ("drafting.base", "from speculant.text.vocabulary import compare"),
+        ("drafting.base", "from . import tree\nfrom .tree import Tree\nfrom ..models import base"),
+        ("theory.speedup", "import numpy as np\nimport math\nfrom speculant.metrics import Counters"),
+        ("cli.train", "from speculant.training import lm\nfrom speculant import __version__"),
+        ("", "from speculant.engine.llm import LLM"),
+    ],
+)
+def test_allowed_import_passes(name: str, line: str) -> None:
+    assert layer_violations(Module(name, line + "\n")) == []
+
+
+def test_a_package_resolves_relative_imports_from_itself() -> None:
+    module = Module("drafting", "from .base import Drafter\nfrom ..verification import base\n", is_package=True)
+    assert layer_violations(module) == ["drafting:2: drafting may not import speculant.verification.base"]
+
+
+def test_the_three_policies_are_strangers() -> None:
+    for name in ("drafting", "verification", "scheduling"):
+        assert not ALLOWED[name] & ({"drafting", "verification", "scheduling"} - {name})
+
+
+def _heavy_modules_after(statement: str) -> str:
+    code = f"import sys\n{statement}\nprint(*sorted({{'torch', 'numpy', 'transformers'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("statement", ["import speculant", "import speculant.cli.main"])
+def test_import_is_cheap(statement: str) -> None:
+    assert _heavy_modules_after(statement) == ""
+
+
+def test_a_costly_import_is_seen() -> None:
+    assert _heavy_modules_after("import numpy") == "numpy"

@@ -1,0 +1,27 @@
+"""What every test gets: no network, and GPU tests that say why they did not run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+settings.register_profile("speculant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("speculant")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with a reason, what needs a device that is not there."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests or _has_cuda():
+        return
+    for item in gpu_tests:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,360 @@
+"""Every drafter, found by itself: what the engine relies on, and that greedy and seeded text never changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speculant import LLM, SamplingParams, plugins
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.drafting.base import Drafter, DrafterContext, Method
+from speculant.models.base import CausalLM
+from speculant.models.weights import load_model
+from speculant.sampling.chance import KeyedChances
+from speculant.types import DraftTree, Request
+from tests.models import VOCAB_SIZE, Checkpoints, make_request
+
+KIND = "speculant.drafting"
+DOCUMENTED = "echo"  # the one in docs/adding-a-drafter.md
+NUM_SEQS, MAX_LEN = 4, 96
+PROMPT = [7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
+CONTINUATION = [3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 9, 9, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 3, 5]
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=11, max_tokens=64)
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@dataclass
+class Workshop:
+    """Builds one drafter as often as a test wants, and keeps the caches that it asked for."""
+
+    name: str
+    model: str
+    caches: list[KVCache] = field(default_factory=list)
+
+    @property
+    def method(self) -> Method:
+        method: Method = plugins.load(KIND, self.name).METHOD
+        return method
+
+    def build(self, budget: int = 256) -> Drafter:
+        """Make a drafter that has seen what PROMPT leads to, if it learns."""
+        context = DrafterContext(
+            options={},
+            model=self.model if self.method.uses_model else None,
+            vocab_size=VOCAB_SIZE,
+            device=torch.device("cpu"),
+            chances=KeyedChances(),
+            max_num_batched_tokens=budget,
+            load_draft=load_once,
+            make_cache=self._make_cache,
+        )
+        drafter: Drafter = plugins.load(KIND, self.name).build(context)
+        if self.method.learns:
+            teach(drafter, PROMPT, CONTINUATION)
+        return drafter
+
+    def _make_cache(self, shape: CacheShape) -> KVCache:
+        self.caches.append(SlottedKVCache(shape, NUM_SEQS, MAX_LEN))
+        return self.caches[-1]
+
+    def check(self) -> None:
+        for cache in self.caches:
+            cache.check()
+
+
+@functools.cache
+def load_once(source: str) -> CausalLM:
+    """Load a model, which has no state, once for all drafters."""
+    return load_model(source, "float64", "cpu").model
+
+
+def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """Let a drafter see a whole request."""
+    request = make_request(prompt, output, GREEDY, seq=999, finish_reason="length")
+    drafter.begin(request)
+    drafter.observe(request, output)
+    drafter.end(request)
+
+
+@pytest.fixture(params=[*plugins.names(KIND), DOCUMENTED])
+def workshop(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Workshop]:
+    if request.param == DOCUMENTED:
+        request.getfixturevalue("documented_drafter")
+    made = Workshop(request.param, checkpoints.near)
+    yield made
+    made.check()
+
+
+def a_request(seq: int = 1, output: Sequence[int] = (), params: SamplingParams = GREEDY, **fields: Any) -> Request:
+    return make_request(PROMPT, output, params, seq, **fields)
+
+
+def sampled_request(seq: int = 1, output: Sequence[int] = (), coupled: bool = False) -> Request:
+    """Make a request that a ratio rule (or, coupled, keyed noise) will check."""
+    return a_request(seq, output, SamplingParams(temperature=0.7, max_tokens=64), coupled=coupled)
+
+
+VARIANTS = {
+    "greedy": a_request,
+    "seeded": functools.partial(a_request, params=SEEDED),
+    "ratio": sampled_request,
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def propose_one(drafter: Drafter, request: Request, limit: int) -> DraftTree:
+    (tree,) = drafter.propose([request], [limit])
+    return tree
+
+
+def fresh_proposal(workshop: Workshop, request: Request, limit: int) -> DraftTree:
+    drafter = workshop.build()
+    drafter.begin(request)
+    tree = propose_one(drafter, request, limit)
+    drafter.end(request)
+    return tree
+
+
+def grow(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
+    """Commit tokens to a request, as the engine would."""
+    if tokens:
+        request.tokens += tokens
+        request.rounds += 1
+        drafter.observe(request, list(tokens))
+
+
+def assert_same(tree: DraftTree, expected: DraftTree) -> None:
+    assert tree.token_list == expected.token_list
+    assert tree.parent_list == expected.parent_list
+    assert (tree.probs is None) == (expected.probs is None)
+    if tree.probs is not None and expected.probs is not None:
+        torch.testing.assert_close(tree.probs, expected.probs, rtol=0, atol=1e-12)
+
+
+def assert_well_formed(drafter: Drafter, tree: DraftTree, request: Request, limit: int) -> None:
+    assert tree.size <= limit
+    assert tree.tokens.dtype == tree.parents.dtype == torch.int64
+    assert all(-1 <= parent < node for node, parent in enumerate(tree.parent_list)), "parents come before children"
+    assert all(0 <= token < VOCAB_SIZE for token in tree.token_list)
+    for node in range(-1, tree.size):
+        siblings = [tree.token_list[child] for child in tree.children(node)]
+        assert len(set(siblings)) == len(siblings), "siblings differ"
+    assert tree.is_chain or drafter.needs.emits_tree, "only announced trees branch"
+    wanted = drafter.needs.emits_probs and not request.coupled and tree.size > 0
+    assert (tree.probs is not None) == wanted, "laws are there where a ratio rule wants them"
+    if tree.probs is not None:
+        assert_laws(tree)
+
+
+def assert_laws(tree: DraftTree) -> None:
+    assert tree.probs is not None
+    assert tree.probs.shape == (tree.size, VOCAB_SIZE)
+    assert bool((tree.probs >= 0).all())
+    torch.testing.assert_close(tree.probs.sum(-1), torch.ones(tree.size, dtype=tree.probs.dtype))
+    drawn = tree.probs.gather(1, tree.tokens[:, None])
+    assert bool((drawn > 0).all()), "a token was drawn that its law forbids"
+
+
+@every_variant
+@pytest.mark.parametrize("limit", [0, 1, 2, 5])
+def test_proposals_are_well_formed_and_within_their_limit(workshop: Workshop, variant: str, limit: int) -> None:
+    drafter, request = workshop.build(), VARIANTS[variant](output=CONTINUATION[:2])
+    drafter.begin(request)
+    tree = propose_one(drafter, request, limit)
+    assert_well_formed(drafter, tree, request, limit)
+    assert tree.size > 0 or limit == 0, "the drafter silently does nothing"
+
+
+@every_variant
+def test_requests_are_left_alone(workshop: Workshop, variant: str) -> None:
+    drafter, request = workshop.build(), VARIANTS[variant](output=CONTINUATION[:2])
+    before = copy.deepcopy(vars(request))
+    drafter.begin(request)
+    propose_one(drafter, request, 4)
+    drafter.observe(request, CONTINUATION[:2])
+    drafter.end(request)
+    assert vars(request) == before
+
+
+def test_an_unknown_option_is_refused_with_a_suggestion(workshop: Workshop) -> None:
+    drafter_module = plugins.load(KIND, workshop.name)
+    context = DrafterContext(
+        {"wndow": 3}, None, VOCAB_SIZE, torch.device("cpu"), KeyedChances(), 8, load_once, workshop._make_cache
+    )
+    with pytest.raises(ValueError, match=r"(?s)'wndow'.*Fix"):
+        drafter_module.build(context)
+
+
+def test_no_sequences_no_proposals(workshop: Workshop) -> None:
+    assert workshop.build().propose([], []) == []
+
+
+@every_variant
+def test_a_sequence_may_end_and_begin_again(workshop: Workshop, variant: str) -> None:
+    drafter, request = workshop.build(), VARIANTS[variant](output=CONTINUATION[:2])
+    drafter.begin(request)
+    first = propose_one(drafter, request, 4)
+    drafter.end(request)
+    drafter.begin(request)
+    assert_same(propose_one(drafter, request, 4), first)
+
+
+@every_variant
+@few
+@given(rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5))
+def test_a_drafter_catches_up_with_anything(workshop: Workshop, variant: str, rounds: list[tuple[int, int]]) -> None:
+    """However a sequence grew and whatever was proposed on the way, the next proposal is a fresh drafter's."""
+    drafter, request = workshop.build(), VARIANTS[variant]()
+    drafter.begin(request)
+    for length, limit in rounds:
+        propose_one(drafter, request, limit)
+        grow(drafter, request, CONTINUATION[request.num_output : request.num_output + length])
+    tree = propose_one(drafter, request, 4)
+    assert_same(tree, fresh_proposal(workshop, request, 4))
+    drafter.end(request)
+    workshop.check()
+
+
+@every_variant
+def test_a_rejected_draft_leaves_no_trace(workshop: Workshop, variant: str) -> None:
+    drafter, request = workshop.build(), VARIANTS[variant]()
+    drafter.begin(request)
+    for kept in (0, 1, 2):
+        drafted = propose_one(drafter, request, 4).token_list
+        correction = next(token for token in (40, 41) if drafted[kept : kept + 1] != [token])
+        grow(drafter, request, [*drafted[:kept], correction])
+    tree = propose_one(drafter, request, 4)
+    assert_same(tree, fresh_proposal(workshop, request, 4))
+
+
+@every_variant
+def test_an_accepted_draft_is_continued(workshop: Workshop, variant: str) -> None:
+    drafter, request = workshop.build(), VARIANTS[variant]()
+    drafter.begin(request)
+    for bonus in (3, 4):
+        grow(drafter, request, [*propose_one(drafter, request, 3).token_list, bonus])
+    assert_same(propose_one(drafter, request, 4), fresh_proposal(workshop, request, 4))
+
+
+@every_variant
+def test_a_proposal_does_not_depend_on_the_batch(workshop: Workshop, variant: str) -> None:
+    outputs = {1: CONTINUATION[:2], 2: CONTINUATION[:9], 3: []}
+    alone = [fresh_proposal(workshop, VARIANTS[variant](seq, output), seq + 1) for seq, output in outputs.items()]
+    drafter = workshop.build()
+    requests = [VARIANTS[variant](seq, output) for seq, output in outputs.items()]
+    for request in requests:
+        drafter.begin(request)
+    together = drafter.propose(requests, [2, 3, 4])
+    assert len(together) == 3
+    for tree, expected in zip(together, alone, strict=True):
+        assert_same(tree, expected)
+
+
+def test_sequences_may_come_and_go_beside_others(workshop: Workshop) -> None:
+    drafter, first, second = workshop.build(), a_request(1), a_request(2, CONTINUATION[:5])
+    for request in (first, second):
+        drafter.begin(request)
+    drafter.propose([first, second], [3, 3])
+    drafter.end(second)
+    third = a_request(3, CONTINUATION[:7])
+    drafter.begin(third)
+    grow(drafter, first, CONTINUATION[:3])
+    trees = drafter.propose([third, first], [3, 0])
+    assert_same(trees[0], fresh_proposal(workshop, third, 3))
+    assert trees[1].size == 0
+    assert_same(propose_one(drafter, first, 3), fresh_proposal(workshop, first, 3))
+
+
+def test_a_small_budget_delays_a_draft_and_does_not_change_it(workshop: Workshop) -> None:
+    drafter, request = workshop.build(budget=4), a_request(output=CONTINUATION[:2])
+    drafter.begin(request)
+    expected = fresh_proposal(workshop, request, 3)
+    trees = [propose_one(drafter, request, 3) for _ in range(len(request.tokens))]
+    assert_same(trees[-1], expected)
+    for tree in trees:
+        if tree.size:
+            assert_same(tree, expected)
+
+
+def test_a_cache_of_its_own_is_given_back(workshop: Workshop) -> None:
+    drafter = workshop.build()
+    assert bool(workshop.caches) == drafter.needs.own_cache, "what is used is announced"
+    free = [cache.free_tokens() for cache in workshop.caches]
+    for round_ in range(2 * NUM_SEQS):  # more sequences than there are slots
+        request = sampled_request(round_)
+        drafter.begin(request)
+        propose_one(drafter, request, 3)
+        drafter.end(request)
+        workshop.check()
+        assert [cache.free_tokens() for cache in workshop.caches] == free
+        assert all(cache.length(round_) == 0 for cache in workshop.caches)
+
+
+def test_ending_what_never_proposed_is_fine(workshop: Workshop) -> None:
+    drafter, request = workshop.build(), a_request()
+    drafter.begin(request)
+    drafter.end(request)
+    drafter.begin(request)
+    propose_one(drafter, request, 0)
+    drafter.end(request)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints: Checkpoints) -> LLM:
+    return LLM(checkpoints.target, dtype="float64")
+
+
+TEXTS = ["def read(path):", "class A:", "hello world " * 4]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_text_is_that_of_plain_decoding(
+    workshop: Workshop, plain: LLM, checkpoints: Checkpoints, params: SamplingParams, length: int
+) -> None:
+    expected = [each.outputs[0] for each in plain.generate(TEXTS, params)]
+    llm = LLM(
+        checkpoints.target,
+        draft_model=workshop.model if workshop.method.uses_model else None,
+        speculative_config={"method": workshop.name, "num_speculative_tokens": length},
+        dtype="float64",
+    )
+    drafted = 0
+    for _ in range(1 + workshop.method.learns):
+        results = llm.generate(TEXTS, params)
+        assert [each.outputs[0].token_ids for each in results] == [each.token_ids for each in expected]
+        assert [each.outputs[0].text for each in results] == [each.text for each in expected]
+        drafted = sum(each.metrics.speculative_decoding.num_draft_tokens for each in results)
+    assert drafted > 0, "nothing was drafted, so nothing was shown"
+    assert workshop.name in llm.speculation
+    llm.engine.check()
+
+
+def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, checkpoints: Checkpoints) -> None:
+    llm = LLM(
+        checkpoints.target,
+        draft_model=workshop.model if workshop.method.uses_model else None,
+        speculative_config={"method": workshop.name},
+        dtype="float64",
+    )
+    (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True))
+    assert len(result.outputs[0].token_ids) == 24
+    assert result.metrics.verification is not None
+    llm.engine.check()
+
+
+def test_the_page_s_drafter_is_not_shipped(documented_drafter: Path) -> None:
+    """Else the page would prove nothing: its name must come from the page alone."""
+    assert documented_drafter.stem == DOCUMENTED
+    assert not (Path(plugins.__file__).parent / "drafting" / documented_drafter.name).exists()

@@ -1,0 +1,118 @@
+"""Every model family, found by its file, agrees with transformers and with itself however it is fed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from speculant.models.base import Feed
+from speculant.models.weights import load_model
+from speculant.types import DraftTree
+from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
+
+CLOSE = {"atol": 1e-4, "rtol": 0}
+EXACT = {"atol": 1e-10, "rtol": 0}
+PROMPT = random_tokens(24)
+TREE = DraftTree(
+    tokens=torch.tensor([3, 9, 4, 3, 17, 9, 5, 30]),
+    parents=torch.tensor([-1, -1, 0, 0, 1, 3, 3, 6]),
+)
+
+
+def path_to(node: int) -> list[int]:
+    """Return the tree's nodes from the root's child down to `node`; none for the root (-1)."""
+    return [] if node < 0 else [*path_to(TREE.parent_list[node]), node]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    return functools.cache(lambda *case: make_pair(tmp_path_factory.mktemp("checkpoint"), *case))
+
+
+@pytest.fixture(params=cases(), ids="-".join)
+def pair(request: pytest.FixtureRequest, pairs: Callable[..., Pair]) -> Pair:
+    return pairs(*request.param)
+
+
+@pytest.fixture(scope="module")
+def wide_pairs(pairs: Callable[..., Pair]) -> Callable[..., Pair]:
+    return functools.cache(lambda *case: pairs(*case).in_float64())
+
+
+@pytest.fixture(params=cases(), ids="-".join)
+def wide(request: pytest.FixtureRequest, wide_pairs: Callable[..., Pair]) -> Pair:
+    return wide_pairs(*request.param)
+
+
+def test_whole_prompt(pair: Pair) -> None:
+    torch.testing.assert_close(Session(pair.ours).extend(PROMPT), pair.reference(PROMPT), **CLOSE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 23])
+def test_prompt_in_chunks(pair: Pair, size: int) -> None:
+    session = Session(pair.ours)
+    logits = [session.extend(PROMPT[first : first + size]) for first in range(0, len(PROMPT), size)]
+    torch.testing.assert_close(torch.cat(logits), pair.reference(PROMPT), **CLOSE)
+
+
+def test_several_sequences_in_one_batch(pair: Pair) -> None:
+    """A fresh prompt, a chunk behind a context and a single row, side by side."""
+    session = Session(pair.ours)
+    prompts = [random_tokens(n, seed=n) for n in (9, 24, 13)]
+    session.extend(prompts[1][:11], seq=1)
+    session.extend(prompts[2][:12], seq=2)
+    rests = [prompts[0], prompts[1][11:], prompts[2][12:]]
+    logits = session.feed(*(Feed(seq, rest, DraftTree.empty()) for seq, rest in enumerate(rests)))
+    for part, prompt in zip(logits.split([len(rest) for rest in rests]), prompts, strict=True):
+        torch.testing.assert_close(part, pair.reference(prompt)[-len(part) :], **CLOSE)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 20])
+def test_truncate_and_replay(pair: Pair, kept: int) -> None:
+    session = Session(pair.ours)
+    session.extend([*PROMPT[:kept], *random_tokens(24 - kept, seed=5)])
+    session.cache.truncate_to(0, kept)
+    torch.testing.assert_close(session.extend(PROMPT[kept:]), pair.reference(PROMPT)[kept:], **CLOSE)
+
+
+@pytest.mark.parametrize("context", [0, 4, 17])
+def test_each_tree_path_equals_that_path_alone(wide: Pair, context: int) -> None:
+    session = Session(wide.ours)
+    if context:
+        session.extend(PROMPT[:context])
+    logits = session.feed(Feed(0, PROMPT[context : context + 3], TREE))
+    for node in range(TREE.size):
+        tokens = PROMPT[: context + 3] + [TREE.token_list[step] for step in path_to(node)]
+        alone = Session(wide.ours).extend(tokens)[-1]
+        torch.testing.assert_close(logits[3 + node], alone, **EXACT)
+
+
+@pytest.mark.parametrize("leaf", [-1, 1, 5, 7])
+def test_after_keep_path_the_next_step_equals_a_fresh_prompt(wide: Pair, leaf: int) -> None:
+    session = Session(wide.ours)
+    session.feed(Feed(0, PROMPT[:18], TREE))
+    path = path_to(leaf)
+    session.cache.keep_path(0, 18, path)
+    tokens = PROMPT[:18] + [TREE.token_list[node] for node in path] + [2, 8]
+    fresh = Session(wide.ours).extend(tokens)
+    torch.testing.assert_close(session.extend([2, 8]), fresh[-2:], **EXACT)
+
+
+def test_greedy_text(wide: Pair) -> None:
+    prompt = torch.tensor([PROMPT[:10]])
+    theirs = wide.theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)[
+        0, 10:
+    ].tolist()
+    assert Session(wide.ours).greedy(PROMPT[:10], 40) == theirs
+    assert len(set(theirs)) > 3, "a loop of few tokens proves little"
+
+
+def test_bfloat16_is_close(pair: Pair) -> None:
+    """Rounding aside, bfloat16 takes the same path."""
+    narrow = Session(load_model(str(pair.folder), dtype="bfloat16").model).extend(PROMPT)
+    assert narrow.dtype == torch.bfloat16
+    wide = Session(pair.ours).extend(PROMPT)
+    assert torch.nn.functional.cosine_similarity(wide, narrow.float()).mean() > 0.98

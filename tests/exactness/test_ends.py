@@ -1,0 +1,187 @@
+"""Where a request ends: nothing behind the first stop is told, counted, kept or paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.params import SamplingParams
+from speculant.types import Request, StepOutput
+from tests.fakes import (
+    History,
+    Rig,
+    TableModel,
+    always_right,
+    build_rig,
+    model_drafter,
+    never_right,
+    sometimes_right,
+)
+
+V = 6
+LENGTHS = (1, 2, 3, 5)
+LIMITS = Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=64)
+
+
+def counting(history: History) -> list[float]:
+    """Most likely continue 0 1 2 3 4 5 0 1 ..."""
+    return [6.0 if token == (history[-1] + 1) % V else 0.0 for token in range(V)]
+
+
+def count_on(request: Request) -> list[int]:
+    """Return what a greedy request over `counting` says, without its end."""
+    return [(request.prompt[-1] + 1 + place) % V for place in range(40)]
+
+
+DRAFTERS: dict[str, Callable[[Limits], Drafter | None]] = {
+    "none": lambda limits: None,
+    "right": lambda limits: always_right(count_on),
+    "wrong": lambda limits: never_right(count_on, V),
+    "sometimes": lambda limits: sometimes_right(count_on, V),
+    "model": lambda limits: model_drafter(TableModel(counting, V), V, limits=limits),
+}
+
+
+def counting_rig(
+    drafter: str = "right", length: int = 5, limits: Limits = LIMITS, ends: tuple[int, ...] = (), rule: str = "auto"
+) -> Rig:
+    """Make an engine that counts."""
+    made = DRAFTERS[drafter](limits)
+    return build_rig(
+        TableModel(counting, V), made, length=length, limits=limits, ends=frozenset(ends), verification=rule
+    )
+
+
+def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tuple[Request, list[StepOutput]]:
+    """Run one greedy request to its end; what was told is what it says."""
+    settings = SamplingParams(**{"temperature": 0, "max_tokens": 20, "logprobs": 0, **params})
+    (request,) = rig.add(prompt, settings)
+    outputs = rig.finish()
+    assert [output.token for output in outputs] == request.output
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [request.finish_reason]
+    assert [entry.token for entry in request.logprobs] == request.output
+    assert request.metrics.timing.num_tokens == request.num_output
+    assert request.metrics.speculative_decoding.num_accepted_draft_tokens == sum(o.drafted for o in outputs)
+    return request, outputs
+
+
+everywhere = pytest.mark.parametrize(
+    ("drafter", "length"), [(name, length) for name in DRAFTERS for length in LENGTHS if name != "none" or length == 1]
+)
+
+
+@everywhere
+@pytest.mark.parametrize("rule", ["auto", "rejection"])
+def test_an_end_token_within_a_draft_ends_the_request(drafter: str, length: int, rule: str) -> None:
+    request, _ = finished(counting_rig(drafter, length, ends=(4,), rule=rule))
+    assert request.output == [1, 2, 3, 4]
+    assert (request.finish_reason, request.stop_reason) == ("stop", 4)
+
+
+@everywhere
+def test_max_tokens_is_met_exactly(drafter: str, length: int) -> None:
+    for limit in range(1, 8):
+        request, _ = finished(counting_rig(drafter, length), max_tokens=limit)
+        assert request.output == count_on(request)[:limit]
+        assert (request.finish_reason, request.stop_reason) == ("length", None)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_no_draft_is_longer_than_can_matter(length: int) -> None:
+    """A drafter that is always right has every token fed once, and the last one never."""
+    for limit in range(1, 10):
+        target = TableModel(counting, V)
+        rig = build_rig(target, always_right(count_on), length=length, limits=LIMITS)
+        request, _ = finished(rig, max_tokens=limit)
+        assert sum(target.num_rows) == len(request.tokens) - 1
+        statistics = request.metrics.speculative_decoding
+        assert statistics.num_accepted_draft_tokens == statistics.num_draft_tokens
+
+
+@everywhere
+def test_the_context_is_filled_and_never_overflows(drafter: str, length: int) -> None:
+    for longest in range(4, 11):
+        limits = Limits(longest, 2, 64)
+        request, _ = finished(counting_rig(drafter, length, limits), prompt=(3, 4, 5), max_tokens=None)
+        assert len(request.tokens) == longest
+        assert request.output == count_on(request)[: longest - 3]
+        assert request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("positions", [2, 4, 6, 9])
+def test_a_draft_model_with_a_shorter_context(positions: int) -> None:
+    drafter = model_drafter(TableModel(counting, V, max_positions=positions), V, limits=LIMITS)
+    request, _ = finished(build_rig(TableModel(counting, V), drafter, length=3, limits=LIMITS), max_tokens=15)
+    assert request.output == count_on(request)[:15]
+
+
+@everywhere
+def test_stop_token_ids_and_ignore_eos(drafter: str, length: int) -> None:
+    rig = counting_rig(drafter, length, ends=(2,))
+    request, _ = finished(rig, ignore_eos=True, stop_token_ids=[5])
+    assert request.output == [1, 2, 3, 4, 5]
+    assert request.stop_reason == 5
+
+
+@everywhere
+def test_an_end_token_wins_over_the_length(drafter: str, length: int) -> None:
+    at_once, _ = finished(counting_rig(drafter, length, ends=(4,)), max_tokens=4)
+    assert (at_once.output, at_once.finish_reason) == ([1, 2, 3, 4], "stop")
+    behind, _ = finished(counting_rig(drafter, length, ends=(4,)), max_tokens=3)
+    assert (behind.output, behind.finish_reason, behind.stop_reason) == ([1, 2, 3], "length", None)
+    at_the_context_end, _ = finished(counting_rig(drafter, length, Limits(5, 2, 64), ends=(4,)))
+    assert (at_the_context_end.output, at_the_context_end.finish_reason) == ([1, 2, 3, 4], "stop")
+
+
+@everywhere
+def test_min_tokens_puts_the_end_off(drafter: str, length: int) -> None:
+    rig = counting_rig(drafter, length, ends=(4,))
+    request, _ = finished(rig, min_tokens=6)
+    assert 4 not in request.output[:5]  # the law has no end token there
+    assert request.output[-1] == 4
+    assert request.num_output >= 6
+
+
+@dataclass
+class StopAfter:
+    """A stop string of tokens."""
+
+    stop: list[int]
+    seen: list[int] = field(default_factory=list)
+
+    def push(self, token: int) -> str | None:
+        """See `StopWatch.push`."""
+        self.seen.append(token)
+        return "found" if self.seen[-len(self.stop) :] == self.stop else None
+
+
+@everywhere
+def test_a_stop_string_that_spans_tokens(drafter: str, length: int) -> None:
+    watch = StopAfter([2, 3])
+    rig = counting_rig(drafter, length)
+    (request,) = rig.add((0,), SamplingParams(temperature=0, max_tokens=20), watch=lambda: watch)
+    rig.finish()
+    assert request.output == watch.seen == [1, 2, 3]  # nothing behind the stop was even looked at
+    assert (request.finish_reason, request.stop_reason) == ("stop", "found")
+
+
+@everywhere
+def test_a_stop_string_below_min_tokens_does_not_count(drafter: str, length: int) -> None:
+    rig = counting_rig(drafter, length)
+    settings = SamplingParams(temperature=0, max_tokens=20, min_tokens=4)
+    (request,) = rig.add((0,), settings, watch=lambda: StopAfter([2, 3]))
+    rig.finish()
+    assert request.output == [1, 2, 3, 4, 5, 0, 1, 2, 3]
+
+
+def test_an_end_leaves_the_neighbour_alone() -> None:
+    rig = counting_rig("right", 3, ends=(4,))
+    (short,) = rig.add((0,), SamplingParams(temperature=0), "short")
+    (long,) = rig.add((4,), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), "long")
+    rig.finish()
+    assert short.output == [1, 2, 3, 4]
+    assert long.output == count_on(long)[:12]

@@ -1,0 +1,206 @@
+"""The output's law is the target's: every branch of the real step is followed and summed up.
+
+The engine, the scheduler, `ModelDrafter`, the caches, `distribution` and the rules are those that
+ship; the models are tables and chance enumerates. The joint law of all tokens of a speculative step,
+completed by the target, equals the target's own to 1e-12.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+
+from speculant.cache.base import KVCache
+from speculant.config import Limits
+from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chances
+from speculant.types import DraftTree, Request
+from tests.exactness.laws import FULL_SUPPORT, NODE_KINDS, Pair, mean_accepted
+from tests.exactness.speculation import Case, enumerate_case
+from tests.fakes import ScriptedDrafter
+
+EXACT = 1e-12
+
+# (vocabulary, draft length) -> random pairs; together at least 500
+SIZES = {(2, 1): 60, (2, 2): 60, (2, 3): 60, (3, 1): 70, (3, 2): 90, (3, 3): 40, (4, 1): 60, (4, 2): 60, (4, 3): 20}
+
+TRANSFORMS = {
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 1.7},
+    "greedy": {"temperature": 0},
+    "top_k": {"top_k": 2},
+    "top_k of one": {"top_k": 1},
+    "top_p": {"top_p": 0.7431},
+    "min_p": {"min_p": 0.3137},
+    "repetition": {"repetition_penalty": 1.6},
+    "reward for repetition": {"repetition_penalty": 0.7},
+    "presence": {"presence_penalty": 0.8},
+    "frequency": {"frequency_penalty": 0.6},
+    "reward for frequency": {"frequency_penalty": -0.9},
+    "bias": {"logit_bias": {0: 1.3, 2: -0.9}},
+    "ban": {"logit_bias": {1: float("-inf")}},
+    "min_tokens": {"min_tokens": 2},
+    "top_k, then top_p": {"top_k": 3, "top_p": 0.6173, "temperature": 1.3},
+    "top_p, then min_p": {"top_p": 0.8919, "min_p": 0.4177},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7},
+    "penalties and filters": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "temperature": 0.8, "top_k": 3},
+    "everything": {
+        "logit_bias": {1: 0.7},
+        "min_tokens": 2,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "temperature": 0.9,
+        "top_k": 3,
+        "top_p": 0.9377,
+        "min_p": 0.0713,
+    },
+}
+
+
+def assert_exact(case: Case) -> None:
+    """Enumerate a case; its law must be the target's, and its mean acceptance what the theory says."""
+    found = enumerate_case(case)
+    assert found.deviation() <= EXACT, case
+    if case.prompt == (0,) and not case.ends and case.steps == 1:
+        agree = min if case.verification == "rejection" else operator.mul
+        expected = mean_accepted(case.law, case.law_of(case.pair.draft), case.prompt, case.length, agree)
+        assert found.mean_accepted == pytest.approx(expected, abs=EXACT), case
+
+
+def test_there_are_enough_pairs() -> None:
+    assert sum(SIZES.values()) >= 500
+
+
+@pytest.mark.parametrize(("vocab_size", "length"), SIZES)
+def test_rejection_keeps_the_law(vocab_size: int, length: int) -> None:
+    for seed in range(SIZES[vocab_size, length]):
+        assert_exact(Case(Pair(seed, vocab_size), length, width=8))
+
+
+@pytest.mark.parametrize(("vocab_size", "length"), SIZES)
+def test_match_keeps_the_law(vocab_size: int, length: int) -> None:
+    for seed in range(SIZES[vocab_size, length] // 4):
+        assert_exact(Case(Pair(seed, vocab_size), length, verification="match", width=8))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_every_kind_of_laws_alone(kind: str, rule: str) -> None:
+    for seed in range(4):
+        assert_exact(Case(Pair(seed, 3, (kind,)), 2, verification=rule, width=8))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_transform_keeps_the_law(name: str, rule: str) -> None:
+    params = SamplingParams(max_tokens=None, **TRANSFORMS[name])
+    ends = frozenset({2}) if params.min_tokens else frozenset()
+    for seed, vocab_size in enumerate((3, 4, 3, 4)):
+        pair = Pair(100 + seed, vocab_size, FULL_SUPPORT)
+        assert_exact(Case(pair, 2, params, rule, prompt=(seed % 3,), ends=ends, width=8))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_laws_with_zeros(name: str) -> None:
+    values = {key: value for key, value in TRANSFORMS[name].items() if key not in ("logit_bias", "min_tokens")}
+    for seed in range(3):
+        assert_exact(Case(Pair(seed, 4), 2, SamplingParams(max_tokens=None, **values), width=8))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize(("vocab_size", "length", "steps"), [(2, 1, 2), (3, 1, 2), (2, 2, 2), (2, 1, 3)])
+def test_several_steps_in_a_row(vocab_size: int, length: int, steps: int, rule: str) -> None:
+    for seed in range(6):
+        assert_exact(Case(Pair(seed, vocab_size), length, verification=rule, steps=steps, width=8))
+
+
+def test_several_steps_with_penalties() -> None:
+    params = SamplingParams(max_tokens=None, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9173)
+    for seed in range(6):
+        assert_exact(Case(Pair(seed, 3, FULL_SUPPORT), 1, params, steps=2, width=8))
+
+
+@pytest.mark.parametrize("budget", [2, 3, 5])
+def test_prompts_in_chunks(budget: int) -> None:
+    params = SamplingParams(max_tokens=None, presence_penalty=0.6)
+    for seed in range(4):
+        assert_exact(Case(Pair(seed, 2), 1, prompt=(0, 1, 1, 0, 1), budget=budget))
+        assert_exact(Case(Pair(seed, 2, FULL_SUPPORT), 1, params, prompt=(0, 1, 1, 0, 1), budget=budget))
+
+
+def test_ends_within_a_draft() -> None:
+    for seed in range(12):
+        assert_exact(Case(Pair(seed, 3), 3, prompt=(1,), ends=frozenset({2}), width=8))
+
+
+def test_max_tokens_within_a_draft() -> None:
+    for seed in range(8):
+        for limit in (1, 2, 3):
+            case = Case(Pair(seed, 3), 3, SamplingParams(max_tokens=limit), width=8)
+            found = enumerate_case(case)
+            assert max(len(output) for output in found.tokens) <= limit
+            assert found.deviation() <= EXACT
+
+
+def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    return NgramDrafter(Options())
+
+
+@pytest.mark.parametrize("rule", ["auto", "match", "rejection"])
+def test_ngram_drafts(rule: str) -> None:
+    for seed in range(10):
+        case = Case(Pair(seed, 3), 3, verification=rule, prompt=(0, 1, 2, 0, 1, 0), make_drafter=ngram, width=8)
+        assert_exact(case)
+        assert_exact(Case(Pair(seed, 2), 2, verification=rule, prompt=(0, 1, 0), steps=2, make_drafter=ngram))
+
+
+def scripted_chain(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    """Propose a fixed token at every depth, whatever the context."""
+    return ScriptedDrafter(lambda request: [pair.seed % pair.vocab_size, 0, pair.vocab_size - 1])
+
+
+@pytest.mark.parametrize("rule", ["auto", "match", "rejection"])
+def test_scripted_chains(rule: str) -> None:
+    for seed in range(12):
+        assert_exact_draft = enumerate_case(Case(Pair(seed, 3), 3, verification=rule, make_drafter=scripted_chain))
+        assert assert_exact_draft.deviation() <= EXACT
+
+
+# Shapes whose siblings have different tokens: (tokens, parents).
+TREES = [
+    ([0, 1], [-1, -1]),
+    ([0, 1, 2], [-1, -1, -1]),
+    ([1, 0, 2, 1], [-1, 0, 0, -1]),
+    ([0, 2, 1, 0, 2, 1], [-1, -1, 1, 1, 0, 0]),
+    ([2, 0, 1, 0, 1, 2, 1], [-1, -1, -1, 1, 1, 1, 0]),
+]
+
+
+def tree_drafter(index: int) -> Drafter:
+    tokens, parents = TREES[index]
+
+    def propose(request: Request) -> DraftTree:
+        import torch
+
+        return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+
+    return ScriptedDrafter(propose, DrafterNeeds(emits_tree=True))
+
+
+@pytest.mark.parametrize("index", range(len(TREES)))
+def test_one_hot_trees(index: int) -> None:
+    for seed in range(6):
+        for steps in (1, 2):
+            case = Case(
+                Pair(seed, 3),
+                len(TREES[index][0]),
+                verification="match",
+                steps=steps,
+                make_drafter=lambda pair, chances, limits: tree_drafter(index),
+                width=8,
+            )
+            assert enumerate_case(case).deviation() <= EXACT

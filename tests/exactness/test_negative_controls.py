@@ -1,0 +1,213 @@
+"""What is known to bias the output does so here too: a law test that misses these proves nothing.
+
+Each control breaks one thing beside the shipping code; the deviation must be plain to see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chances
+from speculant.types import DraftTree, Request, Verdict
+from speculant.verification import rejection
+from tests.exactness.laws import FULL_SUPPORT, Pair, softmax
+from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
+from tests.exactness.test_laws import EXACT
+from tests.exactness.verdicts import chain_of, distance, sampled
+from tests.fakes import EnumeratingChance, ScriptedDrafter
+
+PLAIN_TO_SEE = 1e-3
+RARE = 0.4  # a draft token with less than this is "unlikely"
+PAIRS = [Pair(seed, 3, FULL_SUPPORT) for seed in range(4)]
+
+Change = Callable[[Pair, Request, DraftTree], DraftTree]
+
+
+class Meddling:
+    """The real drafter, whose trees are changed behind its back."""
+
+    def __init__(self, drafter: Drafter, change: Callable[[Request, DraftTree], DraftTree]) -> None:
+        self.needs = drafter.needs
+        self.begin, self.observe, self.end = drafter.begin, drafter.observe, drafter.end
+        self._drafter, self._change = drafter, change
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        trees = self._drafter.propose(seqs, limits)
+        return [self._change(seq, tree) if tree.size else tree for seq, tree in zip(seqs, trees, strict=True)]
+
+
+def meddling(change: Change) -> MakeDrafter:
+    """Make a maker of meddling drafters."""
+
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        return Meddling(draft_model(pair, chances, limits), lambda seq, tree: change(pair, seq, tree))
+
+    return make
+
+
+def cut(tree: DraftTree, size: int) -> DraftTree:
+    assert tree.probs is not None
+    return DraftTree.chain(tree.token_list[:size], tree.probs[:size])
+
+
+def own_probabilities(tree: DraftTree) -> list[float]:
+    """Return q(x) of every node."""
+    assert tree.probs is not None
+    return tree.probs.gather(1, tree.tokens[:, None])[:, 0].tolist()
+
+
+def discard_the_unlikely(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+    unlikely = [q < RARE for q in own_probabilities(tree)]
+    return cut(tree, unlikely.index(True)) if True in unlikely else tree
+
+
+def discard_by_joint_probability(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+    joint = torch.tensor(own_probabilities(tree)).cumprod(0)
+    return cut(tree, int((joint >= RARE**2).sum()))
+
+
+def stop_behind_the_unlikely(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+    """Keep the unlikely token and draft nothing after it: this is exact."""
+    unlikely = [q < RARE for q in own_probabilities(tree)]
+    return cut(tree, unlikely.index(True) + 1) if True in unlikely else tree
+
+
+def report(make_law: Callable[[Sequence[float]], Sequence[float]]) -> Change:
+    """Report, instead of the law that was drawn from, another one made from the draft's logits."""
+
+    def change(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+        histories = [(*seq.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
+        laws = torch.tensor([make_law(pair.draft(history)) for history in histories], dtype=torch.float64)
+        return dataclasses.replace(tree, probs=laws)
+
+    return change
+
+
+def worst(make_drafter: MakeDrafter, params: SamplingParams | None = None) -> float:
+    """Return the largest deviation over a few pairs."""
+    settings = params or SamplingParams(max_tokens=None)
+    return max(
+        enumerate_case(Case(pair, 2, settings, make_drafter=make_drafter, width=8)).deviation() for pair in PAIRS
+    )
+
+
+@pytest.mark.parametrize("change", [discard_the_unlikely, discard_by_joint_probability])
+def test_discarding_drawn_tokens_shows(change: Change) -> None:
+    assert worst(meddling(change)) > PLAIN_TO_SEE
+
+
+def test_stopping_behind_a_drawn_token_is_exact() -> None:
+    assert worst(meddling(stop_behind_the_unlikely)) <= EXACT
+
+
+def test_the_likelier_of_two_draws_shows() -> None:
+    """A sampled tree of two siblings, pruned to the better one."""
+
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        def propose(request: Request) -> DraftTree:
+            law = torch.tensor(softmax(pair.draft(tuple(request.tokens))), dtype=torch.float64)
+            chance = chances.draft(request)
+            best = max((chance.draw(law), chance.draw(law)), key=lambda token: float(law[token]))
+            return DraftTree.chain([best], law[None])
+
+        return ScriptedDrafter(propose)
+
+    assert worst(make) > PLAIN_TO_SEE
+
+
+def test_raw_law_for_a_filtered_draw_shows() -> None:
+    top_k = SamplingParams(max_tokens=None, top_k=2)
+    assert worst(meddling(report(softmax)), top_k) > PLAIN_TO_SEE
+
+
+def test_another_temperature_shows() -> None:
+    cold = SamplingParams(max_tokens=None, temperature=0.7)
+    assert worst(meddling(report(softmax)), cold) > PLAIN_TO_SEE
+
+
+def test_a_law_without_penalties_shows() -> None:
+    penalty = SamplingParams(max_tokens=None, repetition_penalty=1.5)
+    assert worst(meddling(report(softmax)), penalty) > PLAIN_TO_SEE
+
+
+def test_the_same_reports_without_a_transform_are_exact() -> None:
+    assert worst(meddling(report(softmax))) <= EXACT
+
+
+# --- the rule itself
+
+
+def target_for_residual(p: Tensor, q: Tensor) -> Tensor:
+    return p
+
+
+def residual_not_normalised(p: Tensor, q: Tensor) -> Tensor:
+    """Draw with a sum that is not 1: what is missing falls to the last token."""
+    rest = (p - q).clamp(min=0)
+    rest[-1] += 1 - rest.sum()
+    return rest
+
+
+def absolute_difference(p: Tensor, q: Tensor) -> Tensor:
+    return (p - q).abs() + (p if torch.equal(p, q) else 0)
+
+
+def without_the_token_alone(p: Tensor, q: Tensor) -> Tensor:
+    """Forbid only the likeliest draft token, as if the draft had been certain."""
+    rest = p.clone()
+    rest[int(q.argmax())] = 0
+    return rest
+
+
+@pytest.mark.parametrize(
+    "fault", [target_for_residual, residual_not_normalised, absolute_difference, without_the_token_alone]
+)
+def test_wrong_residuals_show(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor, Tensor], Tensor]) -> None:
+    monkeypatch.setattr(rejection, "residual", fault)
+    assert max(distance(rejection.Rejection(), pair, sampled(pair, chain_of(2))) for pair in PAIRS) > PLAIN_TO_SEE
+
+
+def always(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
+    return [1.0] * tree.size
+
+
+def target_probability(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
+    return p.gather(1, tree.tokens[:, None])[:, 0].tolist()
+
+
+def ratio_of_the_row_before(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
+    return [1.0, *acceptance(tree, p, q)][:-1]
+
+
+acceptance = rejection.acceptance
+
+
+@pytest.mark.parametrize("fault", [always, target_probability, ratio_of_the_row_before])
+def test_wrong_acceptance_shows(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[DraftTree, Tensor, Tensor], list[float]]
+) -> None:
+    monkeypatch.setattr(rejection, "acceptance", fault)
+    assert max(distance(rejection.Rejection(), pair, sampled(pair, chain_of(2))) for pair in PAIRS) > PLAIN_TO_SEE
+
+
+class GreedyAcceptance(rejection.Rejection):
+    """Keep a draft token if it is the target's likeliest: text that looks right, with another law."""
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: EnumeratingChance) -> Verdict:
+        for node, token in enumerate(tree.token_list):
+            if token != int(p[node].argmax()):
+                return Verdict(tuple(range(node)), chance.draw(p[node]))
+        return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
+
+
+def test_greedy_acceptance_shows() -> None:
+    assert max(distance(GreedyAcceptance(), pair, sampled(pair, chain_of(2))) for pair in PAIRS) > PLAIN_TO_SEE

@@ -1,0 +1,84 @@
+"""Every lossless rule keeps the target's law on every draft that it understands.
+
+A new rule is found through its file (or entry point) and is held to this without another line here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from speculant.verification.base import Verifier
+from tests.exactness.laws import NODE_KINDS, Pair
+from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
+from tests.fakes import known_rules
+
+EXACT = 1e-12
+LOSSLESS = [name for name, rule in known_rules().items() if rule.lossless]
+BRANCHING = [name for name in LOSSLESS if known_rules()[name].needs.branches]
+
+CHAINS = {(2, 1): 30, (2, 2): 30, (2, 3): 20, (3, 1): 30, (3, 2): 30, (3, 3): 6, (4, 1): 20, (4, 2): 10}
+TREES: list[Shape] = [
+    (-1, -1),
+    (-1, -1, -1),
+    (-1, 0, 0),
+    (-1, 0, 0, -1),
+    (-1, -1, 1, 0, 0),
+    (-1, -1, 0, 1, -1),
+]
+
+
+@pytest.fixture(params=LOSSLESS)
+def rule(request: pytest.FixtureRequest) -> Verifier:
+    return known_rules()[request.param]
+
+
+@pytest.fixture(params=BRANCHING)
+def tree_rule(request: pytest.FixtureRequest) -> Verifier:
+    return known_rules()[request.param]
+
+
+def test_the_shipped_rules_are_found() -> None:
+    assert {"match", "rejection"} <= set(LOSSLESS)
+    assert "match" in BRANCHING
+
+
+@pytest.mark.parametrize(("vocab_size", "length"), CHAINS)
+def test_sampled_chains(rule: Verifier, vocab_size: int, length: int) -> None:
+    for seed in range(CHAINS[vocab_size, length]):
+        pair = Pair(seed, vocab_size)
+        assert distance(rule, pair, sampled(pair, chain_of(length))) <= EXACT, pair
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_sampled_chains_of_one_kind(rule: Verifier, kind: str) -> None:
+    for seed in range(6):
+        pair = Pair(seed, 3, (kind,))
+        assert distance(rule, pair, sampled(pair, chain_of(2))) <= EXACT, pair
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_deterministic_chains(rule: Verifier, length: int) -> None:
+    for seed in range(20):
+        pair = Pair(seed, 2 + seed % 3)
+        assert distance(rule, pair, deterministic(pair, chain_of(length))) <= EXACT, pair
+
+
+@pytest.mark.parametrize("shape", TREES, ids=str)
+def test_sampled_trees(tree_rule: Verifier, shape: Shape) -> None:
+    for seed in range(3):
+        pair = Pair(seed, 3)
+        assert distance(tree_rule, pair, sampled(pair, shape)) <= EXACT, pair
+
+
+@pytest.mark.parametrize("shape", [*TREES, (-1, -1, -1, 0, 1, 1, 1, 0, 2, 2)], ids=str)
+def test_deterministic_trees(tree_rule: Verifier, shape: Shape) -> None:
+    for seed in range(12):
+        pair = Pair(seed, 3 + seed % 2)
+        assert distance(tree_rule, pair, deterministic(pair, shape)) <= EXACT, pair
+
+
+@pytest.mark.parametrize("kind", ["zeros", "disjoint", "one-hot", "both one-hot"])
+def test_trees_of_one_kind(tree_rule: Verifier, kind: str) -> None:
+    for seed in range(4):
+        pair = Pair(seed, 3, (kind,))
+        assert distance(tree_rule, pair, sampled(pair, (-1, -1, 0, 1))) <= EXACT, pair

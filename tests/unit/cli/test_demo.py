@@ -1,0 +1,125 @@
+"""`speculant demo`: true figures, colour only where it is wanted, the same text both ways."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from speculant.cli import demo
+from speculant.cli.comparison import Pair, Run, pool, summary
+from speculant.cli.main import app
+from speculant.engine.llm import LLM
+from speculant.metrics import SpeculationMetrics
+from tests.models import Checkpoints
+
+TOKENS = 16
+
+
+@pytest.fixture
+def tiny(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the demo run with the tiny pair."""
+    monkeypatch.setattr(
+        demo,
+        "_load",
+        lambda length: LLM(checkpoints.target, checkpoints.near, spec_length=length, dtype="float64", max_num_seqs=1),
+    )
+
+
+def _demo(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["demo", "--max-tokens", str(TOKENS), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_json_has_the_figures_that_count(temperature: str) -> None:
+    value = json.loads(_demo("--json", "--temperature", temperature, "--seed", "3").stdout)
+    assert value["identical_outputs"] == value["prompts"] == len(demo.PROMPTS)
+    assert value["speculative_target_passes"] < value["plain_target_passes"]
+    assert value["mean_acceptance_length"] > 1
+    assert 0 < value["draft_acceptance_rate"] <= value["acceptance_rate"] <= 1
+    assert value["speedup"] == pytest.approx(value["speculative_tokens_per_s"] / value["plain_tokens_per_s"])
+    assert [entry["prompt"] for entry in value["pairs"]] == list(demo.PROMPTS)
+    assert all(entry["plain"]["text"] == entry["speculative"]["text"] for entry in value["pairs"])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_text_shows_prompts_and_figures_without_colour_off_a_terminal() -> None:
+    output = _demo().stdout
+    assert "\x1b[" not in output
+    assert all(prompt in output for prompt in demo.PROMPTS)
+    assert output.count("the same tokens") == len(demo.PROMPTS)
+    assert "times as fast" in output
+    assert f"identical outputs: {len(demo.PROMPTS)} of {len(demo.PROMPTS)}" in output
+
+
+def test_accepted_and_chosen_tokens_have_their_colours(checkpoints: Checkpoints) -> None:
+    llm = LLM(checkpoints.target, checkpoints.near, dtype="float64")
+    shown = _coloured(llm, no_color=False)
+    assert "\x1b[32m" in shown, "green: drafted and accepted"
+    assert "\x1b[1;33m" in shown, "bold yellow: chosen by the target"
+
+
+def test_no_color_is_respected(checkpoints: Checkpoints) -> None:
+    shown = _coloured(LLM(checkpoints.target, checkpoints.near, dtype="float64"), no_color=True)
+    assert "\x1b[32m" not in shown
+    assert "33m" not in shown
+
+
+def _coloured(llm: LLM, no_color: bool) -> str:
+    from speculant.params import SamplingParams
+
+    console = Console(
+        force_terminal=True, color_system="standard", no_color=no_color, record=True, markup=False, highlight=False
+    )
+    with console.capture() as capture:
+        demo._show_run(console, llm, "hello", SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+    return capture.get()
+
+
+def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> Run:
+    spec = SpeculationMetrics()
+    if accepted:
+        spec.record(drafted=4, accepted=accepted, tested=4)
+    return Run("", tokens, seconds, passes, spec)
+
+
+def test_figures_are_pooled_not_averaged() -> None:
+    total = pool([_run([1, 2, 3], 1.0, 2, accepted=2), _run([1], 3.0, 1, accepted=1)])
+    assert (total.tokens, total.seconds, total.target_passes) == (4, 4.0, 3)
+    assert total.tokens_per_s == 1.0
+    assert total.speculation.mean_acceptance_length == 2.5
+
+
+def test_a_difference_is_not_hidden() -> None:
+    pairs = [
+        Pair("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
+        Pair("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
+    ]
+    figures: dict[str, Any] = summary(pairs)
+    assert figures["identical_outputs"] == 1
+    assert figures["speedup"] == 2.0
+
+
+def test_the_embedded_pair_is_worth_showing() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "speculant.cli.main", "demo", "--json"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    value = json.loads(result.stdout)
+    assert value["mean_acceptance_length"] > 2
+    assert value["identical_outputs"] == value["prompts"]
+    assert not [entry["prompt"] for entry in value["pairs"] if _loops(entry["plain"]["token_ids"])]
+
+
+def _loops(tokens: list[int]) -> bool:
+    """Whether the second half of a text hardly says anything new."""
+    half = len(tokens) // 2
+    return len(set(tokens[half:])) < half / 4

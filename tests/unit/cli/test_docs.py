@@ -1,0 +1,56 @@
+"""What the documentation tells people to type works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from speculant.cli.main import app
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = ("README.md", "docs/quickstart.md")
+
+
+def _blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _commands(document: str) -> list[str]:
+    lines = [line for block in _blocks(document, "sh") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("speculant ") and line != "speculant demo"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_runs(document: str) -> None:
+    blocks = _blocks(document, "python")
+    assert blocks
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, document, "exec"), scope)
+
+
+@pytest.mark.parametrize("command", [line for document in DOCUMENTS for line in _commands(document)])
+def test_command_runs(command: str) -> None:
+    arguments = shlex.split(command, comments=True)[1:]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+def test_links_and_files_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    linked = [(ROOT / document).parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    sources = [ROOT / "src/speculant" / name for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text)]
+    assert linked or sources
+    assert [str(path) for path in [*linked, *sources] if not path.exists()] == []
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= named <= targets

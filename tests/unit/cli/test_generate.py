@@ -1,0 +1,108 @@
+"""`speculant generate`, with tiny random models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from speculant.cli.generate import read_prompt
+from speculant.cli.main import app
+from speculant.errors import RequestError
+from tests.models import Checkpoints
+
+PROMPT = "def read(path):"
+
+
+def _invoke(*arguments: str, stdin: str | None = None) -> Result:
+    result = CliRunner().invoke(app, ["generate", *arguments], input=stdin, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def _json(checkpoints: Checkpoints, *arguments: str, prompt: str = PROMPT) -> dict[str, Any]:
+    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--dtype", "float64")
+    return dict(json.loads(_invoke(prompt, *models, "--json", *arguments).stdout))
+
+
+def test_json_has_what_programs_need(checkpoints: Checkpoints) -> None:
+    value = _json(checkpoints, "--temperature", "0", "--max-tokens", "40", "--ignore-eos")
+    assert len(value["token_ids"]) == 40
+    assert value["finish_reason"] == "length"
+    assert value["usage"] == {"prompt_tokens": len(PROMPT), "completion_tokens": 40, "total_tokens": len(PROMPT) + 40}
+    assert value["text"]
+    spec = value["metrics"]["speculative_decoding"]
+    assert spec["mean_acceptance_length"] > 1
+    assert spec["num_draft_tokens"] >= spec["num_accepted_draft_tokens"] > 0
+    assert value["metrics"]["timing"]["target_passes"] < 40
+    assert value["speculation"]["on"] is True
+
+
+def test_speculation_changes_nothing(checkpoints: Checkpoints) -> None:
+    fast = _json(checkpoints, "--temperature", "0", "--max-tokens", "40")
+    plain = _json(checkpoints, "--temperature", "0", "--max-tokens", "40", "--speculation", "off")
+    assert plain["token_ids"] == fast["token_ids"]
+    assert plain["speculation"] == {"on": False, "detail": "switched off for this request"}
+
+
+def test_samples_are_listed(checkpoints: Checkpoints) -> None:
+    value = _json(checkpoints, "--n", "3", "--seed", "1", "--max-tokens", "8", "--ignore-eos")
+    assert len(value["outputs"]) == 3
+    assert value["outputs"][0]["token_ids"] == value["token_ids"]
+    assert value["usage"]["completion_tokens"] == 24
+
+
+def test_logprobs_are_reported(checkpoints: Checkpoints) -> None:
+    value = _json(checkpoints, "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", "--prompt-logprobs", "1")
+    assert [entry["token"] for entry in value["logprobs"]] == value["token_ids"]
+    assert all(2 <= len(entry["top"]) <= 3 for entry in value["logprobs"])
+    assert value["prompt_logprobs"][0] is None
+    assert len(value["prompt_logprobs"]) == len(PROMPT)
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(checkpoints: Checkpoints) -> None:
+    arguments = (
+        "--model",
+        checkpoints.target,
+        "--draft-model",
+        checkpoints.near,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+    )
+    result = _invoke(PROMPT, *arguments, "--dtype", "float64")
+    assert result.stdout == _json(checkpoints, "--temperature", "0", "--max-tokens", "12")["text"] + "\n"
+    assert "12 tokens in" in result.stderr
+    assert "speculation is on: " in result.stderr
+
+
+def test_it_says_why_speculation_is_off(checkpoints: Checkpoints) -> None:
+    result = _invoke(PROMPT, "--model", checkpoints.target, "--max-tokens", "4")
+    assert "speculation is off: no draft_model or speculative_config was given" in result.stderr
+
+
+def test_samples_are_printed_under_their_numbers(checkpoints: Checkpoints) -> None:
+    result = _invoke(PROMPT, "--model", checkpoints.target, "--max-tokens", "4", "--n", "2")
+    assert "--- 1 of 2" in result.stdout
+    assert "--- 2 of 2" in result.stdout
+
+
+def test_prompt_comes_from_stdin_or_a_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    expected = _json(checkpoints, "--temperature", "0", "--max-tokens", "8")["text"] + "\n"
+    arguments = ("--model", checkpoints.target, "--temperature", "0", "--max-tokens", "8", "--dtype", "float64")
+    assert _invoke("-", *arguments, stdin=PROMPT).stdout == expected
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert _invoke("--prompt-file", str(tmp_path / "prompt.txt"), *arguments).stdout == expected
+
+
+def test_there_is_exactly_one_prompt(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no prompt"):
+        read_prompt(None, None)
+    with pytest.raises(RequestError, match="two prompts"):
+        read_prompt("a", tmp_path)
+    with pytest.raises(RequestError, match="can't be read"):
+        read_prompt(None, tmp_path / "absent")

@@ -1,0 +1,127 @@
+"""The figures: seed 000's pooled alpha beside seed 001's rate, histograms, gaps and percentiles."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculant.metrics import RequestMetrics, SpeculationMetrics, TimingMetrics, percentile
+
+# (drafted, accepted, tested) of one step
+steps_strategy = st.lists(
+    st.integers(1, 6).flatmap(
+        lambda drafted: st.integers(0, drafted).map(lambda kept: (drafted, kept, kept + (kept < drafted)))
+    ),
+    max_size=20,
+)
+
+
+def recorded(steps: list[tuple[int, int, int]]) -> SpeculationMetrics:
+    metrics = SpeculationMetrics()
+    for step in steps:
+        metrics.record(*step)
+    return metrics
+
+
+def test_seed_000_s_example_in_exact_proportions() -> None:
+    """alpha 0.8 and drafts of 5: pooled alpha is 0.8, accepted / drafted only 0.54, tokens per step 3.69."""
+    alpha = Fraction(4, 5)
+    metrics = SpeculationMetrics()
+    for accepted in range(6):
+        chance = alpha**accepted * (1 - alpha if accepted < 5 else 1)
+        for _ in range(int(chance * 5**5)):
+            metrics.record(5, accepted, accepted + (accepted < 5))
+    assert metrics.num_spec_steps == 5**5
+    assert metrics.acceptance_rate == pytest.approx(0.8, abs=1e-12)
+    assert metrics.draft_acceptance_rate == pytest.approx(0.54, abs=0.005)
+    assert metrics.mean_acceptance_length == pytest.approx(float((1 - alpha**6) / (1 - alpha)), abs=1e-12)
+    assert metrics.mean_acceptance_length == pytest.approx(3.69, abs=0.005)
+    assert metrics.acceptance_histogram == [625, 500, 400, 320, 256, 1024]
+
+
+@given(steps=steps_strategy)
+def test_rates_follow_from_the_counts(steps: list[tuple[int, int, int]]) -> None:
+    metrics = recorded(steps)
+    drafted, accepted, tested = (sum(step[i] for step in steps) for i in range(3))
+    assert sum(metrics.acceptance_histogram) == metrics.num_spec_steps == len(steps)
+    assert sum(k * count for k, count in enumerate(metrics.acceptance_histogram)) == accepted
+    assert metrics.draft_acceptance_rate == (accepted / drafted if steps else 0)
+    assert metrics.acceptance_rate == (accepted / tested if steps else 0)
+    assert metrics.mean_acceptance_length == (1 + accepted / len(steps) if steps else 1)
+    assert metrics.draft_acceptance_rate <= metrics.acceptance_rate <= 1
+
+
+@given(first=steps_strategy, second=steps_strategy)
+def test_pooling_is_recording_everything_together(
+    first: list[tuple[int, int, int]], second: list[tuple[int, int, int]]
+) -> None:
+    pooled, other = recorded(first), recorded(second)
+    before = other.to_dict()
+    pooled.add(other)
+    assert pooled == recorded([*first, *second])
+    assert other.to_dict() == before
+
+
+def test_the_documented_keys_are_there_and_are_json() -> None:
+    metrics = RequestMetrics(TimingMetrics(1.0), recorded([(4, 2, 3)]), verification="match")
+    told = json.loads(json.dumps(metrics.to_dict()))
+    assert set(told) == {"speculative_decoding", "timing"}
+    assert {
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+        "acceptance_rate",
+    } <= set(told["speculative_decoding"])
+    assert {"ttft_s", "decode_s", "tokens_per_s", "target_passes", "draft_s", "verify_s", "itl_s"} <= set(told["timing"])
+
+
+def test_tokens_of_one_step_arrive_together() -> None:
+    timing = TimingMetrics(arrival=10.0)
+    assert timing.ttft_s is None
+    timing.record_tokens(12.0, 2)
+    timing.record_tokens(13.0, 3)
+    timing.record_tokens(15.0, 1)
+    assert timing.ttft_s == 2.0
+    assert timing.gaps == [0.0, 1.0, 0.0, 0.0, 2.0]
+    assert (timing.num_tokens, timing.decode_s) == (6, 3.0)
+    assert timing.tokens_per_s == 5 / 3
+
+
+def test_one_token_has_no_rate() -> None:
+    timing = TimingMetrics(arrival=0.0)
+    timing.record_tokens(1.0, 1)
+    assert (timing.tokens_per_s, timing.decode_s) == (0.0, 0.0)
+    assert timing.to_dict()["itl_s"] == {"p50": None, "p90": None, "p99": None}
+
+
+def test_passes_add_up() -> None:
+    timing = TimingMetrics(arrival=0.0)
+    timing.record_pass(0.25, 0.5)
+    timing.record_pass(0.25, 1.0)
+    assert (timing.target_passes, timing.draft_s, timing.verify_s) == (2, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "expected"),
+    [
+        ([3.0], 50, 3.0),
+        ([2.0, 1.0], 50, 1.0),
+        ([2.0, 1.0], 51, 2.0),
+        ([4.0, 1.0, 3.0, 2.0], 50, 2.0),
+        ([1.0, 2.0, 3.0], 50, 2.0),
+        ([float(i) for i in range(1, 101)], 90, 90.0),
+        ([float(i) for i in range(1, 101)], 99, 99.0),
+        ([1.0, 2.0, 3.0], 100, 3.0),
+        ([1.0, 2.0, 3.0], 0, 1.0),
+        ([], 50, None),
+    ],
+)
+def test_percentiles_are_by_the_nearest_rank(values: list[float], q: int, expected: float | None) -> None:
+    assert percentile(values, q) == expected

@@ -1,0 +1,121 @@
+"""SamplingParams: what is refused, with the fix, and what is read as what."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from speculant.errors import ConfigError
+from speculant.params import MAX_LOGPROBS, MAX_N, MAX_STOPS, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+BAD: dict[str, list[Any]] = {
+    "n": [0, -1, MAX_N + 1, 1.5, "2", None, True],
+    "temperature": [-0.1, 101, NAN, INF, "hot", None, 1e-12],
+    "top_k": [-2, 1.5, NAN, INF, None],
+    "top_p": [0, -0.5, 1.5, NAN, None],
+    "min_p": [-0.1, 1.1, NAN],
+    "repetition_penalty": [0, -1, 101, NAN],
+    "presence_penalty": [-101, 101, NAN, None],
+    "frequency_penalty": [-101, 101, NAN],
+    "logit_bias": [{"a": 1.0}, {0: NAN}, {0: INF}, {0: 1e39}, {0: "x"}, {0: None}, [1.0], 3],
+    "seed": [1.5, "x", -(2**63) - 1, 2**64, True],
+    "max_tokens": [0, -1, 1.5, INF, "many"],
+    "min_tokens": [-1, 17, 0.5, None],  # 17 is above the default of max_tokens
+    "stop": [[""], "", ["a", 3], 3, ["x"] * (MAX_STOPS + 1)],
+    "stop_token_ids": [3],
+    "include_stop_str_in_output": ["no", None, 1],
+    "ignore_eos": ["false", None],
+    "skip_special_tokens": ["true"],
+    "logprobs": [-1, MAX_LOGPROBS + 1, 0.5],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, "all"],
+    "speculation": [
+        "off",
+        3,
+        {"method": "other"},
+        {"num_speculative_tokens": -1},
+        {"num_speculative_tokens": "3"},
+        {"num_speculative_tokens": 1.5},
+        {"num_speculative_tokens": None},
+        {"verification": None},
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_value_is_refused_with_a_fix(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.fix
+    words = {"speculation": "spec|verification"}.get(name, name)
+    assert any(word in caught.value.problem for word in words.split("|"))
+
+
+def test_every_parameter_has_a_bad_value_above() -> None:
+    assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'temprature'(?s:.*)did you mean 'temperature'"):
+        SamplingParams.from_mapping({"temprature": 1.0})
+    with pytest.raises(ConfigError, match=r"'method'(?s:.*)num_speculative_tokens, verification|use one of"):
+        SamplingParams(speculation={"method": "x"})
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    SamplingParams(n=MAX_N, temperature=100, top_p=1, min_p=1, logprobs=MAX_LOGPROBS, prompt_logprobs=0)
+    SamplingParams(n=1, temperature=1e-10, top_p=1e-9, min_p=0, repetition_penalty=100, presence_penalty=-100)
+    SamplingParams(max_tokens=None, min_tokens=10**9, seed=2**64 - 1, stop=["x"] * MAX_STOPS)
+    SamplingParams(max_tokens=16, min_tokens=16, seed=-(2**63), logit_bias={0: -INF, 1: 1e6})
+
+
+def test_other_spellings_of_the_same() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}  # type: ignore[dict-item]
+    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_parameters_can_be_neither_changed_nor_changed_from_outside() -> None:
+    bias, stop, ids, wishes = {1: 1.0}, ["x"], [1], {"num_speculative_tokens": 2}
+    params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=ids, speculation=wishes)
+    bias[2], wishes["num_speculative_tokens"] = 2.0, 9
+    stop.append("y")
+    ids.append(2)
+    assert (params.logit_bias, params.stop, params.stop_token_ids) == ({1: 1.0}, ("x",), (1,))
+    assert params.speculation == {"num_speculative_tokens": 2}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        params.logit_bias[3] = 1.0  # type: ignore[index]
+
+
+def test_parameters_travel() -> None:
+    """Between processes, into copies and with one value replaced."""
+    params = SamplingParams(temperature=0.5, logit_bias={1: 2.0}, stop=["x"], speculation={"verification": "auto"})
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+    assert dataclasses.replace(params, n=3) == SamplingParams(
+        n=3, temperature=0.5, logit_bias={1: 2.0}, stop=["x"], speculation={"verification": "auto"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "penalised"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"temperature": 0, "logit_bias": {1: 1.0}}, False),
+    ],
+)
+def test_what_depends_on_the_history(values: dict[str, Any], penalised: bool) -> None:
+    assert SamplingParams(**values).penalised is penalised
+    assert SamplingParams(**values).greedy is (values.get("temperature") == 0)

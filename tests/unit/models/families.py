@@ -1,0 +1,155 @@
+"""Small random checkpoints of every model family, made by transformers, and what the tests do with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from speculant import plugins
+from speculant.cache.slotted import SlottedKVCache
+from speculant.models.base import CausalLM, Feed, build_batch
+from speculant.models.weights import load_model
+from speculant.types import DraftTree
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,  # generation in the tests has a fixed length
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 6}
+
+# A family without an entry is tested in its default shape.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "llama2": {"num_key_value_heads": 4},
+        "llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        "llama3.2": {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 16},
+        "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        "dynamic": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            "max_position_embeddings": 32,
+        },
+        "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    },
+    "mistral": {
+        "v0.2": {"sliding_window": None},
+        "v0.1": {"sliding_window": 6},
+        "nemo": {"sliding_window": None, "head_dim": 12},
+    },
+    "qwen2": {
+        "plain": {},
+        "tied": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+        "windows": {**SLIDING, "max_window_layers": 1},
+        "layer_types": {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    },
+    "qwen3": {
+        "plain": {"head_dim": 16},
+        "tied": {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+        "windows": {"head_dim": 16, **SLIDING, "max_window_layers": 2},
+    },
+}
+
+
+def cases() -> list[tuple[str, str]]:
+    """Return (family, variant) for every family there is a plugin for."""
+    return [
+        (family, variant)
+        for family in plugins.names("speculant.models")
+        for variant in VARIANTS.get(family, {"default": {}})
+    ]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers' model and, read from its files, in ours."""
+
+    theirs: PreTrainedModel
+    ours: CausalLM
+    folder: Path
+
+    def in_float64(self) -> Pair:
+        """Return both in float64, so that differences are of the program and not of the numbers."""
+        theirs = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64).eval()
+        ours = load_model(str(self.folder), dtype="float64").model
+        return Pair(theirs, ours, self.folder)
+
+    @torch.inference_mode()
+    def reference(self, tokens: list[int]) -> Tensor:
+        """Return transformers' logits [len(tokens), V] of one sequence."""
+        logits: Tensor = self.theirs(torch.tensor([tokens])).logits[0]
+        return logits
+
+
+def make_pair(folder: Path, family: str, variant: str) -> Pair:
+    """Make a random model in transformers, save it, and load it with load_model."""
+    settings = {**SMALL, **VARIANTS.get(family, {}).get(variant, {})}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+    spread_weights(theirs)
+    theirs.save_pretrained(folder)
+    return Pair(theirs, load_model(str(folder)).model, folder)
+
+
+@torch.no_grad()
+def spread_weights(model: torch.nn.Module) -> None:
+    """Draw every parameter, norms and biases too, so that none is at a value that hides it."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    """Return token ids below the small vocabulary's size."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, SMALL["vocab_size"], (count,), generator=generator).tolist()
+
+
+class Session:
+    """A model with a cache, fed step by step."""
+
+    def __init__(self, model: CausalLM, num_slots: int = 4, max_len: int = 128) -> None:
+        self.model = model
+        self.cache = SlottedKVCache(model.cache_shape, num_slots, max_len)
+
+    @torch.inference_mode()
+    def feed(self, *feeds: Feed) -> Tensor:
+        """Run one pass and return the logits [T, V] of all its rows."""
+        batch = build_batch(feeds, self.cache, torch.device("cpu"))
+        logits = self.model.logits(self.model.forward(batch, self.cache))
+        self.cache.check()
+        return logits
+
+    def extend(self, tokens: list[int], seq: int = 0) -> Tensor:
+        """Feed committed tokens of one sequence."""
+        return self.feed(Feed(seq, tokens, DraftTree.empty()))
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """Generate one token a pass."""
+        tokens, logits = [], self.extend(prompt)
+        for _ in range(count):
+            tokens.append(int(logits[-1].argmax()))
+            logits = self.extend(tokens[-1:])
+        return tokens

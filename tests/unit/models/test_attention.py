@@ -1,0 +1,36 @@
+"""The masks, drawn out."""
+
+from __future__ import annotations
+
+import torch
+
+from speculant.cache.base import Slots
+from speculant.models.attention import visible_keys
+from speculant.models.base import Segment
+from speculant.types import DraftTree
+
+
+def drawn(start: int, positions: list[int], tree: DraftTree, window: int | None = None) -> list[str]:
+    segment = Segment(Slots(0, start, torch.arange(start, start + len(positions))), tree)
+    mask = visible_keys(segment, torch.tensor(positions), window)
+    return ["".join("#" if visible else "." for visible in row) for row in mask.tolist()]
+
+
+def test_a_chunk_sees_its_context_and_itself() -> None:
+    assert drawn(2, [2, 3, 4], DraftTree.empty()) == ["###..", "####.", "#####"]
+
+
+def test_a_window_counts_the_row_itself() -> None:
+    assert drawn(2, [2, 3, 4], DraftTree.empty(), window=2) == [".##..", "..##.", "...##"]
+
+
+def test_a_node_sees_its_ancestors_but_no_cousin() -> None:
+    #      root - 0 - 2
+    #           \ 1 - 3
+    tree = DraftTree(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, -1, 0, 1]))
+    assert drawn(1, [1, 2, 2, 3, 3], tree) == ["##....", "###...", "##.#..", "###.#.", "##.#.#"]
+
+
+def test_a_window_is_counted_along_the_path() -> None:
+    tree = DraftTree(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, -1, 0, 1]))
+    assert drawn(1, [1, 2, 2, 3, 3], tree, window=2) == ["##....", ".##...", ".#.#..", "..#.#.", "...#.#"]

@@ -1,0 +1,84 @@
+"""Every spelling of a config that transformers writes or has written means the same."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.models import llama, mistral, qwen2, qwen3
+from speculant.models.rotary import Rotary
+from tests.unit.models.families import LLAMA3, SMALL
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, {}),
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+            {"rope_parameters": LLAMA3},
+        ),
+    ],
+)
+def test_old_and_new_rotary_settings(old: dict[str, Any], new: dict[str, Any]) -> None:
+    shared = {**SMALL, "model_type": "llama"}
+    assert llama.read_config({**shared, **old}) == llama.read_config({**shared, **new})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "windows"),
+    [
+        (mistral, {}, (4096,) * 3),
+        (mistral, {"sliding_window": None}, (None,) * 3),
+        (mistral, {"sliding_window": 8}, (8,) * 3),
+        (qwen2, {"sliding_window": 8}, (None,) * 3),
+        (qwen2, {"sliding_window": 8, "use_sliding_window": True}, (None,) * 3),
+        (qwen2, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
+        (qwen3, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None,) * 3),
+        (
+            qwen3,
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            (None, 8, None),
+        ),
+    ],
+)
+def test_windows(family: ModuleType, settings: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert family.read_config({**SMALL, "model_type": "any", **settings}).windows == windows
+
+
+@pytest.mark.parametrize("given", [{}, {"head_dim": None, "num_key_value_heads": None}])
+def test_null_and_absent_sizes_follow_from_the_others(given: dict[str, Any]) -> None:
+    hf = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    config = llama.read_config({**hf, "model_type": "llama", **given})
+    assert (config.head_dim, config.num_kv_heads) == (8, 4)
+
+
+def test_dynamic_angles_depend_on_the_position_alone() -> None:
+    """Within the trained length they are the plain ones; beyond it, each position has its own base."""
+    hf = {**SMALL, "model_type": "llama", "max_position_embeddings": 8}
+    plain = Rotary(llama.read_config(hf).rope, 8)
+    dynamic = Rotary(llama.read_config({**hf, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope, 8)
+    positions = torch.arange(20)
+    together = dynamic.angles(positions, torch.float32)[0]
+    alone = torch.cat([dynamic.angles(position[None], torch.float32)[0] for position in positions])
+    assert torch.equal(together, alone)
+    unscaled = plain.angles(positions, torch.float32)[0]
+    torch.testing.assert_close(together[:8], unscaled[:8])
+    assert not torch.allclose(together[8:], unscaled[8:])

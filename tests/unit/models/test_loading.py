@@ -1,0 +1,293 @@
+"""What load_model takes, and what it refuses and how it says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Never
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speculant.errors import ConfigError, ModelError
+from speculant.models.source import resolve_source
+from speculant.models.weights import load_model
+from tests.unit.models.families import Pair, Session, make_pair, random_tokens
+
+PROMPT = random_tokens(9)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("llama"), "llama", "llama3.2")
+
+
+@pytest.fixture
+def folder(original: Pair, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(original.folder, tmp_path / "model")
+
+
+def edit(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in {**content, **changes}.items() if value is not ...}))
+
+
+def edit_tensors(folder: Path, change: dict[str, Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def split_into_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder))
+    assert "Fix:" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_what_a_checkpoint_says(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[5, 7], temperature=0.6)
+    checkpoint = load_model(str(folder))
+    assert checkpoint.eos_token_ids == {5, 7}
+    assert checkpoint.generation["temperature"] == 0.6
+    assert checkpoint.name == "model"
+    assert checkpoint.folder == folder
+    assert checkpoint.config["model_type"] == "llama"
+    assert checkpoint.dtype == torch.float32
+    assert checkpoint.model.vocab_size == 61
+    assert checkpoint.model.max_positions == 128
+    assert not checkpoint.model.training
+    assert not any(parameter.requires_grad for parameter in checkpoint.model.parameters())
+
+
+def test_end_tokens_come_from_config_without_a_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=2)
+    assert load_model(str(folder)).eos_token_ids == {2}
+    edit(folder / "config.json", eos_token_id=None)
+    assert load_model(str(folder)).eos_token_ids == frozenset()
+
+
+def test_a_tied_head_is_one_tensor(folder: Path) -> None:
+    model = load_model(str(folder)).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_shards(original: Pair, folder: Path) -> None:
+    split_into_shards(folder)
+    expected = Session(original.ours).extend(PROMPT)
+    assert torch.equal(Session(load_model(str(folder)).model).extend(PROMPT), expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "expected"),
+    [
+        ("float16", "auto", torch.float32),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("float16", "float64", torch.float64),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_dtypes(folder: Path, stored: str, dtype: str, expected: torch.dtype, key: str | None) -> None:
+    """With or without a type in config.json, under its old name and its new one."""
+    kind = getattr(torch, stored)
+    edit_tensors(folder, lambda tensors: tensors.update({n: t.to(kind) for n, t in tensors.items()}))
+    edit(folder / "config.json", **{"dtype": ..., **({key: stored} if key else {})})
+    checkpoint = load_model(str(folder), dtype=dtype)
+    assert checkpoint.dtype == expected
+    assert {parameter.dtype for parameter in checkpoint.model.parameters()} == {expected}
+    assert checkpoint.model.cache_shape.dtype == expected
+
+
+def test_weights_do_not_follow_their_file(folder: Path) -> None:
+    model = load_model(str(folder)).model
+    before = Session(model).extend(PROMPT)
+    edit_tensors(folder, lambda tensors: tensors.update({n: t * 2 for n, t in tensors.items()}))
+    assert torch.equal(Session(model).extend(PROMPT), before)
+
+
+def test_harmless_extra_tensors_are_ignored(folder: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit_tensors(folder, add)
+    load_model(str(folder))
+
+
+def test_refuses_a_head_that_contradicts_tying(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    refused(folder, "tie_word_embeddings", "differs")
+
+
+def test_refuses_pickle_alone(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "pickle", "pytorch_model.bin", "safetensors")
+
+
+def test_refuses_an_unknown_family(folder: Path) -> None:
+    edit(folder / "config.json", model_type="lama")
+    refused(folder, "'lama'", "did you mean 'llama'", "mistral", "qwen2", "qwen3")
+
+
+def test_refuses_code_from_the_checkpoint(folder: Path) -> None:
+    edit(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    refused(folder, "'mine'", "auto_map", "never")
+
+
+def test_code_beside_a_known_family_is_left_alone(folder: Path) -> None:
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    (folder / "modeling.py").write_text("raise SystemExit('this ran')")
+    load_model(str(folder))
+
+
+def test_refuses_quantised_weights(folder: Path) -> None:
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    refused(folder, "quantised")
+
+
+def test_refuses_missing_and_unexpected_tensors(folder: Path) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.gain"] = tensors.pop("model.norm.weight")
+
+    edit_tensors(folder, rename)
+    refused(folder, "1 missing (model.norm.weight)", "1 unexpected (model.norm.gain)")
+
+
+def test_refuses_misshaped_tensors(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    refused(folder, "model.norm.weight is [7]", "[32]")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 2}, ("num_hidden_layers = 2", "3 layers")),
+        ({"num_hidden_layers": 4}, ("num_hidden_layers = 4", "3 layers")),
+        ({"head_dim": 8}, ("q_proj.weight is [64, 32]", "[32, 32]")),
+        ({"num_key_value_heads": 4}, ("k_proj.weight is [32, 32]", "[64, 32]")),
+        ({"vocab_size": 64}, ("embed_tokens.weight is [61, 32]", "[64, 32]")),
+        ({"tie_word_embeddings": False}, ("tie_word_embeddings = false", "lm_head.weight")),
+        ({"attention_bias": True}, ("missing", "q_proj.bias")),
+        ({"num_key_value_heads": 3}, ("not a multiple",)),
+        ({"head_dim": 15}, ("15",)),
+        ({"hidden_size": ...}, ("hidden_size",)),
+        ({"num_hidden_layers": "3"}, ("num_hidden_layers", "'3'")),
+        ({"vocab_size": 0}, ("vocab_size = 0",)),
+        ({"hidden_act": "gelu"}, ("gelu",)),
+        ({"model_type": ...}, ("model_type",)),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("yarn", "linear")),
+        ({"rope_parameters": {"rope_type": "linear"}}, ("linear", "factor")),
+        ({"partial_rotary_factor": 0.5}, ("0.5",)),
+    ],
+)
+def test_refuses_a_config_that_contradicts_the_weights_or_itself(
+    folder: Path, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    edit(folder / "config.json", **change)
+    refused(folder, *words)
+
+
+def test_refuses_integer_weights(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
+    refused(folder, "model.norm.weight is I8")
+
+
+def test_refuses_broken_files(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
+    refused(folder, "model.safetensors")
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json", "JSON")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "config.json", "object")
+    (folder / "config.json").unlink()
+    refused(folder, "config.json")
+
+
+def test_refuses_truncated_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(folder, "model.safetensors")
+
+
+def test_refuses_missing_shards(folder: Path) -> None:
+    split_into_shards(folder)
+    (folder / "model-2.safetensors").unlink()
+    refused(folder, "model-2.safetensors", "index")
+
+
+def test_refuses_an_index_that_points_outside(folder: Path) -> None:
+    split_into_shards(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    refused(folder, "weight_map")
+
+
+def test_refuses_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "neither")
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "/no/such/folder", "a/b/c", "no spaces"])
+def test_refuses_a_folder_that_is_not_there(source: str) -> None:
+    refused(source, "no folder")
+
+
+def test_refuses_a_file_as_a_folder(folder: Path) -> None:
+    refused(folder / "config.json", "is a file")
+
+
+def test_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("some-org/never-downloaded", "HF_HUB_OFFLINE", "local folder")
+
+
+def test_a_dead_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> Never:
+        raise ConnectionError("name resolution failed")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    refused("some-org/some-model", "could not be reached", "name resolution failed", "local folder")
+
+
+def test_the_hub_is_asked_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or folder)
+    assert resolve_source("some-org/some-model", revision="v2") == folder
+    assert asked["revision"] == "v2"
+    assert not any("bin" in pattern or ".py" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_a_folder_comes_before_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert resolve_source("model").samefile(folder)
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [("float23", "float32"), ("int8", "bfloat16")])
+def test_refuses_an_unknown_dtype(folder: Path, dtype: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        load_model(str(folder), dtype=dtype)
+
+
+def test_refuses_an_unknown_device(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="quantum"):
+        load_model(str(folder), device="quantum")

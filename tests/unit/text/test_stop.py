@@ -1,0 +1,97 @@
+"""Stop strings are found wherever the text is cut, and no part of one is shown."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculant.errors import RequestError
+from speculant.text.stop import Released, StopStrings
+
+stops_over_ab = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
+pieces_over_ab = st.lists(st.text("abc", max_size=4), max_size=12)
+
+
+def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Look at ever longer beginnings of the text for one that ends with a stop string."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            stop = max(hits, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None]:
+    watch = StopStrings(stops, include)
+    results = [*(watch.push(piece) for piece in pieces), watch.flush()]
+    return [result.text for result in results], results[-1].stop
+
+
+@settings(deadline=None, max_examples=400)
+@given(stops=stops_over_ab, pieces=pieces_over_ab, include=st.booleans())
+def test_agrees_with_the_oracle_however_the_text_is_cut(stops: list[str], pieces: list[str], include: bool) -> None:
+    shown, stop = run(stops, pieces, include)
+    assert ("".join(shown), stop) == oracle("".join(pieces), stops, include)
+
+
+@settings(deadline=None, max_examples=300)
+@given(stops=stops_over_ab, pieces=pieces_over_ab)
+def test_holds_back_exactly_what_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+    watch, seen, shown = StopStrings(stops), "", ""
+    for piece in pieces:
+        seen += piece
+        result = watch.push(piece)
+        shown += result.text
+        if result.stop is not None:
+            break
+        beginnings = (stop[:n] for stop in stops for n in range(1, len(stop)))
+        assert len(seen) - len(shown) == max((len(b) for b in beginnings if seen.endswith(b)), default=0)
+
+
+def test_a_stop_string_over_three_pieces() -> None:
+    assert run(["</end>"], ["text</", "en", "d>more"]) == (["text", "", "", ""], "</end>")
+
+
+def test_include_keeps_the_stop_string_and_drops_the_rest() -> None:
+    assert run(["END"], ["a E", "ND b"], include=True) == (["a ", "END", ""], "END")
+
+
+def test_a_beginning_that_leads_nowhere_is_released() -> None:
+    assert run(["aab"], ["aa", "aa", "c"]) == (["", "aa", "aac", ""], None)
+
+
+def test_a_stop_inside_the_beginning_of_another() -> None:
+    assert run(["abcd", "bc"], ["xab", "c", "d"]) == (["x", "a", "", ""], "bc")
+
+
+def test_what_is_held_comes_at_the_end() -> None:
+    assert run(["abc"], ["xab"]) == (["x", "ab"], None)
+
+
+def test_nothing_comes_after_the_stop() -> None:
+    watch = StopStrings(["b"])
+    assert watch.push("abc") == Released("a", "b")
+    assert watch.push("def") == Released("", "b")
+    assert watch.flush() == Released("", "b")
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(RequestError, match="empty"):
+        StopStrings(["a", ""])
+
+
+def test_time_is_linear_in_the_text() -> None:
+    """The worst text for a naive search: it nearly completes the stop string at every character."""
+
+    def seconds(length: int) -> float:
+        watch, start = StopStrings(["a" * 2000 + "b"]), time.process_time()
+        for _ in range(length):
+            watch.push("a")
+        return time.process_time() - start
+
+    seconds(1000)
+    assert seconds(24_000) < 12 * max(seconds(6_000), 1e-3)

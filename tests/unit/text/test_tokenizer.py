@@ -1,0 +1,115 @@
+"""Tokenizers are loaded from a checkpoint's folder and compared as maps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from speculant.errors import ModelError, PairError
+from speculant.text.tokenizer import Tokenizer, compare_vocabularies
+from tests.unit.text.tokenizers_for_tests import byte_level, sentencepiece_style
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    byte_level().backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ bos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def test_text_and_back(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = tokenizer.encode("the naïve fox 👍")
+    assert ids[0] == tokenizer.bos_id == tokenizer.vocab()["<s>"]
+    assert tokenizer.encode("the naïve fox 👍", add_special_tokens=False) == ids[1:]
+    assert tokenizer.decode(ids) == "the naïve fox 👍"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>the naïve fox 👍"
+    assert tokenizer.eos_id == tokenizer.vocab()["</s>"]
+    assert tokenizer.vocab_size == len(tokenizer.vocab()) == 321
+    assert tokenizer.apply_chat_template([]) == "<s>"
+
+
+def test_padded_rows_decode_to_nothing(folder: Path) -> None:
+    assert Tokenizer.from_folder(folder).decode([10_000]) == ""
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(folder: Path) -> None:
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    text = "quite a long text"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("")) == 1
+
+
+def test_end_token_from_the_special_tokens_map(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_id == 1
+    assert tokenizer.bos_id is None
+    assert not tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", "{", "can't be read"),
+        ("tokenizer_config.json", "{", "JSON"),
+    ],
+)
+def test_broken_files_are_named(folder: Path, file: str, content: str | None, reason: str) -> None:
+    (folder / file).unlink() if content is None else (folder / file).write_text(content)
+    with pytest.raises(ModelError, match=reason):
+        Tokenizer.from_folder(folder)
+
+
+def test_sentencepiece_alone_is_refused_with_the_way_out(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"sentencepiece(.|\n)*save_pretrained"):
+        Tokenizer.from_folder(folder)
+
+
+def test_equal_vocabularies_fit() -> None:
+    compare_vocabularies(byte_level(), byte_level())
+
+
+def swapped(first: str, second: str) -> Tokenizer:
+    """A tokenizer of the same size and the same tokens, two of which have each other's id."""
+    content = json.loads(byte_level().backend.to_str())
+    vocab = content["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    return Tokenizer(Backend.from_str(json.dumps(content)), {})
+
+
+def test_the_same_size_is_not_the_same_vocabulary() -> None:
+    draft, target = swapped("a", "b"), byte_level()
+    assert draft.vocab_size == target.vocab_size
+    with pytest.raises(PairError) as caught:
+        compare_vocabularies(target, draft)
+    message = str(caught.value)
+    a, b = target.vocab()["a"], target.vocab()["b"]
+    assert f"id {a} is 'a' in the target, 'b' in the draft" in message
+    assert f"id {b} is 'b' in the target, 'a' in the draft" in message
+    assert "2 of 321 ids differ" in message
+    assert "needs no model" in message
+
+
+def test_a_token_that_one_side_lacks_is_a_difference() -> None:
+    draft = byte_level()
+    draft.backend.add_tokens(["<extra>"])
+    with pytest.raises(PairError, match="id 321 is no token in the target, '<extra>' in the draft"):
+        compare_vocabularies(byte_level(), draft)
+
+
+def test_another_kind_of_tokenizer_differs_in_many() -> None:
+    with pytest.raises(PairError, match="ids differ"):
+        compare_vocabularies(byte_level(), sentencepiece_style())
