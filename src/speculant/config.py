@@ -38,17 +38,21 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        seed: object = self.seed
+        if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
-        if not isinstance(self.speculative_config, Mapping | None):
+        given: object = self.speculative_config
+        if not isinstance(given, Mapping | None):
             raise ConfigError(
                 f"speculative_config={self.speculative_config!r} is not a mapping", 'use for example {"method": ...}.'
             )
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, BACKENDS)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "spec_length"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             _check_positive(name, getattr(self, name))
+        for name in ("max_model_len", "spec_length"):
+            _check_optional(name, getattr(self, name))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
@@ -62,7 +66,7 @@ class EngineConfig:
         self.speculative()
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+    def from_arguments(cls, **values: Any) -> EngineConfig:
         """Build from keyword values; an unknown one is an error with a suggestion."""
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
@@ -101,7 +105,7 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_positive("num_speculative_tokens", self.num_speculative_tokens)
+        _check_optional("num_speculative_tokens", self.num_speculative_tokens)
         if self.method is None and self.model is None:
             raise ConfigError(
                 "speculative_config names neither a method nor a model",
@@ -151,5 +155,10 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")
+
+
+def _check_optional(name: str, value: object) -> None:
+    if value is not None:
+        _check_positive(name, value)

@@ -10,17 +10,9 @@ from speculant.drafting.base import Drafter
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import Request
+from tests.enumeration import Branches, EnumeratingChances, enumerate_side_by_side
 from tests.exactness.laws import Joint, Pair, completed, deviation, joint_law, transformed
-from tests.fakes import (
-    Branches,
-    EnumeratingChances,
-    History,
-    Rig,
-    TableModel,
-    build_rig,
-    enumerate_side_by_side,
-    model_drafter,
-)
+from tests.fakes import History, Rig, TableModel, build_rig, model_drafter
 
 MakeDrafter = Callable[[Pair, Chances, Limits], Drafter]
 Result = tuple[tuple[int, ...], int]  # output, accepted draft tokens

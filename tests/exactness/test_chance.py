@@ -17,7 +17,7 @@ from speculant.sampling import chance as chance_module
 from speculant.sampling.chance import Chance, KeyedChances, KeyedNoise, Purpose, Stream, gumbel, mix
 from speculant.types import DraftTree, Request
 from speculant.verification.rejection import Rejection
-from tests.fakes import Branches, EnumeratingChance, enumerate_outcomes
+from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 
 SIGMAS = 5
 FINE = torch.ones(1 << 12)  # drawing from these tells the uniform to 12 bits
@@ -180,7 +180,7 @@ def test_rejection_on_keyed_streams(length: int, total: int) -> None:
     requests = [request(mix(seed), rounds=seed % 3) for seed in range(total)]
     counts = Counter(speculate(CHANCES.draft(r), CHANCES.verify(r), length) for r in requests)
     assert_close(counts, law, total)
-    first = Counter({token: 0 for token in range(3)})
+    first = Counter(dict.fromkeys(range(3), 0))
     for (drafts, path, token), count in counts.items():
         first[drafts[0] if path else token] += count
     assert_close(first, dict(enumerate(P[0].tolist())), total)

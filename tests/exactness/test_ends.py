@@ -11,16 +11,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.params import SamplingParams
 from speculant.types import Request, StepOutput
-from tests.fakes import (
-    History,
-    Rig,
-    TableModel,
-    always_right,
-    build_rig,
-    model_drafter,
-    never_right,
-    sometimes_right,
-)
+from tests.fakes import History, Rig, TableModel, always_right, build_rig, model_drafter, never_right, sometimes_right
 
 V = 6
 LENGTHS = (1, 2, 3, 5)
@@ -63,7 +54,7 @@ def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tupl
     outputs = rig.finish()
     assert [output.token for output in outputs] == request.output
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [request.finish_reason]
-    assert [entry.token for entry in request.logprobs] == request.output
+    assert [list(entry) for entry in request.logprobs] == [[token] for token in request.output]
     assert request.metrics.timing.num_tokens == request.num_output
     assert request.metrics.speculative_decoding.num_accepted_draft_tokens == sum(o.drafted for o in outputs)
     return request, outputs

@@ -11,7 +11,6 @@ import operator
 
 import pytest
 
-from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.ngram import NgramDrafter, Options

@@ -18,11 +18,12 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification import rejection
+from tests.enumeration import EnumeratingChance
 from tests.exactness.laws import FULL_SUPPORT, Pair, softmax
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
 from tests.exactness.test_laws import EXACT
 from tests.exactness.verdicts import chain_of, distance, sampled
-from tests.fakes import EnumeratingChance, ScriptedDrafter
+from tests.fakes import ScriptedDrafter
 
 PLAIN_TO_SEE = 1e-3
 RARE = 0.4  # a draft token with less than this is "unlikely"

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
+from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from tests.exactness.laws import Joint, Pair, completed, deviation, joint_law, softmax
-from tests.fakes import Branches, EnumeratingChance, History, enumerate_outcomes
+from tests.fakes import History
 
 Shape = tuple[int, ...]  # parents of a draft's nodes
 MakeTree = Callable[[EnumeratingChance], DraftTree]
@@ -98,8 +99,6 @@ def _remaining(pair: Pair, tokens: Sequence[int], parents: Sequence[int], above:
 
 def deterministic(pair: Pair, shape: Shape) -> MakeTree:
     """Propose fixed tokens; siblings differ from each other."""
-    tokens = [
-        (pair.seed + parent + shape[:node].count(parent)) % pair.vocab_size for node, parent in enumerate(shape)
-    ]
+    tokens = [(pair.seed + parent + shape[:node].count(parent)) % pair.vocab_size for node, parent in enumerate(shape)]
     tree = DraftTree(torch.tensor(tokens, dtype=torch.int64), torch.tensor(shape, dtype=torch.int64))
     return lambda chance: tree

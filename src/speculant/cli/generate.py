@@ -48,7 +48,7 @@ def generate(
     """
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # refuses what is out of range before anything is loaded
-    fetch(EngineConfig.from_mapping(values))
+    fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
         llm = _load(values)
     params = sampling.params(llm.default_params)

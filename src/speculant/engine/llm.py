@@ -25,7 +25,7 @@ class LLM:
     """
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
-        self.config = EngineConfig.from_mapping({"model": model, "draft_model": draft_model, **arguments})
+        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
         self._built = build_engine(self.config)
         self._ids = itertools.count()
         self._jobs: dict[str, Job] = {}

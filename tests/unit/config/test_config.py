@@ -34,7 +34,7 @@ def test_a_bad_value_is_refused_with_a_fix(name: str, value: Any) -> None:
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"'spec_lenght'(?s:.*)did you mean 'spec_length'"):
-        EngineConfig.from_mapping({"model": "m", "spec_lenght": 3})
+        EngineConfig.from_arguments(model="m", spec_lenght=3)
 
 
 def test_a_choice_is_suggested() -> None:
