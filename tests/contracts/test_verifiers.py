@@ -149,7 +149,7 @@ def test_inputs_are_left_alone(name: str, data: st.DataObject) -> None:
     p, q = case.p.clone(), None if case.tree.probs is None else case.tree.probs.clone()
     rule.verify(case.tree, case.p, Willing())
     assert torch.equal(case.p, p)
-    assert q is None or torch.equal(case.tree.probs, q)  # type: ignore[arg-type]
+    assert q is None or torch.equal(case.tree.probs, q)
 
 
 @every_rule

@@ -14,6 +14,8 @@ from tests.fakes import History
 Law = Callable[[History], Sequence[float]]  # all tokens so far -> the next one's probabilities
 Joint = dict[tuple[int, ...], float]  # sequences of tokens -> probability
 
+EXACT = 1e-12  # largest difference of probabilities that rounding explains
+
 NODE_KINDS = ("dense", "rational", "zeros", "equal supports", "disjoint", "tie", "near", "one-hot", "both one-hot")
 FULL_SUPPORT = ("dense", "rational", "tie", "near")  # kinds without zeros
 MIXED = ("dense",) * 6 + NODE_KINDS

@@ -45,6 +45,11 @@ class Case:
     make_drafter: MakeDrafter = draft_model
 
     @property
+    def rounds(self) -> int:
+        """The most verifications there may be; behind a longer prompt the first ones have no draft yet."""
+        return self.steps if len(self.prompt) == 1 else self.steps + len(self.prompt) + 1
+
+    @property
     def law(self) -> Callable[[History], list[float]]:
         """The target's own law, worked out independently."""
         return self.law_of(self.pair.target)
@@ -119,14 +124,15 @@ def _run(case: Case, rig: Rig, chances: EnumeratingChances, ways: list[Branches]
     running = list(requests)
     while running:
         rig.step()
-        for request in [request for request in running if _is_done(request, case.steps)]:
+        for request in [request for request in running if _is_done(request, case)]:
             running.remove(request)
             rig.abort(request.request_id)
     return [_result(request) for request in requests]
 
 
-def _is_done(request: Request, steps: int) -> bool:
-    return request.finished or request.metrics.speculative_decoding.num_spec_steps >= steps
+def _is_done(request: Request, case: Case) -> bool:
+    speculated = request.metrics.speculative_decoding.num_spec_steps
+    return request.finished or speculated >= case.steps or request.rounds >= case.rounds
 
 
 def _result(request: Request) -> Result:

@@ -17,11 +17,9 @@ from speculant.drafting.ngram import NgramDrafter, Options
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import FULL_SUPPORT, NODE_KINDS, Pair, mean_accepted
+from tests.exactness.laws import EXACT, FULL_SUPPORT, NODE_KINDS, Pair, mean_accepted
 from tests.exactness.speculation import Case, enumerate_case
 from tests.fakes import ScriptedDrafter
-
-EXACT = 1e-12
 
 # (vocabulary, draft length) -> random pairs; together at least 500
 SIZES = {(2, 1): 60, (2, 2): 60, (2, 3): 60, (3, 1): 70, (3, 2): 90, (3, 3): 40, (4, 1): 60, (4, 2): 60, (4, 3): 20}

@@ -19,9 +19,8 @@ from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification import rejection
 from tests.enumeration import EnumeratingChance
-from tests.exactness.laws import FULL_SUPPORT, Pair, softmax
+from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
-from tests.exactness.test_laws import EXACT
 from tests.exactness.verdicts import chain_of, distance, sampled
 from tests.fakes import ScriptedDrafter
 
@@ -96,9 +95,8 @@ def report(make_law: Callable[[Sequence[float]], Sequence[float]]) -> Change:
 def worst(make_drafter: MakeDrafter, params: SamplingParams | None = None) -> float:
     """Return the largest deviation over a few pairs."""
     settings = params or SamplingParams(max_tokens=None)
-    return max(
-        enumerate_case(Case(pair, 2, settings, make_drafter=make_drafter, width=8)).deviation() for pair in PAIRS
-    )
+    cases = [Case(pair, 2, settings, make_drafter=make_drafter, width=8) for pair in PAIRS]
+    return max(enumerate_case(case).deviation() for case in cases)
 
 
 @pytest.mark.parametrize("change", [discard_the_unlikely, discard_by_joint_probability])

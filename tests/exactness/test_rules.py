@@ -6,13 +6,16 @@ A new rule is found through its file (or entry point) and is held to this withou
 from __future__ import annotations
 
 import pytest
+import torch
 
+from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
-from tests.exactness.laws import NODE_KINDS, Pair
+from speculant.verification.rejection import Rejection
+from tests.enumeration import EnumeratingChance, enumerate_outcomes
+from tests.exactness.laws import EXACT, NODE_KINDS, Pair
 from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
 from tests.fakes import known_rules
 
-EXACT = 1e-12
 LOSSLESS = [name for name, rule in known_rules().items() if rule.lossless]
 BRANCHING = [name for name in LOSSLESS if known_rules()[name].needs.branches]
 
@@ -40,6 +43,23 @@ def tree_rule(request: pytest.FixtureRequest) -> Verifier:
 def test_the_shipped_rules_are_found() -> None:
     assert {"match", "rejection"} <= set(LOSSLESS)
     assert "match" in BRANCHING
+
+
+class Refusing(EnumeratingChance):
+    """Refuses whatever it may."""
+
+    def accept(self, probability: float) -> bool:
+        """See `Chance.accept`."""
+        return False
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-17])
+def test_an_empty_residual_falls_back_to_the_target(rounding: float) -> None:
+    """p / q just below 1 by rounding alone: the refused token leaves no residual to draw from."""
+    p = torch.tensor([[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    tree = DraftTree.chain([2], p[:1] + rounding)
+    law = enumerate_outcomes(lambda branches: Rejection().verify(tree, p, Refusing(branches)))
+    assert law == {Verdict((), 0): 0.25, Verdict((), 2): 0.75}
 
 
 @pytest.mark.parametrize(("vocab_size", "length"), CHAINS)

@@ -104,12 +104,27 @@ class DrafterContext:
 
 
 def read_options(context: DrafterContext, kind: type[T]) -> T:
-    """Build a drafter's own options from the speculative config; an unknown key is an error."""
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for key in context.options:
+    """Build a drafter's own options from the speculative config.
+
+    An unknown key is an error, and so is a value of another type than the option's default.
+    """
+    known = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key, value in context.options.items():
         if key not in known:
             raise ConfigError(f"unknown speculative_config key {key!r} for this method", suggest(key, known))
+        if not _is_like(value, known[key]):
+            raise ConfigError(
+                f"speculative_config key {key!r} has the value {value!r}", f"use a value like {known[key]!r}."
+            )
     return kind(**context.options)
+
+
+def _is_like(value: object, default: object) -> bool:
+    if default is None or default is dataclasses.MISSING:
+        return True
+    if isinstance(value, bool) or isinstance(default, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    return isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
 
 
 def no_options(context: DrafterContext) -> None:

@@ -61,22 +61,21 @@ class Scheduler:
     def admit(self, cache: KVCache) -> list[Request]:
         """Move waiting requests to running while there is room; return them.
 
-        A sample whose first sibling still feeds their common prompt waits for it, to share the work.
+        A sample whose first sibling still feeds their common prompt waits for it, to share the work;
+        once that is done all others start together.
         """
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self._limits.max_num_seqs:
-            if self._sibling_is_feeding(self.waiting[0], cache):
+            if self._waits_for_sibling(self.waiting[0], cache):
                 break
             request = self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)
         return admitted
 
-    def _sibling_is_feeding(self, request: Request, cache: KVCache) -> bool:
-        return any(
-            other.request_id == request.request_id and cache.length(other.seq) < len(request.prompt)
-            for other in self.running
-        )
+    def _waits_for_sibling(self, request: Request, cache: KVCache) -> bool:
+        siblings = [other for other in self.running if other.request_id == request.request_id]
+        return bool(siblings) and all(cache.length(other.seq) < len(request.prompt) for other in siblings)
 
     def schedule(self, cache: KVCache) -> list[Scheduled]:
         """Share the token budget: a token for everyone who is caught up first, then backlogs in order."""

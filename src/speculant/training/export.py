@@ -31,7 +31,9 @@ def export_model(
     """Write config, weights in `dtype` and tokenizer; a tied head is stored once."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: parameter.detach().to(dtype).contiguous() for name, parameter in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # it is written for its owner alone
     _write_json(folder / "config.json", {**hf_config, "dtype": str(dtype).removeprefix("torch.")})
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0})
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -91,7 +91,7 @@ def test_keys_that_are_not_ours_are_the_method_s_options() -> None:
 
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        EngineConfig(model="m").seed = 3  # type: ignore[misc]
+        EngineConfig(model="m").seed = 3
 
 
 @pytest.mark.parametrize(

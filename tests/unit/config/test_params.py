@@ -78,8 +78,8 @@ def test_other_spellings_of_the_same() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
-    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
-    assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}  # type: ignore[dict-item]
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+    assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 
 
@@ -92,9 +92,9 @@ def test_parameters_can_be_neither_changed_nor_changed_from_outside() -> None:
     assert (params.logit_bias, params.stop, params.stop_token_ids) == ({1: 1.0}, ("x",), (1,))
     assert params.speculation == {"num_speculative_tokens": 2}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        params.n = 2  # type: ignore[misc]
+        params.n = 2
     with pytest.raises(TypeError):
-        params.logit_bias[3] = 1.0  # type: ignore[index]
+        params.logit_bias[3] = 1.0
 
 
 def test_parameters_travel() -> None:

@@ -38,8 +38,8 @@ def edited(
     if len(output) < params.min_tokens:
         scores[list(ends)] = -np.inf
     for token in {*prompt, *output}:
-        positive = scores[token] > 0
-        scores[token] = scores[token] / params.repetition_penalty if positive else scores[token] * params.repetition_penalty
+        penalty = params.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
     for token in set(output):
         scores[token] -= params.presence_penalty + params.frequency_penalty * list(output).count(token)
     return scores

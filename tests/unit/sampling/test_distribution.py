@@ -41,7 +41,9 @@ scores_strategy = st.lists(
 tokens_strategy = st.lists(st.integers(0, 2), max_size=5)
 
 
-def node(values: dict[str, Any], prompt: Sequence[int] = (0,), output: Sequence[int] = (), drafted: Sequence[int] = ()):  # noqa: ANN201
+def node(
+    values: dict[str, Any], prompt: Sequence[int] = (0,), output: Sequence[int] = (), drafted: Sequence[int] = ()
+) -> Node:
     """Make a place in a request where a token is chosen."""
     params = SamplingParams(**values)
     return Node(make_request(prompt, output, params, end_token_ids=ENDS), drafted)
@@ -139,7 +141,7 @@ def test_a_long_tail_is_cut_where_top_p_says() -> None:
         ({"top_k": 3}, [1, 3, 0]),
         ({"top_k": 4}, [1, 3, 0, 2]),
         ({"top_p": 0.3}, [1]),
-        ({"top_p": 0.8}, [1, 3, 0]),
+        ({"top_p": 0.75}, [1, 3, 0]),
         ({"top_k": 5, "top_p": 0.75}, [1, 3, 0]),
     ],
 )

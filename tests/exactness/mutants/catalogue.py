@@ -1,0 +1,410 @@
+"""Faults that other engines shipped, as edits of our own source, and the test that must notice each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: in `file` (within the package) replace `old`, which occurs once, by `new`; `killer` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+
+CHANCE, LAW = "sampling/chance.py", "sampling/distribution.py"
+DRAFT, CACHE, ATTENTION = "drafting/draft_model.py", "cache/slotted.py", "models/attention.py"
+STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
+REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
+LENGTH = "scheduling/draft_length.py"
+
+STREAMS = "test_chance.py::test_rejection_on_keyed_streams[1-4000]"
+UNRELATED = "test_chance.py::test_draft_acceptance_and_residual_are_unrelated[0]"
+TRANSFORM = "test_laws.py::test_every_transform_keeps_the_law[{}-rejection]"
+SMALL = "test_laws.py::test_every_kind_of_laws_alone[{}]"
+REPEATS = "test_seeds.py::test_a_seed_repeats_and_another_does_not[none]"
+ROUNDS = "test_seeds.py::test_rounds_do_not_repeat[rejection]"
+OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"
+INDEPENDENT = "test_batches.py::test_two_requests_are_independent[{}]"
+END = "test_ends.py::test_an_end_token_within_a_draft_ends_the_request[{}]"
+DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain]"
+
+RANDOMNESS = [
+    Mutant(
+        "draft noise shared with acceptance",
+        CHANCE,
+        "(Purpose.ACCEPT, Purpose.DRAW)",
+        "(Purpose.DRAFT, Purpose.DRAW)",
+        STREAMS,
+    ),
+    Mutant(
+        "draft noise shared with residual draws",
+        CHANCE,
+        "(Purpose.ACCEPT, Purpose.DRAW)",
+        "(Purpose.ACCEPT, Purpose.DRAFT)",
+        UNRELATED,
+    ),
+    Mutant(
+        "acceptance uniform reused for the residual draw",
+        CHANCE,
+        "        point = cumulative[-1:] * self._uniform(self._draw_key)\n",
+        "        self._count = max(self._count - 1, 0)\n"
+        "        point = cumulative[-1:] * self._uniform(self._accept_key)\n",
+        STREAMS,
+    ),
+    Mutant(
+        "u always 0",
+        CHANCE,
+        "return (mix(key, self._count) >> 11) * 2.0**-53",
+        "return 0.0",
+        "test_chance.py::test_accept_follows_its_probability[0.5]",
+    ),
+    Mutant(
+        "acceptance always passes",
+        CHANCE,
+        "return self._uniform(self._accept_key) < probability",
+        "return probability > 0",
+        STREAMS,
+    ),
+    Mutant(
+        "p = 0 accepted when u = 0",
+        CHANCE,
+        "return self._uniform(self._accept_key) < probability",
+        "return self._uniform(self._accept_key) <= probability",
+        "test_chance.py::test_accept_is_strict",
+    ),
+    Mutant(
+        "token without weight drawn when u = 0",
+        CHANCE,
+        "right=True",
+        "right=False",
+        "test_chance.py::test_no_draw_without_weight[0]",
+    ),
+    Mutant("every round starts the streams anew", COMMIT, "    request.rounds += 1\n", "", ROUNDS),
+    Mutant(
+        "noise forgets the position",
+        CHANCE,
+        "mix(self._seed, Purpose.NOISE, self._position)",
+        "mix(self._seed, Purpose.NOISE)",
+        "test_chance.py::test_noise_draws_follow_their_weights[weights0]",
+    ),
+    Mutant(
+        "coupled noise under a ratio rule",
+        ENGINE,
+        "self._parts.rules[rule].needs.coupled",
+        "True",
+        ROUNDS,
+    ),
+    Mutant(
+        "per-request seed ignored",
+        ENGINE,
+        "mix(self._options.seed, Purpose.REQUEST, self._next_seq) if params.seed is None else params.seed",
+        "mix(self._options.seed, Purpose.REQUEST, self._next_seq)",
+        REPEATS,
+    ),
+    Mutant(
+        "requests without a seed share one",
+        ENGINE,
+        "mix(self._options.seed, Purpose.REQUEST, self._next_seq) if",
+        "self._options.seed if",
+        "test_seeds.py::test_without_a_seed_nothing_repeats[none]",
+    ),
+    Mutant(
+        "samples share their seed",
+        ENGINE,
+        "seed=mix(own_seed, Purpose.REQUEST, index)",
+        "seed=own_seed",
+        "test_seeds.py::test_samples_differ[4]",
+    ),
+    Mutant(
+        "seeded requests verified by a ratio rule",
+        AUTO,
+        "request.params.seed is not None or ",
+        "",
+        "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
+    ),
+]
+
+LAWS = [
+    Mutant(
+        "q reported raw while drafts are drawn after top-k",
+        DRAFT,
+        "draft.laws.append(law)",
+        "draft.laws.append(torch.softmax(logits[drafts.index(draft)].double(), -1))",
+        TRANSFORM.format("top_k"),
+    ),
+    Mutant(
+        "unlikely drafts thrown away before a ratio test",
+        DRAFT,
+        "            draft.laws.append(law)\n",
+        "            draft.laws.append(law)\n"
+        "            if law[draft.tokens[-1]] < 0.4:\n"
+        "                draft.tokens, draft.laws = draft.tokens[:-1], draft.laws[:-1]\n"
+        "                draft.limit = len(draft.tokens)\n",
+        "test_laws.py::test_rejection_keeps_the_law[2-1]",
+    ),
+    Mutant(
+        "sampling parameters not applied to p",
+        STEP,
+        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes)",
+        "torch.softmax(torch.cat([fed.logits for fed in ready if fed.logits is not None]).double(), -1)",
+        TRANSFORM.format("temperature"),
+    ),
+    Mutant(
+        "draft law blind to drafted ancestors",
+        DRAFT,
+        "Node(draft.request, draft.tokens)",
+        "Node(draft.request, [])",
+        TRANSFORM.format("frequency"),
+    ),
+    Mutant(
+        "logit_bias ignored under speculation",
+        LAW,
+        "    if params.logit_bias:\n",
+        "    if params.logit_bias and not node.drafted:\n",
+        TRANSFORM.format("bias"),
+    ),
+    Mutant(
+        "last token counted twice in penalties",
+        STEP,
+        "Node(fed.item.request, fed.tree.tokens_to(i))",
+        "Node(fed.item.request, [fed.item.request.tokens[-1], *fed.tree.tokens_to(i)])",
+        TRANSFORM.format("frequency"),
+    ),
+    Mutant(
+        "penalties blind to drafted ancestors",
+        LAW,
+        "[*request.tokens, *node.drafted]",
+        "request.tokens",
+        TRANSFORM.format("penalties"),
+    ),
+    Mutant(
+        "prompt counted by presence and frequency",
+        LAW,
+        "_ids(history[num_prompt:], row), return_counts=True",
+        "_ids(history, row), return_counts=True",
+        TRANSFORM.format("presence"),
+    ),
+    Mutant(
+        "min_tokens blind to drafted ancestors",
+        LAW,
+        "request.num_output + len(node.drafted) < params.min_tokens",
+        "request.num_output < params.min_tokens",
+        TRANSFORM.format("min_tokens"),
+    ),
+    Mutant(
+        "greedy and sampling rows mixed",
+        LAW,
+        "if len(indices) == len(nodes):",
+        "if indices:",
+        INDEPENDENT.format("plain, greedy"),
+    ),
+    Mutant(
+        "rows of one kind with another's parameters",
+        LAW,
+        "[nodes[i].params for i in indices]",
+        "[node.params for node in nodes[: len(indices)]]",
+        INDEPENDENT.format("greedy, cold"),
+    ),
+    Mutant(
+        "bonus drawn from the wrong row",
+        REJECTION,
+        "chance.draw(p[-1])",
+        "chance.draw(p[-2])",
+        SMALL.format("dense-rejection"),
+    ),
+    Mutant(
+        "residual one row late",
+        REJECTION,
+        "residual(p[node], q[node])",
+        "residual(p[node + 1], q[node])",
+        SMALL.format("dense-rejection"),
+    ),
+    Mutant(
+        "acceptance one row late",
+        REJECTION,
+        "acceptance(tree, p[:-1], q)",
+        "acceptance(tree, p[1:], q)",
+        SMALL.format("dense-rejection"),
+    ),
+    Mutant(
+        "residual without the draft's law",
+        REJECTION,
+        "rest = (p - q).clamp(min=0)",
+        "rest = p.clone()",
+        SMALL.format("dense-rejection"),
+    ),
+    Mutant(
+        "empty residual",
+        REJECTION,
+        "return rest if float(rest.sum()) > 0 else p",
+        "return rest",
+        "test_rules.py::test_an_empty_residual_falls_back_to_the_target[0.0]",
+    ),
+    Mutant(
+        "matching against the parent's row",
+        MATCH,
+        "chance.draw(p[1 + node])",
+        "chance.draw(p[max(node, 0)])",
+        SMALL.format("dense-match"),
+    ),
+]
+
+ENDS = [
+    Mutant(
+        "end of sequence inside a draft ignored",
+        COMMIT,
+        "        if request.finished:\n            break",
+        "        if request.finished and len(committed) == len(tokens):\n            break",
+        END.format("auto-right-5"),
+    ),
+    Mutant(
+        "max_tokens overshot",
+        COMMIT,
+        "request.num_output == request.params.max_tokens",
+        "request.num_output - 1 == request.params.max_tokens",
+        "test_ends.py::test_max_tokens_is_met_exactly[right-3]",
+    ),
+    Mutant(
+        "drafts beyond max_tokens",
+        LENGTH,
+        "request.params.max_tokens - request.num_output - 1",
+        "request.params.max_tokens - request.num_output",
+        "test_ends.py::test_no_draft_is_longer_than_can_matter[5]",
+    ),
+    Mutant(
+        "length cap hides an earlier stop",
+        COMMIT,
+        "if request.num_output >= request.params.min_tokens:",
+        "if request.params.min_tokens <= request.num_output != request.params.max_tokens:",
+        "test_ends.py::test_an_end_token_wins_over_the_length[right-5]",
+    ),
+    Mutant(
+        "context overflow at K + 1",
+        LENGTH,
+        "left = max_len - len(request.tokens) - 1",
+        "left = max_len",
+        "test_ends.py::test_the_context_is_filled_and_never_overflows[right-5]",
+    ),
+    Mutant(
+        "one token too many at the context's end",
+        COMMIT,
+        "len(request.tokens) >= max_model_len",
+        "len(request.tokens) > max_model_len",
+        "test_ends.py::test_the_context_is_filled_and_never_overflows[none-1]",
+    ),
+    Mutant(
+        "tokens behind the end kept in the cache",
+        COMMIT,
+        "verdict.path[: len(tokens) - 1]",
+        "verdict.path",
+        END.format("auto-right-5"),
+    ),
+    Mutant(
+        "log-probability of the wrong row",
+        COMMIT,
+        "rows = [0, *(1 + node for node in verdict.path)]",
+        "rows = [*(1 + node for node in verdict.path), 0]",
+        "test_logprobs.py::test_output_tokens[target-2]",
+    ),
+    Mutant(
+        "prompt log-probability of the wrong row",
+        COMMIT,
+        "request.prompt[item.start + 1 : item.start + 1 + len(logits)]",
+        "request.prompt[item.start : item.start + len(logits)]",
+        "test_logprobs.py::test_prompt_tokens[none-48]",
+    ),
+]
+
+STATE = [
+    Mutant(
+        "rollback off by one",
+        CACHE,
+        "self.truncate_to(seq, base + len(path))",
+        "self.truncate_to(seq, base + max(len(path) - 1, 0))",
+        END.format("auto-right-5"),
+    ),
+    Mutant(
+        "rollback that does nothing",
+        CACHE,
+        "        self.truncate_to(seq, base + len(path))\n",
+        "",
+        END.format("auto-wrong-3"),
+    ),
+    Mutant(
+        "accepted nodes of a tree not moved together",
+        CACHE,
+        "if list(path) != list(range(len(path))):",
+        "if False:",
+        OWN_TOKENS.format("greedy-tree"),
+    ),
+    Mutant(
+        "draft nodes see their cousins",
+        ATTENTION,
+        "mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)",
+        "pass",
+        OWN_TOKENS.format("greedy-tree"),
+    ),
+    Mutant(
+        "draft cache not rolled back",
+        DRAFT,
+        "self.cache.truncate_to(request.seq, keep)",
+        "pass",
+        DRAFTS,
+    ),
+    Mutant(
+        "draft model goes on from rejected tokens",
+        DRAFT,
+        " and fed.tokens[keep] == request.tokens[keep]",
+        "",
+        DRAFTS,
+    ),
+    Mutant(
+        "a sample takes over more than the prompt",
+        ENGINE,
+        "            parts.cache.truncate_to(request.seq, len(request.prompt) - 1)\n",
+        "            pass\n",
+        "test_batches.py::test_samples_share_a_prompt_and_nothing_else[model]",
+    ),
+    Mutant(
+        "results handed out in the wrong order",
+        RUNNER,
+        "zip(scheduled, trees, spans, strict=True)",
+        "zip(scheduled, trees, spans[::-1], strict=True)",
+        OWN_TOKENS.format("greedy-none"),
+    ),
+    Mutant(
+        "trees fed to the wrong requests",
+        RUNNER,
+        "for item, tree in zip(scheduled, trees, strict=True)]",
+        "for item, tree in zip(scheduled, trees[::-1], strict=True)]",
+        OWN_TOKENS.format("greedy-script"),
+    ),
+    Mutant(
+        "draft rows not counted in the batch",
+        RUNNER,
+        "first += item.count + tree.size",
+        "first += item.count",
+        OWN_TOKENS.format("greedy-script"),
+    ),
+    Mutant(
+        "verdicts reached on a neighbour's laws",
+        STEP,
+        "        first = end\n",
+        "        first = 0\n",
+        INDEPENDENT.format("equal"),
+    ),
+    Mutant(
+        "drafts drawn from a neighbour's row",
+        DRAFT,
+        "return hidden[rows]",
+        "return hidden[rows[::-1]]",
+        DRAFTS,
+    ),
+]
+
+MUTANTS = [*RANDOMNESS, *LAWS, *ENDS, *STATE]

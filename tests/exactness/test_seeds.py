@@ -1,0 +1,118 @@
+"""A seed fixes the text: with speculation on or off, alone or in any batch. Without one, nothing repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.params import SamplingParams
+from tests.exactness.laws import FULL_SUPPORT, Pair
+from tests.fakes import ScriptedDrafter, TableModel, build_rig, model_drafter
+
+V = 4
+PAIR = Pair(3, V, FULL_SUPPORT)
+LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+LENGTH = 24
+DRAFTERS: dict[str, Callable[[Limits], Drafter | None]] = {
+    "none": lambda limits: None,
+    "model": lambda limits: model_drafter(TableModel(PAIR.draft, V), V, limits=limits),
+    "target": lambda limits: model_drafter(TableModel(PAIR.target, V), V, limits=limits),
+    "ngram": lambda limits: NgramDrafter(Options()),
+    "scripted": lambda limits: ScriptedDrafter(lambda request: [request.num_output % V, 1, 2, 3, 0]),
+}
+LAWS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7, "top_p": 0.9},
+    "penalised": {"temperature": 1.3, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 3},
+}
+
+
+def texts(
+    settings: Sequence[SamplingParams],
+    drafter: str = "none",
+    length: int = 3,
+    limits: Limits = LIMITS,
+    prompt: tuple[int, ...] = (0, 1),
+    seed: int = 0,
+    rule: str = "auto",
+) -> list[list[int]]:
+    """Run all requests together; return their outputs, sample by sample."""
+    rig = build_rig(
+        TableModel(PAIR.target, V),
+        DRAFTERS[drafter](limits),
+        length=length,
+        limits=limits,
+        seed=seed,
+        verification=rule,
+    )
+    requests = [request for i, each in enumerate(settings) for request in rig.add(prompt, each, str(i))]
+    rig.finish()
+    return [request.output for request in requests]
+
+
+def seeded(seed: int | None, **law: float) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=LENGTH, **law)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculation_changes_no_seeded_text(drafter: str, law: str) -> None:
+    settings = [seeded(seed, **LAWS[law]) for seed in range(4)]
+    alone = [texts([each])[0] for each in settings]
+    assert texts(settings, drafter) == alone
+    assert texts(settings[:2], drafter, length=5, limits=Limits(64, 2, 8), prompt=(0, 1)) == alone[:2]
+
+
+def test_a_seed_wins_over_the_configured_rule() -> None:
+    assert texts([seeded(5)], "model", rule="rejection") == texts([seeded(5)])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_chunks_change_no_seeded_text(drafter: str) -> None:
+    prompt = (0, 3, 1, 2, 1, 0, 3)
+    whole = texts([seeded(5), seeded(6)], prompt=prompt)
+    assert texts([seeded(5), seeded(6)], drafter, limits=Limits(64, 2, 4), prompt=prompt) == whole
+
+
+def test_a_per_request_switch_changes_no_seeded_text() -> None:
+    plain = texts([seeded(5)])[0]
+    for speculation in (False, {"num_speculative_tokens": 1}, {"num_speculative_tokens": 5}, {"verification": "match"}):
+        switched = SamplingParams(seed=5, max_tokens=LENGTH, speculation=speculation)
+        assert texts([switched, seeded(9)], "model")[0] == plain
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_seed_repeats_and_another_does_not(drafter: str) -> None:
+    first, again, other = texts([seeded(1), seeded(1), seeded(2)], drafter)
+    assert first == again != other
+    assert texts([seeded(1)], drafter, seed=99) == [first]  # the engine's own seed does not matter
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_without_a_seed_nothing_repeats(drafter: str) -> None:
+    first, second = texts([seeded(None), seeded(None)], drafter)
+    assert first != second
+    assert texts([seeded(None)], drafter, seed=1) != [first]
+    assert texts([seeded(None)], drafter) == [first]  # but a run does
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_samples_differ(seed: int | None) -> None:
+    samples = texts([SamplingParams(n=4, seed=seed, max_tokens=LENGTH)], "model")
+    assert len({tuple(sample) for sample in samples}) == 4
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_rounds_do_not_repeat(rule: str) -> None:
+    """With p = q = a fair coin, a stream that starts anew every round gives the same token every time."""
+    fair = TableModel(lambda history: [0.0, 0.0], 2)
+    drafter = model_drafter(TableModel(lambda history: [0.0, 0.0], 2), 2, limits=LIMITS)
+    rig = build_rig(fair, drafter, length=1, verification=rule, limits=LIMITS)
+    (request,) = rig.add((0,), SamplingParams(max_tokens=60))
+    rig.finish()
+    drafts, others = request.output[::2], request.output[1::2]
+    assert {0, 1} == set(drafts) == set(others)

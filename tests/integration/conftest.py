@@ -1,0 +1,45 @@
+"""Engines over the small checkpoints, made once for each configuration and left idle by every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from speculant import LLM
+from tests.models import Checkpoints, checkpoints
+
+__all__ = ["checkpoints", "llm_of", "made"]
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def made() -> dict[str, LLM]:
+    """Return the engines that exist, by their arguments."""
+    return {}
+
+
+@pytest.fixture
+def llm_of(made: dict[str, LLM], checkpoints: Checkpoints) -> Iterator[MakeLLM]:
+    """Make an engine over the usual target in float64; `draft` names another of the checkpoints."""
+    used: list[LLM] = []
+
+    def make(draft: str | None = None, **arguments: Any) -> LLM:
+        if draft is not None:
+            arguments["draft_model"] = getattr(checkpoints, draft)
+        arguments = {"model": checkpoints.target, "dtype": "float64", **arguments}
+        key = repr(sorted(arguments.items()))
+        if key not in made:
+            made[key] = LLM(**arguments)
+        used.append(made[key])
+        return made[key]
+
+    yield make
+    for llm in used:
+        assert not llm.engine.has_unfinished(), "a test left requests behind"
+        llm.engine.check()
+        cache = llm.engine._parts.cache
+        limits = llm.engine._parts.limits
+        assert cache.free_tokens() == limits.max_num_seqs * limits.max_model_len, "a test left cache in use"

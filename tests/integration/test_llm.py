@@ -1,0 +1,317 @@
+"""`LLM.generate` on small checkpoints: prompts, order, samples, seeds, log-probabilities, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant import LLM, RequestOutput, SamplingParams
+from speculant.cache.slotted import SlottedKVCache
+from speculant.engine import step as step_module
+from speculant.errors import ConfigError, RequestError
+from speculant.models.base import Feed, build_batch
+from speculant.models.weights import load_model
+from speculant.types import DraftTree
+from tests.integration.conftest import MakeLLM
+from tests.models import VOCAB_SIZE, Checkpoints
+
+TEXTS = ["def read(path):", "class A:", "import os", "hello world " * 4]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3, max_tokens=24)
+SPECULATIVE: list[dict[str, Any]] = [
+    {"draft": "near"},
+    {"draft": "far", "spec_length": 2},
+    {"draft": "target", "spec_length": 8, "max_num_seqs": 2},
+    {"speculative_config": {"method": "ngram"}},
+]
+TIGHT: list[dict[str, Any]] = [
+    {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+    {"draft": "near", "max_num_seqs": 3, "max_num_batched_tokens": 7},
+]
+
+
+def tokens_of(results: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in result.outputs] for result in results]
+
+
+# --- prompts and results
+
+
+def test_prompts_are_texts_or_token_ids_one_or_many(llm_of: MakeLLM) -> None:
+    llm = llm_of()
+    ids = llm.tokenizer.encode(TEXTS[0])
+    (by_text,) = llm.generate(TEXTS[0], GREEDY)
+    for prompts in ([TEXTS[0]], ids, tuple(ids), [ids], (tuple(ids),), [TEXTS[0], ids][1:]):
+        (result,) = llm.generate(prompts, GREEDY)
+        assert result.prompt_token_ids == ids
+        assert tokens_of([result]) == tokens_of([by_text])
+    assert by_text.prompt == TEXTS[0]
+    assert llm.generate(ids, GREEDY)[0].prompt is None
+    assert llm.generate([], GREEDY) == []
+
+
+def test_results_come_in_the_order_of_the_prompts(llm_of: MakeLLM) -> None:
+    llm = llm_of(max_num_seqs=2)
+    prompts = [TEXTS[3], [7, 8, 9], TEXTS[1], TEXTS[0], [9], TEXTS[2]]
+    lengths = [3, 20, 1, 9, 15, 2]
+    params = [SamplingParams(temperature=0, max_tokens=length) for length in lengths]
+    results = llm.generate(prompts, params)
+    assert [result.prompt for result in results] == [p if isinstance(p, str) else None for p in prompts]
+    assert [len(result.outputs[0].token_ids) for result in results] == lengths
+    alone = [llm.generate([prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert tokens_of(results) == tokens_of(alone)
+    assert len({result.request_id for result in results}) == len(prompts)
+
+
+def test_a_result_is_whole(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=9))
+    (sample,) = result.outputs
+    assert result.finished
+    assert (sample.index, sample.finish_reason, sample.stop_reason) == (0, "length", None)
+    assert sample.text == llm.tokenizer.decode(sample.token_ids)
+    assert (sample.logprobs, sample.cumulative_logprob, result.prompt_logprobs) == (None, None, None)
+    counted = result.metrics.speculative_decoding
+    assert result.metrics.timing.num_tokens == 9
+    assert result.metrics.timing.target_passes == 1 + counted.num_spec_steps + (
+        9 - 1 - counted.num_spec_steps - counted.num_accepted_draft_tokens
+    )
+
+
+def test_parameters_default_to_the_checkpoint_s(llm_of: MakeLLM) -> None:
+    llm = llm_of()
+    assert llm.default_params == SamplingParams()
+    assert len(llm.generate(TEXTS[0])[0].outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "",
+        [[]],
+        [TEXTS[0], ""],
+        [TEXTS[0], [1, -2]],
+        [TEXTS[0], [1, VOCAB_SIZE]],
+        [TEXTS[0], "x" * 256],
+        [1, "x"],
+        [TEXTS[0], None],
+        [TEXTS[0], 3],
+        [torch.tensor([1, 2])],
+        [[1.5, 2.0]],
+    ],
+    ids=str,
+)
+def test_a_bad_prompt_is_refused_and_nothing_is_left_behind(llm_of: MakeLLM, prompts: Any) -> None:
+    llm = llm_of("near")
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.fix
+    assert not llm.engine.has_unfinished()
+
+
+def test_as_many_parameters_as_prompts_or_one(llm_of: MakeLLM) -> None:
+    with pytest.raises(RequestError, match=r"2 prompts came with 1 sampling"):
+        llm_of().generate(TEXTS[:2], [GREEDY])
+
+
+# --- one text, however it is made
+
+
+@pytest.mark.parametrize("arguments", [*SPECULATIVE, *TIGHT], ids=str)
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_text_depends_on_nothing_but_the_request(
+    llm_of: MakeLLM, arguments: dict[str, Any], params: SamplingParams
+) -> None:
+    """Not on the drafter, nor on the batch, the chunks, or how many run side by side."""
+    expected = [llm_of().generate(text, params)[0] for text in TEXTS]
+    results = llm_of(**arguments).generate(TEXTS, params)
+    assert tokens_of(results) == tokens_of(expected)
+    assert [result.outputs[0].text for result in results] == [result.outputs[0].text for result in expected]
+
+
+def test_many_more_requests_than_sequences(llm_of: MakeLLM) -> None:
+    prompts = [[i + 1, 2 * i + 1, 5] for i in range(20)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + i % 7) for i in range(20)]
+    results = llm_of("near", max_num_seqs=2).generate(prompts, params)
+    assert tokens_of(results) == tokens_of(llm_of().generate(prompts, params))
+
+
+def test_mixed_parameters_share_a_batch(llm_of: MakeLLM) -> None:
+    """Greedy, seeded, filtered and unspeculated rows side by side (VA 16396, V 9441)."""
+    params = [
+        GREEDY,
+        SEEDED,
+        SamplingParams(seed=9, top_k=4, max_tokens=24),
+        SamplingParams(seed=9, min_p=0.1, max_tokens=24, speculation=False, frequency_penalty=0.5),
+    ]
+    expected = [llm_of().generate(text, each)[0] for text, each in zip(TEXTS, params, strict=True)]
+    assert tokens_of(llm_of("near").generate(TEXTS, params)) == tokens_of(expected)
+
+
+def test_an_engine_s_seed_repeats_unseeded_text(checkpoints: Checkpoints) -> None:
+    def fresh(seed: int) -> list[list[list[int]]]:
+        llm = LLM(checkpoints.target, draft_model=checkpoints.near, dtype="float64", seed=seed)
+        return tokens_of(llm.generate(TEXTS[:2], SamplingParams(max_tokens=24)))
+
+    assert fresh(1) == fresh(1) != fresh(2)
+
+
+# --- samples
+
+
+@pytest.mark.parametrize("arguments", [{}, *SPECULATIVE[:1], *TIGHT], ids=str)
+def test_samples_are_those_of_fewer_samples_and_of_one(llm_of: MakeLLM, arguments: dict[str, Any]) -> None:
+    """A sample's tokens depend on seed and index alone: not on the others, nor on a prompt taken over from one."""
+    params = {"temperature": 0.9, "seed": 5, "max_tokens": 16}
+    expected = tokens_of(llm_of().generate(TEXTS[3], SamplingParams(**params, n=4)))[0]
+    assert len({tuple(tokens) for tokens in expected}) == 4
+    llm = llm_of(**arguments)
+    for n in (1, 2, 4):
+        (result,) = llm.generate(TEXTS[3], SamplingParams(**params, n=n))
+        assert [sample.index for sample in result.outputs] == list(range(n))
+        assert tokens_of([result]) == [expected[:n]]
+
+
+def test_samples_share_the_work_on_their_prompt(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    rows: list[int] = []
+    run_target = step_module.run_target
+
+    def counted(*arguments: Any) -> Any:
+        rows.append(sum(item.count for item in arguments[2]))
+        return run_target(*arguments)
+
+    monkeypatch.setattr(step_module, "run_target", counted)
+    (result,) = llm.generate(TEXTS[3], SamplingParams(n=4, max_tokens=5, ignore_eos=True))
+    num_prompt = len(result.prompt_token_ids)
+    assert sum(rows) == num_prompt + 3 + 4 * 4  # one prompt, its last token for the others, four more tokens each
+    assert rows[:2] == [num_prompt, 4]
+    assert len(rows) == 6
+
+
+def test_greedy_samples_are_equal(llm_of: MakeLLM) -> None:
+    (result,) = llm_of("near").generate(TEXTS[0], SamplingParams(temperature=0, n=3, max_tokens=8))
+    assert len({tuple(sample.token_ids) for sample in result.outputs}) == 1
+    assert result.metrics.speculative_decoding.num_spec_steps >= 3
+
+
+# --- log-probabilities
+
+
+@pytest.fixture(scope="module")
+def table_of(checkpoints: Checkpoints) -> Any:
+    """Return the model's own log-probabilities after each token of a sequence, [n, V], by one plain pass."""
+    model = load_model(checkpoints.target, "float64", "cpu").model
+
+    def log_softmax(tokens: Sequence[int]) -> Tensor:
+        cache = SlottedKVCache(model.cache_shape, 1, 256)
+        with torch.inference_mode():
+            hidden = model.forward(build_batch([Feed(0, tokens, DraftTree.empty())], cache, torch.device("cpu")), cache)
+            return torch.log_softmax(model.logits(hidden), -1)
+
+    return log_softmax
+
+
+@pytest.mark.parametrize("arguments", [{}, *SPECULATIVE, *TIGHT], ids=str)
+@pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 0.7, "seed": 2, "top_k": 5, "n": 2}], ids=str)
+def test_log_probabilities_are_the_model_s_own(
+    llm_of: MakeLLM, table_of: Any, arguments: dict[str, Any], values: dict[str, Any]
+) -> None:
+    params = SamplingParams(**values, max_tokens=14, logprobs=3, prompt_logprobs=2)
+    results = llm_of(**arguments).generate([TEXTS[0], [5, 6, 7], TEXTS[3]], params)
+    for result in results:
+        prompt = result.prompt_token_ids
+        assert result.prompt_logprobs is not None
+        assert result.prompt_logprobs[0] is None
+        assert_reported(result.prompt_logprobs[1:], table_of(prompt), prompt[1:], 2)
+        for sample in result.outputs:
+            table = table_of([*prompt, *sample.token_ids])[len(prompt) - 1 :]
+            assert_reported(sample.logprobs, table, sample.token_ids, 3)
+            total = sum(float(table[i, token]) for i, token in enumerate(sample.token_ids))
+            assert sample.cumulative_logprob == pytest.approx(total, abs=1e-9)
+
+
+def assert_reported(entries: Any, table: Tensor, tokens: Sequence[int], top: int) -> None:
+    """Assert that each entry holds the token said and the `top` likeliest, with their ranks."""
+    assert len(entries) == len(tokens)
+    for entry, row, token in zip(entries, table, tokens, strict=False):
+        best = row.topk(top).indices.tolist()
+        assert set(entry) == {token, *best}
+        for each, told in entry.items():
+            assert told.logprob == pytest.approx(float(row[each]), abs=1e-9)
+            assert told.rank == int((row > row[each]).sum()) + 1
+
+
+def test_a_prompt_of_one_token_has_one_empty_entry(llm_of: MakeLLM) -> None:
+    (result,) = llm_of().generate([[5]], SamplingParams(prompt_logprobs=1, max_tokens=1))
+    assert result.prompt_logprobs == [None]
+
+
+# --- speculation per request
+
+
+def test_speculation_can_be_switched_off_per_request(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    off, on = llm.generate(
+        TEXTS[:1] * 2, [SamplingParams(temperature=0, max_tokens=24, speculation=wish) for wish in (False, True)]
+    )
+    assert tokens_of([off]) == tokens_of([on])
+    assert (off.metrics.speculative_decoding.num_spec_steps, off.metrics.verification) == (0, None)
+    assert on.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+    assert on.metrics.verification == "match"
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 9])
+def test_a_request_may_choose_its_draft_length(llm_of: MakeLLM, length: int) -> None:
+    wish = SamplingParams(temperature=0, max_tokens=24, speculation={"num_speculative_tokens": length})
+    (result,) = llm_of("target").generate(TEXTS[0], wish)
+    assert len(result.metrics.speculative_decoding.acceptance_histogram) == (length + 1 if length else 0)
+    assert tokens_of([result]) == tokens_of(llm_of().generate(TEXTS[0], GREEDY))
+
+
+def test_a_request_may_choose_its_rule(llm_of: MakeLLM) -> None:
+    rules = ["match", "rejection", "auto"]
+    params = [SamplingParams(max_tokens=8, speculation={"verification": rule}) for rule in rules]
+    results = llm_of("near").generate(TEXTS[:1] * 3, params)
+    assert [result.metrics.verification for result in results] == ["match", "rejection", "rejection"]
+    with pytest.raises(ConfigError, match="did you mean 'match'"):
+        llm_of("near").generate(TEXTS[0], SamplingParams(speculation={"verification": "macht"}))
+
+
+# --- trouble
+
+
+def test_an_exception_in_the_middle_leaves_the_engine_usable(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of("near")
+    expected = tokens_of(llm.generate(TEXTS, GREEDY))
+    run_target, calls = step_module.run_target, iter(range(100))
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return run_target(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "run_target", failing)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS, GREEDY)
+    assert not llm.engine.has_unfinished()
+    assert tokens_of(llm.generate(TEXTS, GREEDY)) == expected
+
+
+def test_two_engines_in_one_process_do_not_meet(checkpoints: Checkpoints) -> None:
+    first = LLM(checkpoints.target, draft_model=checkpoints.near, dtype="float64")
+    second = LLM(checkpoints.far, speculative_config={"method": "ngram"}, dtype="float64")
+    alone = [[piece.token for piece in llm.stream(TEXTS[0], SEEDED)] for llm in (first, second)]
+    streams = [llm.stream(TEXTS[0], SEEDED) for llm in (first, second)]
+    together: list[list[int]] = [[], []]
+    for pieces in zip(*streams, strict=True):
+        for said, piece in zip(together, pieces, strict=True):
+            said.append(piece.token)
+    assert together == alone
+    assert alone[0] != alone[1]

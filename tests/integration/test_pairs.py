@@ -1,0 +1,131 @@
+"""Targets and drafts that are not made for each other, or not quite: served, or refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculant import LLM, SamplingParams
+from speculant.errors import ConfigError, PairError, SpeculantError
+from tests.integration.conftest import MakeLLM
+from tests.models import ALPHABET, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+
+TEXTS = ["def read(path):", "class A:", "import os"]
+GREEDY = SamplingParams(temperature=0, max_tokens=28)
+SEEDED = SamplingParams(temperature=0.9, seed=8, max_tokens=28)
+SAMPLED = SamplingParams(max_tokens=28)
+
+DRAFTS = {
+    "fewer padded rows": Shape(noise=0.1, vocab_size=258),
+    "more padded rows": Shape(noise=0.1, vocab_size=300),
+    "another family": Shape(family="qwen2", seed=3),
+    "a family with other norms": Shape(family="qwen3", seed=4, layers=1),
+    "a shorter context": Shape(noise=0.1, max_positions=24),
+    "a context shorter than the prompt": Shape(noise=0.1, max_positions=4),
+}
+
+
+@pytest.mark.parametrize("shape", DRAFTS.values(), ids=DRAFTS)
+def test_a_draft_that_can_be_used_changes_no_text(llm_of: MakeLLM, tmp_path: Path, shape: Shape) -> None:
+    llm = LLM(llm_of().config.model, draft_model=write_checkpoint(tmp_path / "draft", shape), dtype="float64")
+    drafted = 0
+    for params in (GREEDY, SEEDED):
+        expected = llm_of().generate(TEXTS, params)
+        results = llm.generate(TEXTS, params)
+        assert [each.outputs[0].token_ids for each in results] == [each.outputs[0].token_ids for each in expected]
+        drafted += sum(each.metrics.speculative_decoding.num_draft_tokens for each in results)
+    results = llm.generate(TEXTS, SAMPLED)
+    assert {each.metrics.verification for each in results} == {"rejection"}
+    assert (drafted > 0) == (shape.max_positions > 4)
+    llm.engine.check()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_prompt_in_the_target_s_padding_is_served(llm_of: MakeLLM, tmp_path: Path, params: SamplingParams) -> None:
+    """Ids that the target's head has and the draft's has not: they mean nothing, and must not crash either."""
+    draft = write_checkpoint(tmp_path / "draft", Shape(noise=0.1, vocab_size=258))
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64")
+    prompt = [5, VOCAB_SIZE - 1, 6, VOCAB_SIZE - 3]
+    (result,) = llm.generate([prompt], params)
+    assert result.metrics.speculative_decoding.num_draft_tokens > 0
+    if params is GREEDY:
+        assert result.outputs[0].token_ids == llm_of().generate([prompt], params)[0].outputs[0].token_ids
+
+
+def test_a_short_draft_context_limits_the_draft_alone(llm_of: MakeLLM, tmp_path: Path) -> None:
+    """With a perfect draft of 24 positions, drafting goes as far as they reach, and the text goes on."""
+    draft = write_checkpoint(tmp_path / "draft", Shape(max_positions=24))
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64")
+    (result,) = llm.generate(TEXTS[1], GREEDY)
+    num_prompt = len(result.prompt_token_ids)
+    assert len(result.outputs[0].token_ids) == 28
+    assert result.metrics.speculative_decoding.num_accepted_draft_tokens <= 24 - num_prompt
+    assert result.metrics.speculative_decoding.num_accepted_draft_tokens >= (24 - num_prompt) // 2
+
+
+def test_a_draft_with_other_tokens_is_refused_at_start(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    swapped = [*ALPHABET]
+    swapped[7], swapped[9] = swapped[9], swapped[7]
+    draft = write_checkpoint(tmp_path / "draft", tokens=swapped)
+    with pytest.raises(PairError) as caught:
+        LLM(checkpoints.target, draft_model=draft)
+    problem = caught.value.problem
+    assert "2 of 258 ids differ" in problem
+    assert f"id 7 is {ALPHABET[7]!r} in the target, {ALPHABET[9]!r} in the draft" in problem
+    assert f"id 9 is {ALPHABET[9]!r}" in problem
+    assert "family" in caught.value.fix
+
+
+def test_a_draft_with_fewer_tokens_is_refused_at_start(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    draft = write_checkpoint(tmp_path / "draft", tokens=ALPHABET[:200])
+    with pytest.raises(PairError, match="id 200 is"):
+        LLM(checkpoints.target, draft_model=draft)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_speculative_decoding": True}, "nothing to draft with"),
+        ({"speculative_config": {"method": "ngrm"}}, "did you mean 'ngram'"),
+        ({"speculative_config": {"method": "ngram", "max_ordr": 3}}, "did you mean 'max_order'"),
+        ({"speculative_config": {"method": "ngram", "max_order": 1}}, "n-gram orders"),
+        ({"speculative_config": {"method": "ngram", "max_order": "3"}}, "max_order"),
+        ({"speculative_config": {"method": "ngram", "verification": "mach"}}, "did you mean 'match'"),
+        ({"speculative_config": {"method": "ngram", "draft_length": "fxed"}}, "did you mean 'fixed'"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "uses no model"),
+        ({"speculative_config": {"method": "draft_model"}}, "drafts with a model"),
+        ({"draft_model": "/nowhere/at/all"}, "no folder"),
+        ({"max_model_len": 10_000}, "256 positions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_start(
+    checkpoints: Checkpoints, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpeculantError, match=message) as caught:
+        LLM(checkpoints.target, **arguments)
+    assert caught.value.fix
+
+
+def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM(checkpoints.target, max_num_seq=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "speculating", "words"),
+    [
+        ({}, False, "no draft_model"),
+        ({"draft": "near", "use_speculative_decoding": False}, False, "use_speculative_decoding is False"),
+        ({"draft": "near"}, True, "draft_model, 5 tokens"),
+        ({"draft": "near", "spec_length": 2}, True, "draft_model, 2 tokens"),
+        ({"speculative_config": {"method": "ngram"}}, True, "ngram, 4 tokens"),
+    ],
+)
+def test_the_engine_says_whether_it_speculates_and_why_not(
+    llm_of: MakeLLM, arguments: dict[str, Any], speculating: bool, words: str
+) -> None:
+    llm = llm_of(**arguments)
+    assert llm.speculating is speculating
+    assert words in llm.speculation

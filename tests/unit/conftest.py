@@ -1,0 +1,5 @@
+"""The small checkpoints."""
+
+from tests.models import checkpoints
+
+__all__ = ["checkpoints"]

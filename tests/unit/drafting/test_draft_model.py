@@ -1,0 +1,140 @@
+"""The model drafter's corners: vocabularies that differ in padding, a budget, a pass that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.drafting.draft_model import ModelDrafter, fit_vocabulary
+from speculant.models.base import Batch, CausalLM
+from speculant.models.weights import load_model
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedChances
+from speculant.types import Request
+from tests.models import VOCAB_SIZE, Checkpoints, Shape, make_request, write_checkpoint
+
+GREEDY = SamplingParams(temperature=0)
+PROMPT = list(range(40, 60))
+
+
+def drafter_of(model: CausalLM, budget: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelDrafter:
+    cache = SlottedKVCache(model.cache_shape, 4, 64)
+    return ModelDrafter(model, cache, KeyedChances(), vocab_size, budget)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: Checkpoints) -> CausalLM:
+    return load_model(checkpoints.near, "float64", "cpu").model
+
+
+def begun(drafter: ModelDrafter, seq: int, tokens: list[int]) -> Request:
+    request = make_request(tokens, params=GREEDY, seq=seq)
+    drafter.begin(request)
+    return request
+
+
+def test_logits_are_cut_or_padded_to_the_target_s_vocabulary() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert torch.equal(fit_vocabulary(logits, 2), logits[:, :2])
+    assert torch.equal(fit_vocabulary(logits, 3), logits)
+    wider = fit_vocabulary(logits, 5)
+    assert torch.equal(wider[:, :3], logits)
+    assert bool((wider[:, 3:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("rows", [258, 300])
+def test_another_padding_changes_no_proposal_of_known_tokens(model: CausalLM, tmp_path: Path, rows: int) -> None:
+    other = load_model(write_checkpoint(tmp_path / "d", Shape(noise=0.1, vocab_size=rows)), "float64", "cpu").model
+    trees = []
+    for drafter in (drafter_of(model), drafter_of(other)):
+        trees += drafter.propose([begun(drafter, 1, PROMPT)], [4])
+    assert trees[0].token_list == trees[1].token_list
+
+
+def test_a_token_that_the_draft_has_no_row_for_can_be_read(tmp_path: Path) -> None:
+    """A target with more padding may have it in a prompt, or even say it."""
+    small = load_model(write_checkpoint(tmp_path / "d", Shape(vocab_size=258)), "float64", "cpu").model
+    drafter = drafter_of(small)
+    request = begun(drafter, 1, [5, VOCAB_SIZE - 1, 6])
+    (tree,) = drafter.propose([request], [3])
+    assert tree.size == 3
+    request.tokens += [VOCAB_SIZE - 2]
+    (tree,) = drafter.propose([request], [3])
+    assert tree.size == 3
+
+
+def test_a_long_backlog_is_fed_in_parts_and_shared(model: CausalLM) -> None:
+    """20 tokens each at 8 a round: the first is ready after three rounds, the second after six."""
+    drafter = drafter_of(model, budget=8)
+    requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[::-1])]
+    sizes, lengths = [], []
+    for _ in range(6):
+        sizes.append([tree.size for tree in drafter.propose(requests, [2, 2])])
+        lengths.append([drafter.cache.length(seq) for seq in (1, 2)])
+    assert sizes == [[0, 0], [0, 0], [2, 0], [2, 0], [2, 0], [2, 2]]
+    assert lengths[:2] == [[8, 0], [16, 0]]
+
+
+def test_nothing_is_fed_for_a_sequence_without_a_limit(model: CausalLM) -> None:
+    drafter = drafter_of(model)
+    requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT)]
+    trees = drafter.propose(requests, [0, 1])
+    assert [tree.size for tree in trees] == [0, 1]
+    assert [drafter.cache.length(seq) for seq in (1, 2)] == [0, len(PROMPT)]
+
+
+def test_only_what_is_missing_is_fed(model: CausalLM) -> None:
+    counting = Counting(model)
+    drafter = drafter_of(counting)
+    request = begun(drafter, 1, PROMPT)
+    (tree,) = drafter.propose([request], [4])
+    assert counting.rows == [20, 1, 1, 1]
+    counting.rows.clear()
+    request.tokens += [*tree.token_list[:2], 99]  # two accepted, the third rejected
+    drafter.propose([request], [4])
+    assert counting.rows == [1, 1, 1, 1]
+    counting.rows.clear()
+    (tree,) = drafter.propose([request], [1])
+    request.tokens += [*tree.token_list, 3]  # all accepted and a bonus: two are new
+    drafter.propose([request], [1])
+    assert counting.rows == [1, 2]
+
+
+def test_a_failed_pass_leaves_nothing_behind(model: CausalLM) -> None:
+    counting = Counting(model)
+    drafter = drafter_of(counting)
+    request, other = begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[:4])
+    drafter.propose([request], [2])
+    for failing_pass in (1, 2, 3):
+        request.tokens += [7]
+        counting.fail_at = len(counting.rows) + failing_pass
+        with pytest.raises(RuntimeError, match="out of luck"):
+            drafter.propose([request, other], [4, 4])
+    counting.fail_at = None
+    fresh = drafter_of(model)
+    expected = fresh.propose([begun(fresh, 1, request.tokens), begun(fresh, 2, other.tokens)], [4, 4])
+    trees = drafter.propose([request, other], [4, 4])
+    assert [tree.token_list for tree in trees] == [tree.token_list for tree in expected]
+
+
+class Counting:
+    """A model that counts the rows of its passes and can be made to fail at one of them."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.rows: list[int] = []
+        self.fail_at: int | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.model, name)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        self.rows.append(len(batch.tokens))
+        if len(self.rows) == self.fail_at:
+            raise RuntimeError("out of luck")
+        return self.model.forward(batch, cache)

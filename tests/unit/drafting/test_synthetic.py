@@ -1,0 +1,60 @@
+"""The drafter of chosen quality: it replays what it saw, spoilt at the rate that was asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculant.drafting.synthetic import Options, SyntheticDrafter
+from speculant.errors import ConfigError
+from tests.models import make_request
+
+SCRIPT = [token % 50 for token in range(400)]
+
+
+def taught(rate: float, script: list[int] = SCRIPT, vocab_size: int = 50) -> SyntheticDrafter:
+    drafter = SyntheticDrafter(Options(acceptance_rate=rate), vocab_size)
+    drafter.observe(make_request([1, 2], script, finish_reason="length"), script)
+    return drafter
+
+
+def proposal(drafter: SyntheticDrafter, output: list[int], limit: int) -> list[int]:
+    (tree,) = drafter.propose([make_request([1, 2], output)], [limit])
+    return tree.token_list
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_the_chosen_share_of_tokens_is_right(rate: float) -> None:
+    proposed = proposal(taught(rate), [], len(SCRIPT))
+    kept = sum(a == b for a, b in zip(proposed, SCRIPT, strict=True)) / len(SCRIPT)
+    assert kept == pytest.approx(rate, abs=0 if rate in (0, 1) else 0.08)
+    assert all(0 <= token < 50 for token in proposed)
+
+
+def test_it_goes_on_from_where_the_request_is() -> None:
+    drafter = taught(1.0)
+    assert proposal(drafter, SCRIPT[:7], 3) == SCRIPT[7:10]
+    assert proposal(drafter, SCRIPT[:398], 5) == SCRIPT[398:]
+    assert proposal(drafter, SCRIPT, 5) == []
+
+
+def test_a_position_is_right_or_wrong_however_it_is_reached() -> None:
+    drafter = taught(0.5)
+    assert proposal(drafter, SCRIPT[:3], 9)[4:] == proposal(drafter, SCRIPT[:7], 5)
+
+
+def test_an_unknown_prompt_gets_no_draft() -> None:
+    (tree,) = taught(1.0).propose([make_request([2, 1])], [5])
+    assert tree.size == 0
+
+
+def test_the_longest_continuation_is_remembered_and_unfinished_ones_are_not() -> None:
+    drafter = taught(1.0, [1, 2, 3])
+    drafter.observe(make_request([1, 2], [9], finish_reason="stop"), [9])
+    drafter.observe(make_request([1, 2], [8, 8, 8, 8]), [8])
+    assert proposal(drafter, [], 9) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_a_rate_is_a_probability(rate: float) -> None:
+    with pytest.raises(ConfigError, match="acceptance_rate"):
+        Options(acceptance_rate=rate)

@@ -1,0 +1,216 @@
+"""Commit: tokens up to the first stop, and everything else agrees with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.cache.base import CacheShape
+from speculant.cache.slotted import SlottedKVCache
+from speculant.engine.commit import Committed, commit, record_prompt, token_logprobs
+from speculant.engine.runner import Fed
+from speculant.params import SamplingParams
+from speculant.scheduling.scheduler import Scheduled
+from speculant.types import DraftTree, Request, Verdict
+from tests.models import make_request
+
+PROMPT = [1, 2, 3]
+TREE = DraftTree(torch.tensor([10, 11, 12, 13, 14]), torch.tensor([-1, -1, 1, 2, 2]))  # 11 -> 12 -> 13 or 14
+SHAPE = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
+
+
+@dataclass
+class Watch:
+    """Reports a stop string when the given tokens have been seen."""
+
+    stop: Sequence[int]
+    seen: list[int] = field(default_factory=list)
+
+    def push(self, token: int) -> str | None:
+        self.seen.append(token)
+        return "STOP" if self.seen[-len(self.stop) :] == list(self.stop) else None
+
+
+@dataclass
+class Round:
+    """One verification of a request: cache, rows and all."""
+
+    request: Request
+    tree: DraftTree
+    cache: SlottedKVCache
+
+    def commit(self, path: tuple[int, ...], token: int, max_model_len: int = 100, now: float = 1.0) -> Committed:
+        logits = torch.arange(20.0 * (self.tree.size + 1), dtype=torch.float64).view(-1, 20)
+        item = Scheduled(self.request, len(self.request.tokens) - 1, 1)
+        fed = Fed(item, self.tree, logits, None)
+        return commit(fed, Verdict(path, token), self.cache, max_model_len, now)
+
+
+def a_round(tree: DraftTree = TREE, output: Sequence[int] = (), **fields: Any) -> Round:
+    """Set up what a pass leaves behind: root and draft nodes in the cache, the row number as content."""
+    params = fields.pop("params", SamplingParams(max_tokens=50))
+    request = make_request(PROMPT, output, params, **fields)
+    cache = SlottedKVCache(SHAPE, 1, 100)
+    slots = cache.reserve(request.seq, len(request.tokens) + tree.size)
+    marks = torch.arange(len(slots.rows), dtype=torch.float64).view(-1, 1, 1)
+    cache.write(0, slots.rows, marks, marks)
+    return Round(request, tree, cache)
+
+
+def held(a: Round) -> list[int]:
+    return [int(mark) for mark in a.cache.read(0, a.request.seq)[0].flatten().tolist()]
+
+
+def test_the_accepted_path_and_the_token_behind_it_are_appended() -> None:
+    a = a_round()
+    committed = a.commit((1, 2, 4), 7)
+    assert a.request.tokens == [*PROMPT, 11, 12, 14, 7]
+    assert committed.tokens == [11, 12, 14, 7]
+    assert [output.token for output in committed.outputs] == [11, 12, 14, 7]
+    assert [output.drafted for output in committed.outputs] == [True, True, True, False]
+    assert all(output.finish_reason is None and output.acceptance_rate is None for output in committed.outputs)
+    assert held(a) == [0, 1, 2, 4, 5, 7], "the accepted nodes move up, the newest token is not held"
+    assert a.request.rounds == 1
+
+
+def test_a_rejected_draft_leaves_the_correction_alone() -> None:
+    a = a_round()
+    a.commit((), 7)
+    assert a.request.tokens == [*PROMPT, 7]
+    assert held(a) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("end", [11, 12, 14, 7])
+def test_what_lies_behind_an_end_token_is_dropped_everywhere(end: int) -> None:
+    a = a_round(params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({end}))
+    committed = a.commit((1, 2, 4), 7)
+    said = [11, 12, 14, 7][: [11, 12, 14, 7].index(end) + 1]
+    assert a.request.output == committed.tokens == [output.token for output in committed.outputs] == said
+    assert (a.request.finish_reason, a.request.stop_reason) == ("stop", end)
+    assert len(a.request.logprobs) == a.request.metrics.timing.num_tokens == len(said)
+    assert len(held(a)) == len(a.request.tokens) - 1
+    assert committed.outputs[-1].finish_reason == "stop"
+
+
+def test_a_stop_string_ends_a_request_within_a_run() -> None:
+    watch = Watch(stop=[12])
+    a = a_round(watch=watch)
+    a.commit((1, 2, 4), 7)
+    assert (a.request.output, a.request.finish_reason, a.request.stop_reason) == ([11, 12], "stop", "STOP")
+    assert watch.seen == [11, 12]
+
+
+def test_a_stop_string_may_span_verifications() -> None:
+    a = a_round(output=[9], watch=Watch(stop=[9, 11], seen=[9]))
+    a.commit((1, 2), 7)
+    assert (a.request.output, a.request.stop_reason) == ([9, 11], "STOP")
+
+
+def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
+    for fields in ({"end_token_ids": frozenset({12})}, {"watch": Watch(stop=[12])}):
+        a = a_round(params=SamplingParams(max_tokens=2), **fields)
+        a.commit((1, 2, 4), 7)
+        assert (a.request.output, a.request.finish_reason) == ([11, 12], "stop")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
+def test_max_tokens_is_never_overshot(max_tokens: int) -> None:
+    a = a_round(params=SamplingParams(max_tokens=max_tokens))
+    a.commit((1, 2, 4), 7)
+    assert (a.request.num_output, a.request.finish_reason, a.request.stop_reason) == (max_tokens, "length", None)
+
+
+@pytest.mark.parametrize("max_model_len", [4, 5, 6])
+def test_the_context_is_never_overshot(max_model_len: int) -> None:
+    a = a_round()
+    a.commit((1, 2, 4), 7, max_model_len=max_model_len)
+    assert (len(a.request.tokens), a.request.finish_reason) == (max_model_len, "length")
+
+
+def test_ends_below_min_tokens_do_not_end() -> None:
+    params = SamplingParams(min_tokens=3, max_tokens=50)
+    a = a_round(params=params, end_token_ids=frozenset({11, 14}))
+    a.commit((1, 2, 4), 7)
+    assert (a.request.output, a.request.stop_reason) == ([11, 12, 14], 14)
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "ends", "expected"),
+    [  # drafted, accepted, tested
+        ((), 7, (), (5, 0, 1)),
+        ((1,), 7, (), (5, 1, 2)),
+        ((1, 2), 7, (), (5, 2, 3)),
+        ((1, 2, 4), 7, (), (5, 3, 3)),  # a leaf: what follows was not drafted
+        ((1, 2, 4), 7, (12,), (5, 2, 2)),  # the third was accepted and then dropped
+        ((1, 2), 7, (11,), (5, 1, 1)),
+    ],
+)
+def test_what_is_counted(path: tuple[int, ...], token: int, ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    a = a_round(end_token_ids=frozenset(ends))
+    a.commit(path, token)
+    counted = a.request.metrics.speculative_decoding
+    assert (counted.num_draft_tokens, counted.num_accepted_draft_tokens, counted.num_tested_tokens) == expected
+    assert counted.acceptance_histogram[expected[1]] == counted.num_spec_steps == 1
+
+
+def test_a_plain_step_is_no_speculative_step() -> None:
+    a = a_round(tree=DraftTree.empty())
+    a.commit((), 7)
+    assert a.request.metrics.speculative_decoding.num_spec_steps == 0
+    assert a.request.metrics.speculative_decoding.acceptance_histogram == []
+
+
+def test_the_last_output_tells_the_acceptance_rate() -> None:
+    a = a_round(end_token_ids=frozenset({7}))
+    outputs = a.commit((1, 2), 7).outputs
+    assert [output.acceptance_rate for output in outputs] == [None, None, 2 / 5]
+
+
+def test_a_token_s_log_probability_is_of_the_row_before_it() -> None:
+    """V 34497: rows are the root's and then those of the accepted nodes, not the first ones."""
+    a = a_round(params=SamplingParams(logprobs=1, max_tokens=50))
+    a.commit((1, 2, 4), 7)
+    logits = torch.arange(120.0, dtype=torch.float64).view(6, 20)
+    table = torch.log_softmax(logits, -1)
+    for entry, token, row in zip(a.request.logprobs, [11, 12, 14, 7], [0, 2, 3, 5], strict=True):
+        assert set(entry) == {token, 19}
+        assert entry[token].logprob == pytest.approx(float(table[row, token]), abs=1e-12)
+        assert (entry[token].rank, entry[19].rank) == (20 - token, 1)
+
+
+def test_no_log_probabilities_unless_asked() -> None:
+    a = a_round()
+    a.commit((1, 2), 7)
+    assert a.request.logprobs == []
+
+
+def test_log_probabilities_are_those_of_the_model_and_ranks_start_at_one() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0), -math.inf], [1.0, 1.0, 1.0]])
+    first, second = token_logprobs(logits, [0, 2], 2)
+    assert {token: (entry.rank, round(math.exp(entry.logprob), 6)) for token, entry in first.items()} == {
+        1: (1, 0.75),
+        0: (2, 0.25),
+    }
+    assert second[2].rank == 1
+    assert second[2].logprob == pytest.approx(-math.log(3))
+
+
+def test_more_alternatives_than_tokens_are_all_tokens() -> None:
+    (entry,) = token_logprobs(torch.zeros(1, 4), [2], 100)
+    assert set(entry) == {0, 1, 2, 3}
+
+
+def test_prompt_log_probabilities_are_those_of_the_next_prompt_token() -> None:
+    request = make_request([3, 1, 2, 0], params=SamplingParams(prompt_logprobs=0))
+    logits = torch.randn(3, 5, dtype=torch.float64)
+    record_prompt(Scheduled(request, 0, 2), logits[:2])
+    record_prompt(Scheduled(request, 2, 2), logits[2:])
+    table = torch.log_softmax(logits, -1)
+    assert [list(entry) for entry in request.prompt_logprobs] == [[1], [2], [0]]
+    values = [entry.logprob for each in request.prompt_logprobs for entry in each.values()]
+    assert values == pytest.approx([float(table[0, 1]), float(table[1, 2]), float(table[2, 0])])

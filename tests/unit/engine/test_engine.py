@@ -1,0 +1,294 @@
+"""The engine over a small real model: what it refuses, what it frees, and which rule a request gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.drafting.draft_model import ModelDrafter
+from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.engine.build import load_rules
+from speculant.engine.engine import Engine, EngineOptions
+from speculant.errors import ConfigError, RequestError, SpeculantError
+from speculant.models.base import Batch, CausalLM
+from speculant.models.weights import load_model
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedChances
+from speculant.scheduling.draft_length import Fixed
+from tests.models import END, VOCAB_SIZE, Checkpoints
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPT = list(range(40, 60))
+LIMITS = Limits(max_model_len=64, max_num_seqs=3, max_num_batched_tokens=32)
+
+
+class Fallible:
+    """A model whose passes fail, or give NaN, when it is told so."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model, self.fails, self.gives_nan = model, False, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        hidden = self.model.forward(batch, cache)
+        if self.fails:
+            raise KeyboardInterrupt
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.model.logits(hidden)
+        return logits * torch.nan if self.gives_nan else logits
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints: Checkpoints) -> CausalLM:
+    return load_model(checkpoints.target, "float64", "cpu").model
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoints: Checkpoints) -> CausalLM:
+    return load_model(checkpoints.near, "float64", "cpu").model
+
+
+def cache_of(model: CausalLM, limits: Limits = LIMITS) -> SlottedKVCache:
+    return SlottedKVCache(model.cache_shape, limits.max_num_seqs, limits.max_model_len)
+
+
+def engine_of(target: Any, drafter: Drafter | None = None, verification: str = "auto") -> Engine:
+    options = EngineOptions(LIMITS, seed=0, end_token_ids=frozenset({END}), verification=verification)
+    return Engine(options, target, cache_of(target), KeyedChances(), load_rules(), Fixed(3), drafter)
+
+
+def model_drafter(draft: CausalLM) -> ModelDrafter:
+    return ModelDrafter(draft, cache_of(draft), KeyedChances(), VOCAB_SIZE, LIMITS.max_num_batched_tokens)
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    """Step to the end, checking every step; return each request's tokens."""
+    said: dict[str, list[int]] = {}
+    for _ in range(500):
+        for output in engine.step():
+            said.setdefault(output.request_id, []).append(output.token)
+        engine.check()
+        if not engine.has_unfinished():
+            return said
+    raise AssertionError("the engine does not come to an end")
+
+
+def test_an_idle_step_does_nothing(target: CausalLM) -> None:
+    engine = engine_of(target)
+    assert engine.step() == []
+    assert not engine.has_unfinished()
+    assert engine.metrics.steps == 0
+
+
+def test_a_prompt_is_answered_and_forgotten(target: CausalLM) -> None:
+    engine = engine_of(target)
+    (request,) = engine.add_request(PROMPT, GREEDY, "a")
+    assert engine.has_unfinished()
+    said = run(engine)
+    assert said == {"a": request.output}
+    assert engine._parts.cache.free_tokens() == 3 * 64
+    assert engine.metrics.tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "named"),
+    [
+        ([], GREEDY, "no tokens"),
+        ([1] * 64, GREEDY, "64"),
+        ([1] * 200, GREEDY, "200"),
+        ([1, -1], GREEDY, "-1"),
+        ([1, VOCAB_SIZE], GREEDY, str(VOCAB_SIZE)),
+        ([1, 2.0], GREEDY, "2.0"),
+        ([1, "2"], GREEDY, "'2'"),
+        (PROMPT, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
+        (PROMPT, SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
+        (PROMPT, SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
+        (PROMPT, SamplingParams(stop_token_ids=["x"]), "stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_harms_nobody(
+    target: CausalLM, prompt: list[Any], params: SamplingParams, named: str
+) -> None:
+    engine = engine_of(target)
+    engine.add_request(PROMPT, GREEDY, "good")
+    engine.step()
+    with pytest.raises(RequestError) as caught:
+        engine.add_request(prompt, params, "bad")
+    assert named in caught.value.problem
+    assert caught.value.fix
+    alone = engine_of(target)
+    alone.add_request(PROMPT, GREEDY, "good")
+    assert ([], run(engine)["good"]) == ([], run(alone)["good"][1:])
+
+
+def test_the_longest_prompt_that_fits_gets_one_token(target: CausalLM) -> None:
+    engine = engine_of(target)
+    (request,) = engine.add_request([1] * 63, SamplingParams(temperature=0, max_tokens=None), "a")
+    run(engine)
+    assert (request.num_output, request.finish_reason) == (1, "length")
+
+
+def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
+    with pytest.raises(ConfigError, match=r"'rejektion'(?s:.*)did you mean 'rejection'"):
+        engine_of(target, verification="rejektion")
+    params = SamplingParams(speculation={"verification": "mach"})
+    for drafter in (None, NgramDrafter(Options())):
+        engine = engine_of(target, drafter)
+        with pytest.raises(ConfigError, match="did you mean 'match'"):
+            engine.add_request(PROMPT, params, "a")
+        assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("values", "configured", "rule"),
+    [
+        ({}, "auto", "rejection"),
+        ({"temperature": 0}, "auto", "match"),
+        ({"seed": 1}, "auto", "match"),
+        ({}, "match", "match"),
+        ({"temperature": 0}, "rejection", "rejection"),
+        ({"seed": 1}, "rejection", "match"),  # else the seed's text would depend on speculation
+        ({"speculation": {"verification": "match"}}, "rejection", "match"),
+        ({"speculation": {"verification": "rejection"}}, "match", "rejection"),
+        ({"speculation": {"num_speculative_tokens": 1}}, "auto", "rejection"),
+        ({"speculation": True}, "auto", "rejection"),
+        ({"speculation": False}, "auto", None),
+    ],
+)
+def test_a_request_gets_the_rule_that_fits_it(
+    target: CausalLM, draft: CausalLM, values: dict[str, Any], configured: str, rule: str | None
+) -> None:
+    engine = engine_of(target, model_drafter(draft), configured)
+    (request,) = engine.add_request(PROMPT, SamplingParams(**values), "a")
+    assert request.metrics.verification == rule
+    assert request.rule == (rule or "match")
+    assert request.coupled == (request.rule == "match")
+
+
+def test_deterministic_drafts_are_matched(target: CausalLM) -> None:
+    engine = engine_of(target, NgramDrafter(Options()))
+    (request,) = engine.add_request(PROMPT, SamplingParams(), "a")
+    assert (request.rule, request.metrics.verification) == ("match", "match")
+
+
+def test_without_a_drafter_no_rule_is_reported(target: CausalLM) -> None:
+    engine = engine_of(target)
+    (request,) = engine.add_request(PROMPT, SamplingParams(), "a")
+    assert request.metrics.verification is None
+
+
+def test_ends_are_the_model_s_unless_ignored_and_the_request_s_own(target: CausalLM) -> None:
+    for params, expected in (
+        (SamplingParams(), {END}),
+        (SamplingParams(stop_token_ids=[5]), {END, 5}),
+        (SamplingParams(stop_token_ids=[5], ignore_eos=True), {5}),
+        (SamplingParams(ignore_eos=True), set()),
+    ):
+        (request,) = engine_of(target).add_request(PROMPT, params, "a")
+        assert request.end_token_ids == expected
+
+
+def test_samples_have_different_seeds_and_a_given_seed_fixes_them(target: CausalLM) -> None:
+    engine = engine_of(target)
+    seeds = [
+        [request.seed for request in engine.add_request(PROMPT, SamplingParams(n=3, seed=seed), name)]
+        for name, seed in (("a", 4), ("b", 4), ("c", 5))
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert len(set(seeds[0])) == 3
+    unseeded = [engine.add_request(PROMPT, SamplingParams(), name)[0].seed for name in "def"]
+    assert len(set(unseeded)) == 3
+
+
+def test_an_id_is_one_request_s_until_it_is_over(target: CausalLM) -> None:
+    """Sequences of one id share their prompt's keys and values, so two prompts must not share an id."""
+    engine = engine_of(target)
+    (first,) = engine.add_request(PROMPT, GREEDY, "a")
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request(PROMPT[::-1], GREEDY, "a")
+    run(engine)
+    (again,) = engine.add_request(PROMPT[::-1], GREEDY, "a")
+    run(engine)
+    assert first.output != again.output
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_an_aborted_request_frees_everything_at_once(target: CausalLM, draft: CausalLM, steps: int) -> None:
+    drafter = model_drafter(draft)
+    engine = engine_of(target, drafter)
+    aborted = engine.add_request(PROMPT, SamplingParams(n=2, max_tokens=30), "a")
+    engine.add_request(PROMPT[::-1], GREEDY, "b")
+    engine.add_request(PROMPT[1:], GREEDY, "waits")
+    for _ in range(steps):
+        engine.step()
+    engine.abort("a")
+    engine.check()
+    assert all(request.finish_reason == "abort" for request in aborted)
+    for cache in (engine._parts.cache, drafter.cache):
+        assert all(cache.length(request.seq) == 0 for request in aborted)
+    said = run(engine)
+    assert "a" not in said
+    assert engine._parts.cache.free_tokens() == drafter.cache.free_tokens() == 3 * 64
+
+
+def test_aborting_twice_or_the_unknown_is_ignored(target: CausalLM) -> None:
+    engine = engine_of(target)
+    engine.add_request(PROMPT, GREEDY, "a")
+    engine.abort("b")
+    assert engine.has_unfinished()
+    engine.abort("a")
+    engine.abort("a")
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("trouble", ["fails", "gives_nan"])
+def test_after_a_failed_pass_the_others_go_on_as_if_nothing_had_happened(
+    target: CausalLM, draft: CausalLM, trouble: str, steps: int
+) -> None:
+    """Whoever caught the error aborts its own request; a stream beside it must not notice."""
+    params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0)
+    calm = engine_of(target, model_drafter(draft))
+    calm.add_request(PROMPT * 2, params, "stays")
+    expected = run(calm)["stays"]
+    fallible = Fallible(target)
+    engine = engine_of(fallible, model_drafter(draft))
+    (request,) = engine.add_request(PROMPT * 2, params, "stays")
+    engine.add_request(PROMPT[::-1], GREEDY, "goes")
+    for _ in range(steps):
+        engine.step()
+    setattr(fallible, trouble, True)
+    for _ in range(2):
+        with pytest.raises((KeyboardInterrupt, SpeculantError)):
+            engine.step()
+        engine.check()
+    setattr(fallible, trouble, False)
+    engine.abort("goes")
+    run(engine)
+    assert request.output == expected
+    assert len(request.prompt_logprobs) == len(PROMPT) * 2 - 1
+
+
+def test_time_and_passes_are_counted(target: CausalLM, draft: CausalLM) -> None:
+    engine = engine_of(target, model_drafter(draft))
+    (request,) = engine.add_request(PROMPT, GREEDY, "a")
+    run(engine)
+    timing = request.metrics.timing
+    assert timing.target_passes == engine.metrics.steps < 12
+    assert timing.num_tokens == 12 == len(timing.gaps) + 1
+    assert timing.draft_s == pytest.approx(engine.metrics.draft_s)
+    assert timing.verify_s == pytest.approx(engine.metrics.verify_s)
+    assert timing.ttft_s is not None
+    assert timing.ttft_s > 0
+    assert request.metrics.speculative_decoding.num_accepted_draft_tokens > 0

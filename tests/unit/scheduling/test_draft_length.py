@@ -1,0 +1,93 @@
+"""How many nodes a draft may have: the wish, cut to what can still be used and fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculant.params import SamplingParams
+from speculant.scheduling.draft_length import Fixed, draft_limits, room
+from speculant.scheduling.scheduler import Scheduled
+from speculant.types import Request
+from tests.models import make_request
+
+
+def decoding(num_output: int = 1, max_tokens: int | None = 100, speculation: Any = None) -> Scheduled:
+    """Schedule the newest token of a request with a prompt of five."""
+    params = SamplingParams(max_tokens=max_tokens, speculation=speculation)
+    request = make_request([1] * 5, [2] * num_output, params)
+    return Scheduled(request, len(request.tokens) - 1, 1)
+
+
+def limits_of(items: list[Scheduled], length: int = 4, **changes: Any) -> list[int]:
+    arguments = {"budget": 100, "max_nodes": None, "max_len": 100, **changes}
+    return draft_limits(items, Fixed(length), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        (None, 4),
+        (True, 4),
+        (False, 0),
+        ({}, 4),
+        ({"verification": "auto"}, 4),
+        ({"num_speculative_tokens": 0}, 0),
+        ({"num_speculative_tokens": 7}, 7),
+    ],
+)
+def test_a_request_may_ask_for_another_length(speculation: Any, expected: int) -> None:
+    assert Fixed(4).choose(decoding(speculation=speculation).request) == expected
+
+
+@pytest.mark.parametrize(("num_output", "expected"), [(1, 4), (5, 4), (6, 3), (7, 2), (8, 1), (9, 0)])
+def test_a_draft_never_reaches_beyond_max_tokens(num_output: int, expected: int) -> None:
+    assert limits_of([decoding(num_output, max_tokens=10)]) == [expected]
+
+
+@pytest.mark.parametrize(("max_len", "expected"), [(20, 4), (11, 4), (10, 3), (9, 2), (8, 1), (7, 0), (6, 0)])
+def test_a_draft_never_reaches_beyond_the_context(max_len: int, expected: int) -> None:
+    """Of six tokens: a draft of n and one more token make n + 7, as seed 001's overflow guard has it."""
+    assert limits_of([decoding(1, max_tokens=None)], max_len=max_len) == [expected]
+
+
+def test_a_drafter_s_own_largest_tree_counts() -> None:
+    assert limits_of([decoding()], max_nodes=2) == [2]
+    assert limits_of([decoding()], max_nodes=9) == [4]
+
+
+def test_the_step_s_budget_is_shared_in_order() -> None:
+    assert limits_of([decoding(), decoding(speculation=False), decoding(), decoding()], budget=6) == [4, 0, 2, 0]
+    assert limits_of([decoding(), decoding()], budget=0) == [0, 0]
+
+
+def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
+    request: Request = make_request([1] * 5, params=SamplingParams(max_tokens=100))
+    assert limits_of([Scheduled(request, 0, 3), Scheduled(request, 0, 5), Scheduled(request, 3, 2)]) == [0, 0, 0]
+    assert limits_of([Scheduled(request, 4, 1)]) == [4]
+
+
+@given(
+    outputs=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    max_tokens=st.one_of(st.none(), st.integers(20, 30)),
+    length=st.integers(0, 9),
+    budget=st.integers(0, 30),
+    max_len=st.integers(6, 40),
+    max_nodes=st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_limits_hold_together(
+    outputs: list[int], max_tokens: int | None, length: int, budget: int, max_len: int, max_nodes: int | None
+) -> None:
+    items = [decoding(num_output, max_tokens) for num_output in outputs]
+    limits = limits_of(items, length, budget=budget, max_len=max_len, max_nodes=max_nodes)
+    assert sum(limits) <= budget
+    for item, limit in zip(items, limits, strict=True):
+        assert 0 <= limit <= min(length, max_nodes or length)
+        longest = len(item.request.tokens) + limit + 1
+        assert limit == 0 or longest <= max_len
+        assert limit == 0 or max_tokens is None or item.request.num_output + limit + 1 <= max_tokens
+    if budget >= length * len(items) and max_nodes is None:
+        assert limits == [max(0, min(length, room(item.request, max_len))) for item in items]
