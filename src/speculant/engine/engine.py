@@ -62,8 +62,10 @@ class Engine:
     ) -> list[Request]:
         """Queue a tokenised prompt and return its `params.n` sequences; `watch` makes one stop watch for each.
 
-        Raises RequestError for a prompt or parameters that can't be served; nothing is queued then.
+        Raises RequestError for a prompt or parameters that can't be served, or an id in use; nothing is queued then.
         """
+        if any(request.request_id == request_id for request in self._requests.values()):
+            raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         self._check_request(prompt, params)
         first = [self._make_request(prompt, params, request_id, index, watch) for index in range(params.n)]
         for request in first:
