@@ -14,9 +14,9 @@ import argparse
 from typing import Any
 
 from measuring import write
-from tests.exactness.test_identity import DRAFTERS, PROMPTS, speculative
 
 from speculant import LLM, RequestOutput, SamplingParams
+from tests.exactness.test_identity import DRAFTERS, PROMPTS, speculative
 
 PREDICTED = "float32: none of 50 requests differ, or one; bfloat16: one in five, every gap below 0.1 nats."
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from speculant.cache.base import CacheShape
 from speculant.cache.slotted import SlottedKVCache
@@ -36,6 +37,11 @@ class Watch:
         return "STOP" if self.seen[-len(self.stop) :] == list(self.stop) else None
 
 
+def random_logits(rows: int) -> Tensor:
+    """Return the same logits [rows, 20] every time, no two rows alike."""
+    return torch.randn(rows, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 @dataclass
 class Round:
     """One verification of a request: cache, rows and all."""
@@ -45,7 +51,7 @@ class Round:
     cache: SlottedKVCache
 
     def commit(self, path: tuple[int, ...], token: int, max_model_len: int = 100, now: float = 1.0) -> Committed:
-        logits = torch.arange(20.0 * (self.tree.size + 1), dtype=torch.float64).view(-1, 20)
+        logits = random_logits(self.tree.size + 1)
         item = Scheduled(self.request, len(self.request.tokens) - 1, 1)
         fed = Fed(item, self.tree, logits, None)
         return commit(fed, Verdict(path, token), self.cache, max_model_len, now)
@@ -175,12 +181,12 @@ def test_a_token_s_log_probability_is_of_the_row_before_it() -> None:
     """V 34497: rows are the root's and then those of the accepted nodes, not the first ones."""
     a = a_round(params=SamplingParams(logprobs=1, max_tokens=50))
     a.commit((1, 2, 4), 7)
-    logits = torch.arange(120.0, dtype=torch.float64).view(6, 20)
-    table = torch.log_softmax(logits, -1)
+    table = torch.log_softmax(random_logits(6), -1)
     for entry, token, row in zip(a.request.logprobs, [11, 12, 14, 7], [0, 2, 3, 5], strict=True):
-        assert set(entry) == {token, 19}
+        best = int(table[row].argmax())
+        assert set(entry) == {token, best}
         assert entry[token].logprob == pytest.approx(float(table[row, token]), abs=1e-12)
-        assert (entry[token].rank, entry[19].rank) == (20 - token, 1)
+        assert (entry[token].rank, entry[best].rank) == (1 + int((table[row] > table[row, token]).sum()), 1)
 
 
 def test_no_log_probabilities_unless_asked() -> None:

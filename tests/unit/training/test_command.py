@@ -39,7 +39,11 @@ def test_a_target_and_its_draft_are_trained_by_two_commands(corpus_folder: Path,
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [([], "no folder to write to"), (["--out", "x"], "needs an end"), (["--out", "x", "--layers", "0"], "--layers is 0")],
+    [
+        ([], "no folder to write to"),
+        (["--out", "x"], "needs an end"),
+        (["--out", "x", "--layers", "0"], "--layers is 0"),
+    ],
 )
 def test_what_is_missing_is_said_before_anything_is_read(arguments: list[str], reason: str) -> None:
     run = CliRunner().invoke(train.app, ["lm", *arguments])
