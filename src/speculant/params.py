@@ -167,13 +167,18 @@ def _token_id(key: Any) -> int:
         raise ConfigError(f"logit_bias has the key {key!r}, not a token id", "use token ids as keys.") from None
 
 
-def _bias(value: Any) -> float:
-    if not isinstance(value, (int, float)) or math.isnan(value) or value > MAX_BIAS:
+def _bias(given: Any) -> float:
+    """Read a bias; text is taken too, for -inf has no other form in JSON."""
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isnan(value) or value > MAX_BIAS:
         raise ConfigError(
-            f"logit_bias has the value {value!r}, not a number up to {MAX_BIAS:.0f}",
+            f"logit_bias has the value {given!r}, not a number up to {MAX_BIAS:.0f}",
             "use a smaller number, or -inf to ban a token.",
         )
-    return float(value)
+    return value
 
 
 def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:

@@ -25,21 +25,22 @@ EXAMPLES = examples(
     "speculant demo --json",
 )
 PROMPTS = (
-    'def read_lines(path):\n    """Return the lines of a text file."""\n',
-    "class TestQueue(unittest.TestCase):\n    def test_",
-    "import os\nimport sys\n\ndef main(argv=None):\n",
-    "    def __init__(self, name, parent=None):\n",
+    "def read_lines(path):",
+    "def parse_header(line):",
+    "import os\nimport sys\n\n\ndef main(argv=None):",
+    "def is_valid(value):",
 )
+TOP_P = 0.95
 DTYPE = "float32"
 WARM_UP_TOKENS = 8
 ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 80,
     spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 5,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Fixes the text when the temperature is above 0.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Fixes the text when the temperature is above 0.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Show plain beside speculative decoding with the embedded models.
@@ -47,7 +48,7 @@ def demo(
     Each prompt is decoded twice: a token per pass of the target, then with drafts. Accepted draft
     tokens are green; yellow ones the target chose itself. The texts are the same.
     """
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=TOP_P, max_tokens=max_tokens, seed=seed)
     console = Console(quiet=True) if as_json else results()
     with progress("Loading the embedded models"):
         llm = _load(spec_length)
