@@ -91,6 +91,25 @@ def test_a_round_without_a_draft_is_caught_up() -> None:
     assert {0, 1, 2} == set(drafter.sizes)
 
 
+def test_rounds_between_two_drafts_are_caught_up() -> None:
+    """While a late prompt takes the whole budget, the first request goes on without drafts."""
+    limits = Limits(64, 2, 6)
+    pair = Pair(5, V, FULL_SUPPORT)
+    drafter = checked(pair, limits)
+    rig = build_rig(TableModel(pair.target, V), drafter, length=4, limits=limits)
+    rig.add((0,), SamplingParams(max_tokens=50), "first")
+    for prompt in ((1,) * 20, (2,) * 16, (0,) * 20):
+        rig.step()
+        rig.step()
+        rig.add(prompt, SamplingParams(max_tokens=2), str(prompt))
+        drafter.sizes.clear()
+        while len(rig.requests) > 1:
+            rig.step()
+        assert drafter.sizes.count(0) > 4
+    rig.finish()
+    assert drafter.sizes.count(4) > 2
+
+
 def test_a_slot_that_was_used_before_is_clean() -> None:
     """Requests come, are aborted in the middle, and others take their slots."""
     limits = Limits(48, 2, 48)

@@ -123,6 +123,24 @@ def test_the_likelier_of_two_draws_shows() -> None:
     assert worst(make) > PLAIN_TO_SEE
 
 
+def test_a_greedy_draft_that_reports_a_law_shows() -> None:
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        def propose(request: Request) -> DraftTree:
+            law = torch.tensor(softmax(pair.draft(tuple(request.tokens))), dtype=torch.float64)
+            return DraftTree.chain([int(law.argmax())], law[None])
+
+        return ScriptedDrafter(propose)
+
+    assert worst(make) > PLAIN_TO_SEE
+
+
+def test_a_law_rounded_after_the_draw_shows() -> None:
+    def rounded(logits: Sequence[float]) -> list[float]:
+        return torch.tensor(softmax(logits)).to(torch.bfloat16).double().tolist()
+
+    assert worst(meddling(report(rounded))) > 1e-5
+
+
 def test_raw_law_for_a_filtered_draw_shows() -> None:
     top_k = SamplingParams(max_tokens=None, top_k=2)
     assert worst(meddling(report(softmax)), top_k) > PLAIN_TO_SEE

@@ -361,7 +361,7 @@ STATE = [
         DRAFT,
         " and fed.tokens[keep] == request.tokens[keep]",
         "",
-        DRAFTS,
+        "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
     ),
     Mutant(
         "a sample takes over more than the prompt",
