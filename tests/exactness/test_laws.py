@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 
 import pytest
+import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
@@ -163,8 +164,8 @@ def scripted_chain(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
 @pytest.mark.parametrize("rule", ["auto", "match", "rejection"])
 def test_scripted_chains(rule: str) -> None:
     for seed in range(12):
-        assert_exact_draft = enumerate_case(Case(Pair(seed, 3), 3, verification=rule, make_drafter=scripted_chain))
-        assert assert_exact_draft.deviation() <= EXACT
+        case = Case(Pair(seed, 3), 3, verification=rule, make_drafter=scripted_chain)
+        assert enumerate_case(case).deviation() <= EXACT
 
 
 # Shapes whose siblings have different tokens: (tokens, parents).
@@ -181,8 +182,6 @@ def tree_drafter(index: int) -> Drafter:
     tokens, parents = TREES[index]
 
     def propose(request: Request) -> DraftTree:
-        import torch
-
         return DraftTree(torch.tensor(tokens), torch.tensor(parents))
 
     return ScriptedDrafter(propose, DrafterNeeds(emits_tree=True))

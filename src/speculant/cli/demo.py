@@ -38,7 +38,7 @@ ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 80,
-    spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 5,
+    spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Fixes the text when the temperature is above 0.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,

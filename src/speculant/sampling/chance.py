@@ -93,9 +93,11 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
-        support = weights.nonzero().flatten()
-        noise = gumbel(mix(self._seed, Purpose.NOISE, self._position), support)
+        support, position = weights.nonzero().flatten(), self._position
         self._position += 1
+        if len(support) == 1:  # a point mass leaves nothing to chance
+            return int(support)
+        noise = gumbel(mix(self._seed, Purpose.NOISE, position), support)
         return int(support[(weights[support].to(torch.float64).log() + noise).argmax()])
 
 
