@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= auto
+SOAK ?= 20
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/exactness
@@ -11,7 +12,7 @@ CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench clean
+.PHONY: help demo test test-all soak check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +25,9 @@ test: $(VENV)/.installed-dev ## every test that is not marked slow
 
 test-all: $(VENV)/.installed-dev ## every test, slow ones too
 	$(PYTEST) tests
+
+soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as a test run walks
+	SPECULANT_SOAK=$(SOAK) $(PYTEST) tests/exactness/test_schedules.py
 
 check: $(VENV)/.installed-dev ## format, lint, types, architecture, fast tests, style figures
 	$(BIN)/ruff format --check $(CHECKED)

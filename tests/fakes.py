@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
@@ -26,7 +29,10 @@ from speculant.verification.base import Verifier
 
 History = tuple[int, ...]
 Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
+MakeCache = Callable[[CacheShape, Limits], KVCache]
 
+BLOCK = 4  # positions in a block of the paged caches
+MANY_STEPS = 10_000
 ROOMY = Limits(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=32)
 
 
@@ -134,29 +140,59 @@ def sometimes_right(continuation: Callable[[Request], Sequence[int]], vocab_size
     )
 
 
-class WatchedCache(SlottedKVCache):
-    """A cache that remembers which tokens a table model had stored for a sequence when it was released."""
+def slotted(shape: CacheShape, limits: Limits) -> KVCache:
+    """Make a cache of one slot for each sequence."""
+    return SlottedKVCache(shape, limits.max_num_seqs, limits.max_model_len)
 
-    def __init__(self, shape: CacheShape, limits: Limits) -> None:
-        super().__init__(shape, limits.max_num_seqs, limits.max_model_len)
-        self.num_positions = self.free_tokens()
-        self.released: dict[int, list[int]] = {}
 
-    def release(self, seq: int) -> None:
-        """See `KVCache.release`."""
-        if self.length(seq):
-            self.released[seq] = [int(token) for token in self.read(0, seq)[0].flatten().tolist()]
-        super().release(seq)
+def paged(shape: CacheShape, limits: Limits) -> KVCache:
+    """Make a cache of small blocks, as many as there may be need for."""
+    return PagedKVCache(shape, limits.max_num_seqs * -(-limits.max_model_len // BLOCK), BLOCK)
+
+
+def few_blocks(num_blocks: int, keep_prefixes: bool = True) -> MakeCache:
+    """Return what makes a cache of so many small blocks: too few for all."""
+    return lambda shape, limits: PagedKVCache(shape, num_blocks, BLOCK, keep_prefixes)
+
+
+both_caches = pytest.mark.parametrize("cache", [paged, slotted], ids=lambda make: make.__name__)
+
+
+def stored_tokens(cache: KVCache, seq: int) -> list[int]:
+    """Return the tokens that a table model stored for a sequence, in order."""
+    return [int(token) for token in cache.read(0, seq)[0].flatten().tolist()] if cache.length(seq) else []
+
+
+def watch_releases(cache: KVCache) -> dict[int, list[int]]:
+    """Note from now on which tokens each sequence held when it was released."""
+    released: dict[int, list[int]] = {}
+    release = cache.release
+
+    def noting(seq: int) -> None:
+        released.update({seq: stored_tokens(cache, seq)} if cache.length(seq) else {})
+        release(seq)
+
+    cache.release = noting  # type: ignore[method-assign]
+    return released
 
 
 @dataclass
 class Rig:
-    """An engine over fakes, within reach of the test: every step checks the invariants of its parts."""
+    """An engine over fakes, within reach of the test: every step checks the invariants of its parts.
+
+    A request's error is raised, for it may be an assertion of a fake, unless it is of the `expected` kind.
+    """
 
     engine: Engine
-    cache: WatchedCache
-    drafter: Drafter | None = None
+    caches: tuple[KVCache, ...]  # the target's, then the drafter's
+    released: dict[int, list[int]]
     requests: list[Request] = field(default_factory=list)  # all that are not over
+    expected: type[Exception] | tuple[()] = ()
+
+    @property
+    def cache(self) -> KVCache:
+        """The target's cache."""
+        return self.caches[0]
 
     def add(
         self,
@@ -164,9 +200,12 @@ class Rig:
         params: SamplingParams,
         request_id: str = "r",
         watch: Callable[[], StopWatch] | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
     ) -> list[Request]:
         """Queue a prompt; return its sequences."""
-        added = self.engine.add_request(prompt, params, request_id, watch)
+        added = self.engine.add_request(prompt, params, request_id, watch, priority=priority, salt=salt)
         self.requests += added
         return added
 
@@ -176,31 +215,36 @@ class Rig:
 
     def step(self) -> list[StepOutput]:
         """Run one step, then check what must hold between steps."""
-        outputs = self.engine.step()
+        with warnings.catch_warnings(action="error"):  # else what fails in a batch is tried again for each alone
+            outputs = self.engine.step()
         self.engine.check()
-        if isinstance(self.drafter, ModelDrafter):
-            self.drafter.cache.check()
+        gained = {(output.request_id, output.index) for output in outputs if output.token is not None}
         for request in self.requests:
-            self._check_held(request)
+            if request.error is not None and not isinstance(request.error, self.expected):
+                raise request.error
+            self._check_held(request, (request.request_id, request.index) in gained)
         self.requests = [request for request in self.requests if not request.finished]
         return outputs
 
-    def _check_held(self, request: Request) -> None:
-        """The cache holds, and held until the end, all tokens but the newest."""
-        if request.finish_reason == "abort" or request.num_output == 0:
+    def _check_held(self, request: Request, has_gained: bool) -> None:
+        """The cache holds, or held at the end, all tokens but the newest; fewer while it catches up with them."""
+        if request.finish_reason in ("abort", "error"):
             return
-        if request.finished:
-            assert self.cache.released[request.seq] == request.tokens[:-1], "something behind the end was kept"
-        else:
-            assert self.cache.length(request.seq) == len(request.tokens) - 1, "all but the newest token are held"
+        held = self.released[request.seq] if request.finished else stored_tokens(self.cache, request.seq)
+        assert held == request.tokens[: len(held)], "something was kept that was not committed"
+        assert len(held) < len(request.tokens), "the newest token was fed"
+        assert len(held) == len(request.tokens) - 1 or not has_gained, "a committed token was dropped"
 
     def finish(self) -> list[StepOutput]:
-        """Step until no request is left; return all outputs. Then every slot must be free again."""
+        """Step until no request is left; return all outputs. Then all memory must be free again."""
         outputs = []
-        while self.engine.has_unfinished():
+        for _ in range(MANY_STEPS):
+            if not self.engine.has_unfinished():
+                break
             outputs += self.step()
-        caches = [self.cache, *([self.drafter.cache] if isinstance(self.drafter, ModelDrafter) else [])]
-        assert all(cache.free_tokens() == self.cache.num_positions for cache in caches), "a slot was not given back"
+        assert not self.engine.has_unfinished(), "the engine does not come to an end"
+        for cache in self.caches:
+            assert cache.free_tokens() == cache.num_blocks * cache.block_size, "memory was not given back"
         return outputs
 
 
@@ -214,12 +258,15 @@ def build_rig(
     limits: Limits = ROOMY,
     ends: frozenset[int] = frozenset(),
     seed: int = 0,
+    cache: MakeCache = paged,
 ) -> Rig:
     """Put the real engine together around fakes; `length` is the number of draft nodes."""
-    cache = WatchedCache(target.cache_shape, limits)
+    caches = (cache(target.cache_shape, limits), *([drafter.cache] if isinstance(drafter, ModelDrafter) else []))
     options = EngineOptions(limits, seed, ends, verification)
-    engine = Engine(options, target, cache, chances or KeyedChances(), known_rules(), Fixed(length), drafter)
-    return Rig(engine, cache, drafter)
+    released = watch_releases(caches[0])
+    chances, rule = chances or KeyedChances(), Fixed(length)
+    engine = Engine(options, target, caches[0], chances, known_rules(), rule, drafter, caches[1:])
+    return Rig(engine, caches, released)
 
 
 @functools.cache
@@ -229,8 +276,12 @@ def known_rules() -> dict[str, Verifier]:
 
 
 def model_drafter(
-    draft: TableModel, vocab_size: int, chances: Chances | None = None, limits: Limits = ROOMY
+    draft: TableModel,
+    vocab_size: int,
+    chances: Chances | None = None,
+    limits: Limits = ROOMY,
+    cache: MakeCache = paged,
 ) -> ModelDrafter:
     """Make the real drafter around a table model, with a cache of its own."""
-    cache = SlottedKVCache(draft.cache_shape, limits.max_num_seqs, limits.max_model_len)
-    return ModelDrafter(draft, cache, chances or KeyedChances(), vocab_size, limits.max_num_batched_tokens)
+    made = cache(draft.cache_shape, limits)
+    return ModelDrafter(draft, made, chances or KeyedChances(), vocab_size, limits.max_num_batched_tokens)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speculant.config import EngineConfig
+    from speculant.engine.async_engine import AsyncEngine
     from speculant.engine.job import StreamPiece
     from speculant.engine.llm import LLM
     from speculant.errors import SpeculantError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncEngine": "speculant.engine.async_engine",
     "LLM": "speculant.engine.llm",
     "StreamPiece": "speculant.engine.job",
     "EngineConfig": "speculant.config",
@@ -28,6 +30,7 @@ _HOMES = {
 }
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "DraftTree",
     "EngineConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ from speculant.errors import ConfigError, suggest
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
 BACKENDS = ("auto", "reference")
-CACHES = ("slotted",)
+CACHES = ("paged", "slotted")
+POLICIES = ("first-come", "decode-first", "shortest-prompt")
 DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len says otherwise
 
 
@@ -21,6 +23,10 @@ class EngineConfig:
 
     Speculation is on if `draft_model` or `speculative_config` is given and `use_speculative_decoding`
     is not False. `spec_length` is `num_speculative_tokens` under seed 001's name.
+
+    kv_memory bounds all KV caches together, the drafter's too: bytes, or text like "2GiB"; None = what
+    max_num_seqs sequences of max_model_len need, but at most half of the memory that is free.
+    scheduling_policy: who is served first (scheduling/policy.py). max_waiting bounds the queue.
     """
 
     model: str
@@ -33,7 +39,12 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
-    kv_cache_backend: str = "slotted"
+    kv_cache_backend: str = "paged"
+    kv_memory: int | str | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "decode-first"
+    max_waiting: int = 1024
     kernels: str = "auto"
     seed: int = 0
 
@@ -49,7 +60,12 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, BACKENDS)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        self.kv_memory_bytes()
+        _check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        if self.use_speculative_decoding is not None:
+            _check_flag("use_speculative_decoding", self.use_speculative_decoding)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "spec_length"):
             _check_optional(name, getattr(self, name))
@@ -81,6 +97,10 @@ class EngineConfig:
         return SpeculativeConfig.from_mapping(
             self.speculative_config or {}, model=self.draft_model, num_speculative_tokens=self.spec_length
         )
+
+    def kv_memory_bytes(self) -> int | None:
+        """Return kv_memory as a number of bytes; None = to be chosen from what is free."""
+        return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
 
     def why_not_speculative(self) -> str:
         """Say why speculation is off, for the user."""
@@ -133,6 +153,8 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_waiting: int = 1024
+    scheduling_policy: str = "decode-first"
 
 
 def resolve(config: EngineConfig, max_positions: int) -> Limits:
@@ -146,12 +168,34 @@ def resolve(config: EngineConfig, max_positions: int) -> Limits:
         max_model_len=config.max_model_len or min(max_positions, DEFAULT_CONTEXT),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting=config.max_waiting,
+        scheduling_policy=config.scheduling_policy,
     )
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def read_bytes(name: str, value: object) -> int:
+    """Read a size: a number of bytes, or text such as "512MiB" or "1.5 GB"."""
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and not isinstance(value, bool) else 0
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"{name}={value!r} is not a size in memory", 'use bytes, or text such as "512MiB" or "2GB".')
+    return size
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a truth value", f"set {name} to True or False.")
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -38,6 +38,14 @@ class CapacityError(SpeculantError, RuntimeError):
     """Something that does not fit: cache memory, sequence slots, context length."""
 
 
+class EngineClosedError(SpeculantError, RuntimeError):
+    """A request to an engine that was shut down, or that was aborted by this."""
+
+
+class EngineDeadError(SpeculantError, RuntimeError):
+    """An engine that broke down; what broke it is the `__cause__`."""
+
+
 def suggest(given: str, known: Iterable[str]) -> str:
     """Return advice for an unknown name: the closest known one, else all of them."""
     names = sorted(known)

@@ -125,29 +125,62 @@ class TimingMetrics:
 
 @dataclass
 class RequestMetrics:
-    """All figures of one request. `verification` is the rule that was used; None = no speculation."""
+    """All figures of one request. `verification` is the rule that was used; None = no speculation.
+
+    cached_tokens: prompt tokens that were found in the cache. num_preemptions: how often the request
+    was set aside for lack of memory.
+    """
 
     timing: TimingMetrics
     speculative_decoding: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     verification: str | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values for JSON."""
         return {
             "speculative_decoding": {**self.speculative_decoding.to_dict(), "verification": self.verification},
             "timing": self.timing.to_dict(),
+            "cached_tokens": self.cached_tokens,
+            "num_preemptions": self.num_preemptions,
         }
 
 
 @dataclass
 class EngineMetrics:
-    """Totals over an engine's life: where the time of its steps went, in seconds."""
+    """An engine's totals since it was made, and how it stands after its last step.
+
+    Requests are counted per sample. draft_s, verify_s and other_s say where the steps' time went, in
+    seconds. repeated_steps failed, and were repeated for each sequence alone. Of the prompt tokens of ended
+    requests, prefix_hit_tokens were found in the cache. Blocks are those of the target's cache.
+    """
 
     steps: int = 0
     tokens: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    repeated_steps: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Committed tokens per step, over all requests."""
+        return _ratio(self.tokens, self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain values for JSON."""
+        return {**asdict(self), "tokens_per_step": self.tokens_per_step}
 
 
 def percentile(values: Sequence[float], q: int) -> float | None:

@@ -132,12 +132,15 @@ class Request:
     rule: str = "match"  # the verification rule's name
     coupled: bool = True
     watch: StopWatch | None = None
+    priority: int = 0  # lower is served sooner
+    salt: str = ""  # prefixes are shared among requests of one salt alone
     tokens: list[int] = field(default_factory=list)  # prompt and output
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on
-    finish_reason: str | None = None  # stop, length, abort
+    finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: int | str | None = None  # the end token or stop string
+    error: Exception | None = None  # what ended it, if that was an error
 
     @property
     def output(self) -> list[int]:
@@ -150,6 +153,12 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether some of the prompt's log-probabilities are asked for and not known yet; the first sample has them."""
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    @property
     def finished(self) -> bool:
         """Whether nothing more will be generated."""
         return self.finish_reason is not None
@@ -157,11 +166,14 @@ class Request:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One committed token. A request may have several of these per step (seed 001)."""
+    """One committed token. A request may have several of these per step (seed 001).
+
+    A request that ends by an error has no token to tell; the error is in its `Request`.
+    """
 
     request_id: str
     index: int
-    token: int
+    token: int | None
     drafted: bool  # an accepted draft token; False = correction, bonus or plain
     finish_reason: str | None = None
     acceptance_rate: float | None = None  # on the last one: accepted / drafted
@@ -197,3 +209,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
+    error: str | None = None  # why a sample ended with finish_reason "error"

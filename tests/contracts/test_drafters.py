@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.paged import PagedKVCache
 from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
@@ -26,7 +26,7 @@ from tests.models import VOCAB_SIZE, Checkpoints, make_request
 
 KIND = "speculant.drafting"
 DOCUMENTED = "echo"  # the one in docs/adding-a-drafter.md
-NUM_SEQS, MAX_LEN = 4, 96
+NUM_SEQS, MAX_LEN, BLOCK = 4, 96, 4
 PROMPT = [7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
 CONTINUATION = [3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 9, 9, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 3, 5]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -65,7 +65,7 @@ class Workshop:
         return drafter
 
     def _make_cache(self, shape: CacheShape) -> KVCache:
-        self.caches.append(SlottedKVCache(shape, NUM_SEQS, MAX_LEN))
+        self.caches.append(PagedKVCache(shape, NUM_SEQS * MAX_LEN // BLOCK, BLOCK))
         return self.caches[-1]
 
     def check(self) -> None:
@@ -291,7 +291,7 @@ def test_a_cache_of_its_own_is_given_back(workshop: Workshop) -> None:
     drafter = workshop.build()
     assert bool(workshop.caches) == drafter.needs.own_cache, "what is used is announced"
     free = [cache.free_tokens() for cache in workshop.caches]
-    for round_ in range(2 * NUM_SEQS):  # more sequences than there are slots
+    for round_ in range(2 * NUM_SEQS):  # more sequences than there is room for at a time
         request = sampled_request(round_)
         drafter.begin(request)
         propose_one(drafter, request, 3)

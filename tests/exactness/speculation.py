@@ -12,7 +12,7 @@ from speculant.sampling.chance import Chances
 from speculant.types import Request
 from tests.enumeration import Branches, EnumeratingChances, enumerate_side_by_side
 from tests.exactness.laws import Joint, Pair, completed, deviation, joint_law, transformed
-from tests.fakes import History, Rig, TableModel, build_rig, model_drafter
+from tests.fakes import History, MakeCache, Rig, TableModel, build_rig, model_drafter, slotted
 
 MakeDrafter = Callable[[Pair, Chances, Limits], Drafter]
 Result = tuple[tuple[int, ...], int]  # output, accepted draft tokens
@@ -20,9 +20,9 @@ ENDLESS = SamplingParams(max_tokens=None)
 ROOM = 24  # tokens behind the prompt that fit; more than any enumeration reaches
 
 
-def draft_model(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+def draft_model(pair: Pair, chances: Chances, limits: Limits, cache: MakeCache = slotted) -> Drafter:
     """Make the real drafter for a pair's draft law."""
-    return model_drafter(TableModel(pair.draft, pair.vocab_size), pair.vocab_size, chances, limits)
+    return model_drafter(TableModel(pair.draft, pair.vocab_size), pair.vocab_size, chances, limits, cache)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Case:
     """A request whose first speculative steps are enumerated.
 
     length is the number of draft nodes, steps that of verifications with a draft, width the number of
-    ways followed in one batch, budget the rows a step may have.
+    ways followed in one batch, budget the rows a step may have. The caches must not keep prefixes, or one way
+    would change the steps of the next.
     """
 
     pair: Pair
@@ -43,6 +44,7 @@ class Case:
     width: int = 1
     budget: int = 1024
     make_drafter: MakeDrafter = draft_model
+    cache: MakeCache = slotted
 
     @property
     def rounds(self) -> int:
@@ -112,6 +114,7 @@ def enumerate_case(case: Case) -> Enumerated:
         chances=chances,
         limits=limits,
         ends=case.ends,
+        cache=case.cache,
     )
     results = enumerate_side_by_side(lambda ways: _run(case, rig, chances, ways), case.width)
     assert abs(sum(results.values()) - 1) < 1e-12, "branches were lost"

@@ -15,7 +15,7 @@ from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.enumeration import Branches, EnumeratingChances, enumerate_outcomes
 from tests.exactness.laws import EXACT, FULL_SUPPORT, Joint, Pair, completed, deviation, joint_law, transformed
-from tests.fakes import History, Rig, ScriptedDrafter, TableModel, build_rig, model_drafter
+from tests.fakes import History, MakeCache, Rig, ScriptedDrafter, TableModel, both_caches, build_rig, model_drafter
 
 V = 3
 NOTHING: frozenset[int] = frozenset()
@@ -108,20 +108,25 @@ def fan(request: Request) -> DraftTree:
     return DraftTree(torch.tensor(tokens), torch.tensor(parents))
 
 
-DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
-    "none": lambda: None,
-    "model": lambda: model_drafter(TableModel(stepping, W), W, limits=LIMITS),
-    "script": lambda: ScriptedDrafter(lambda r: expected(r, r.num_output + 1 + r.seq % 3)[r.num_output :]),
-    "tree": lambda: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
+DRAFTERS: dict[str, Callable[[MakeCache], Drafter | None]] = {
+    "none": lambda cache: None,
+    "model": lambda cache: model_drafter(TableModel(stepping, W), W, limits=LIMITS, cache=cache),
+    "script": lambda cache: ScriptedDrafter(lambda r: expected(r, r.num_output + 1 + r.seq % 3)[r.num_output :]),
+    "tree": lambda cache: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
 }
 
 
+def stepping_rig(drafter: str, length: int, cache: MakeCache, limits: Limits = LIMITS) -> Rig:
+    return build_rig(TableModel(stepping, W), DRAFTERS[drafter](cache), length=length, limits=limits, cache=cache)
+
+
+@both_caches
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("law", ["greedy", "sampled", "seeded"])
-def test_everyone_gets_the_own_tokens(drafter: str, law: str) -> None:
+def test_everyone_gets_the_own_tokens(drafter: str, law: str, cache: MakeCache) -> None:
     """Prompts of different lengths, more requests than slots, different ends."""
     params = {"greedy": {"temperature": 0}, "sampled": {}, "seeded": {"seed": 5}}[law]
-    rig = build_rig(TableModel(stepping, W), DRAFTERS[drafter](), length=5, limits=LIMITS)
+    rig = stepping_rig(drafter, 5, cache)
     requests = []
     for index in range(7):
         step = STEPS[index % len(STEPS)]
@@ -133,9 +138,10 @@ def test_everyone_gets_the_own_tokens(drafter: str, law: str) -> None:
         assert [output.token for output in told if output.request_id == str(index)] == request.output
 
 
+@both_caches
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_samples_share_a_prompt_and_nothing_else(drafter: str) -> None:
-    rig = build_rig(TableModel(stepping, W), DRAFTERS[drafter](), length=5, limits=Limits(24, 4, 5))
+def test_samples_share_a_prompt_and_nothing_else(drafter: str, cache: MakeCache) -> None:
+    rig = stepping_rig(drafter, 5, cache, Limits(24, 4, 5))
     samples = rig.add([2, 5, 0], SamplingParams(n=3, max_tokens=9), "samples")
     (other,) = rig.add([1, 2, 3], SamplingParams(max_tokens=6), "other")
     rig.finish()
@@ -143,9 +149,10 @@ def test_samples_share_a_prompt_and_nothing_else(drafter: str) -> None:
     assert other.output == expected(other, 6)
 
 
+@both_caches
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_an_abort_leaves_the_others_alone(drafter: str) -> None:
-    rig = build_rig(TableModel(stepping, W), DRAFTERS[drafter](), length=3, limits=LIMITS)
+def test_an_abort_leaves_the_others_alone(drafter: str, cache: MakeCache) -> None:
+    rig = stepping_rig(drafter, 3, cache)
     requests = [
         rig.add([index, (index + step) % W], SamplingParams(max_tokens=12), str(index))[0]
         for index, step in enumerate(STEPS)

@@ -11,7 +11,19 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.params import SamplingParams
 from speculant.types import Request, StepOutput
-from tests.fakes import History, Rig, TableModel, always_right, build_rig, model_drafter, never_right, sometimes_right
+from tests.fakes import (
+    History,
+    MakeCache,
+    Rig,
+    TableModel,
+    always_right,
+    both_caches,
+    build_rig,
+    model_drafter,
+    never_right,
+    paged,
+    sometimes_right,
+)
 
 V = 6
 LENGTHS = (1, 2, 3, 5)
@@ -28,23 +40,26 @@ def count_on(request: Request) -> list[int]:
     return [(request.prompt[-1] + 1 + place) % V for place in range(40)]
 
 
-DRAFTERS: dict[str, Callable[[Limits], Drafter | None]] = {
-    "none": lambda limits: None,
-    "right": lambda limits: always_right(count_on),
-    "wrong": lambda limits: never_right(count_on, V),
-    "sometimes": lambda limits: sometimes_right(count_on, V),
-    "model": lambda limits: model_drafter(TableModel(counting, V), V, limits=limits),
+DRAFTERS: dict[str, Callable[[Limits, MakeCache], Drafter | None]] = {
+    "none": lambda limits, cache: None,
+    "right": lambda limits, cache: always_right(count_on),
+    "wrong": lambda limits, cache: never_right(count_on, V),
+    "sometimes": lambda limits, cache: sometimes_right(count_on, V),
+    "model": lambda limits, cache: model_drafter(TableModel(counting, V), V, limits=limits, cache=cache),
 }
 
 
 def counting_rig(
-    drafter: str = "right", length: int = 5, limits: Limits = LIMITS, ends: tuple[int, ...] = (), rule: str = "auto"
+    drafter: str = "right",
+    length: int = 5,
+    limits: Limits = LIMITS,
+    ends: tuple[int, ...] = (),
+    rule: str = "auto",
+    cache: MakeCache = paged,
 ) -> Rig:
     """Make an engine that counts."""
-    made = DRAFTERS[drafter](limits)
-    return build_rig(
-        TableModel(counting, V), made, length=length, limits=limits, ends=frozenset(ends), verification=rule
-    )
+    made, target = DRAFTERS[drafter](limits, cache), TableModel(counting, V, limits.max_model_len)
+    return build_rig(target, made, length=length, limits=limits, ends=frozenset(ends), verification=rule, cache=cache)
 
 
 def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tuple[Request, list[StepOutput]]:
@@ -65,10 +80,11 @@ everywhere = pytest.mark.parametrize(
 )
 
 
+@both_caches
 @everywhere
 @pytest.mark.parametrize("rule", ["auto", "rejection"])
-def test_an_end_token_within_a_draft_ends_the_request(drafter: str, length: int, rule: str) -> None:
-    request, _ = finished(counting_rig(drafter, length, ends=(4,), rule=rule))
+def test_an_end_token_within_a_draft_ends_the_request(drafter: str, length: int, rule: str, cache: MakeCache) -> None:
+    request, _ = finished(counting_rig(drafter, length, ends=(4,), rule=rule, cache=cache))
     assert request.output == [1, 2, 3, 4]
     assert (request.finish_reason, request.stop_reason) == ("stop", 4)
 
@@ -93,11 +109,12 @@ def test_no_draft_is_longer_than_can_matter(length: int) -> None:
         assert statistics.num_accepted_draft_tokens == statistics.num_draft_tokens
 
 
+@both_caches
 @everywhere
-def test_the_context_is_filled_and_never_overflows(drafter: str, length: int) -> None:
+def test_the_context_is_filled_and_never_overflows(drafter: str, length: int, cache: MakeCache) -> None:
     for longest in range(4, 11):
-        limits = Limits(longest, 2, 64)
-        request, _ = finished(counting_rig(drafter, length, limits), prompt=(3, 4, 5), max_tokens=None)
+        rig = counting_rig(drafter, length, Limits(longest, 2, 64), cache=cache)
+        request, _ = finished(rig, prompt=(3, 4, 5), max_tokens=None)
         assert len(request.tokens) == longest
         assert request.output == count_on(request)[: longest - 3]
         assert request.finish_reason == "length"

@@ -7,6 +7,7 @@ completed by the target, equals the target's own to 1e-12.
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import pytest
@@ -19,8 +20,8 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.laws import EXACT, FULL_SUPPORT, NODE_KINDS, Pair, mean_accepted
-from tests.exactness.speculation import Case, enumerate_case
-from tests.fakes import ScriptedDrafter
+from tests.exactness.speculation import Case, draft_model, enumerate_case
+from tests.fakes import ScriptedDrafter, few_blocks
 
 # (vocabulary, draft length) -> random pairs; together at least 500
 SIZES = {(2, 1): 60, (2, 2): 60, (2, 3): 60, (3, 1): 70, (3, 2): 90, (3, 3): 40, (4, 1): 60, (4, 2): 60, (4, 3): 20}
@@ -128,6 +129,14 @@ def test_prompts_in_chunks(budget: int) -> None:
     for seed in range(4):
         assert_exact(Case(Pair(seed, 2), 1, prompt=(0, 1, 1, 0, 1), budget=budget))
         assert_exact(Case(Pair(seed, 2, FULL_SUPPORT), 1, params, prompt=(0, 1, 1, 0, 1), budget=budget))
+
+
+def test_laws_over_a_cache_of_blocks() -> None:
+    """Drafts reach over the ends of blocks, and are rolled back over them."""
+    blocks = few_blocks(24, keep_prefixes=False)
+    drafter = functools.partial(draft_model, cache=blocks)
+    for seed in range(3):
+        assert_exact(Case(Pair(seed, 2), 2, steps=3, width=8, make_drafter=drafter, cache=blocks))
 
 
 def test_ends_within_a_draft() -> None:

@@ -10,21 +10,33 @@ from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.types import Logprobs, Request
 from tests.exactness.laws import FULL_SUPPORT, Pair, softmax
-from tests.fakes import History, Rig, ScriptedDrafter, TableModel, build_rig, model_drafter
+from tests.fakes import (
+    History,
+    MakeCache,
+    Rig,
+    ScriptedDrafter,
+    TableModel,
+    both_caches,
+    build_rig,
+    model_drafter,
+    paged,
+)
 
 V = 4
 PAIR = Pair(8, V, FULL_SUPPORT)
 LIMITS = Limits(max_model_len=48, max_num_seqs=3, max_num_batched_tokens=48)
 
 
-def rig_with(drafter: str, limits: Limits = LIMITS, ends: frozenset[int] = frozenset()) -> Rig:
+def rig_with(
+    drafter: str, limits: Limits = LIMITS, ends: frozenset[int] = frozenset(), cache: MakeCache = paged
+) -> Rig:
     made = {
         "none": lambda: None,
-        "model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=limits),
-        "target": lambda: model_drafter(TableModel(PAIR.target, V), V, limits=limits),
+        "model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=limits, cache=cache),
+        "target": lambda: model_drafter(TableModel(PAIR.target, V), V, limits=limits, cache=cache),
         "scripted": lambda: ScriptedDrafter(lambda request: [request.num_output % V, 2, 1]),
     }[drafter]()
-    return build_rig(TableModel(PAIR.target, V), made, length=3, limits=limits, ends=ends)
+    return build_rig(TableModel(PAIR.target, V), made, length=3, limits=limits, ends=ends, cache=cache)
 
 
 def assert_own(entry: Logprobs, history: History, token: int, top: int) -> None:
@@ -74,10 +86,11 @@ def test_nothing_behind_an_end(drafter: str) -> None:
         assert_output(request, 1)
 
 
+@both_caches
 @pytest.mark.parametrize("budget", [4, 5, 48])
 @pytest.mark.parametrize("drafter", ["none", "model"])
-def test_prompt_tokens(drafter: str, budget: int) -> None:
-    rig = rig_with(drafter, Limits(48, 2, budget))
+def test_prompt_tokens(drafter: str, budget: int, cache: MakeCache) -> None:
+    rig = rig_with(drafter, Limits(48, 2, budget), cache=cache)
     settings = SamplingParams(max_tokens=5, logprobs=0, prompt_logprobs=2)
     requests = [rig.add(prompt, settings, str(prompt))[0] for prompt in ((0, 1, 2, 3, 3, 2, 1), (2, 2), (1,))]
     rig.finish()

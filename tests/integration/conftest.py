@@ -40,6 +40,5 @@ def llm_of(made: dict[str, LLM], checkpoints: Checkpoints) -> Iterator[MakeLLM]:
     for llm in used:
         assert not llm.engine.has_unfinished(), "a test left requests behind"
         llm.engine.check()
-        cache = llm.engine._parts.cache
-        limits = llm.engine._parts.limits
-        assert cache.free_tokens() == limits.max_num_seqs * limits.max_model_len, "a test left cache in use"
+        for cache in llm.engine._caches:
+            assert cache.free_tokens() == cache.num_blocks * cache.block_size, "a test left cache in use"

@@ -178,7 +178,7 @@ def test_samples_are_those_of_fewer_samples_and_of_one(llm_of: MakeLLM, argument
 
 
 def test_samples_share_the_work_on_their_prompt(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = llm_of()
+    llm = llm_of(enable_prefix_caching=False)
     rows: list[int] = []
     run_target = step_module.run_target
 

@@ -1,7 +1,9 @@
 """What every KV cache does.
 
 A cache holds, per sequence, one key and one value per layer for each position that has been fed.
-Storage is flat: a position lives in a *row*, and a sequence knows its rows in order.
+Storage is flat: a position lives in a *row*. A sequence's rows come in blocks of consecutive ones:
+
+    position p   lives in row   blocks[p // block_size] * block_size + p % block_size
 
     sequence   [ committed positions | reserved by this pass ]
                 0 .. start-1            start .. start+n-1
@@ -47,6 +49,26 @@ class Slots:
         return self.start + len(self.rows)
 
 
+@dataclass(frozen=True)
+class BlockTable:
+    """Where a sequence's positions live, for kernels that walk it; see the module's text."""
+
+    blocks: Tensor  # [b] int64
+    block_size: int
+
+
+class ReservationPlan(Protocol):
+    """What one step is going to reserve, counted before anything is reserved."""
+
+    def room(self, seq: int) -> int:
+        """Return how many positions more could be taken for `seq`."""
+        ...
+
+    def take(self, seq: int, n: int) -> None:
+        """Count n positions for `seq`; n is at most its room."""
+        ...
+
+
 class KVCache(Protocol):
     """Keys and values of many sequences.
 
@@ -54,11 +76,25 @@ class KVCache(Protocol):
     not accepted, and stale rows are overwritten by the next pass.
     """
 
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are, free and held."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Positions in a block."""
+        ...
+
     def reserve(self, seq: int, n: int) -> Slots:
         """Extend `seq` by n positions (n >= 0) and say where they go. An unknown sequence starts empty.
 
-        Raises CapacityError when there is no room; the cache is then unchanged.
+        Raises CapacityError when there is no room; the cache is then unchanged. So it is when n is 0.
         """
+        ...
+
+    def plan(self) -> ReservationPlan:
+        """Return an empty plan; it is good until the cache changes. What it has room for, `reserve` grants."""
         ...
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -67,6 +103,14 @@ class KVCache(Protocol):
 
     def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [length, kv_heads, head_dim] of a sequence, in position order."""
+        ...
+
+    def table(self, seq: int) -> BlockTable:
+        """Return where a sequence's positions live; rows are those of `layer`."""
+        ...
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's whole storage, keys and values [rows, kv_heads, head_dim], without copying."""
         ...
 
     def length(self, seq: int) -> int:
@@ -80,12 +124,29 @@ class KVCache(Protocol):
     def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
         """Keep positions below `base` and, of the tree nodes behind it, those on `path`.
 
-        Node i was written at position base + i; the kept ones are moved to base, base + 1, ...
+        Node i was written at position base + i; the kept ones are moved to base, base + 1, ... Parents come
+        before children, so a path only rises. Raises CapacityError, and changes nothing, where a move into
+        shared positions finds no room for a copy.
         """
         ...
 
     def fork(self, src: int, dst: int) -> None:
-        """Give the new sequence `dst` everything that `src` holds."""
+        """Give the new sequence `dst` everything that `src` holds; raises CapacityError when there is no room."""
+        ...
+
+    def adopt_prefix(self, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+        """Give the new sequence `seq` the positions of `tokens` that are known already; return how many.
+
+        The last token is never among them: it has to be fed for there to be a next one. Prefixes are
+        shared among sequences of the same salt alone.
+        """
+        ...
+
+    def index_prefix(self, seq: int, tokens: Sequence[int]) -> None:
+        """Let others adopt the positions of `seq` that hold the committed `tokens`: its first ones, in order.
+
+        Where the same tokens are known already, `seq` may go on with their positions instead of its own.
+        """
         ...
 
     def release(self, seq: int) -> None:
@@ -99,3 +160,9 @@ class KVCache(Protocol):
     def check(self) -> None:
         """Assert the integrity of the bookkeeping; for tests, after every step."""
         ...
+
+
+def require_path(seq: int, length: int, base: int, path: Sequence[int]) -> None:
+    """Raise ValueError unless `keep_path(seq, base, path)` makes sense for a sequence of that length."""
+    if not 0 <= base <= length or list(path) != sorted(set(path).intersection(range(length - base))):
+        raise ValueError(f"keep_path({base}, {list(path)}) of sequence {seq} with {length} positions")

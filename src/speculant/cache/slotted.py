@@ -7,22 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, Slots
+from speculant.cache.base import BlockTable, CacheShape, Slots, require_path
+from speculant.cache.storage import Storage
 from speculant.errors import CapacityError
 
 
 class SlottedKVCache:
     """`num_slots` sequences of at most `max_len` positions, allocated once.
 
-    Storage is [layers, 2, num_slots * max_len, kv_heads, head_dim]; reading is a view, never a copy.
+    Reading is a view, never a copy. Nothing is shared: prefixes are not kept, and a fork is a copy.
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, max_len: int) -> None:
-        self.max_len = max_len
-        self._storage = _allocate(shape, num_slots * max_len)
+        self.max_len = self.block_size = max_len
+        self.num_blocks = num_slots
+        self._storage = Storage(shape, num_slots * max_len, "lower max_num_seqs or max_model_len.")
         self._rows = torch.arange(num_slots * max_len, device=shape.device)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._num_slots = num_slots
         self._slot: dict[int, int] = {}
         self._length: dict[int, int] = {}
 
@@ -34,20 +35,36 @@ class SlottedKVCache:
                 f"sequence {seq} would hold {start + n} positions but a cache slot has {self.max_len}",
                 "raise max_model_len or send a shorter prompt.",
             )
+        if n == 0:
+            return Slots(seq, start, self._rows[:0])
         first = self._slot_of(seq) * self.max_len + start
         self._length[seq] = start + n
         return Slots(seq, start, self._rows[first : first + n])
 
+    def plan(self) -> SlottedPlan:
+        """See `KVCache.plan`."""
+        room = {seq: self.max_len - length for seq, length in self._length.items()}
+        return SlottedPlan(room, self.max_len, len(self._free))
+
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `KVCache.write`."""
-        self._storage[layer, 0].index_copy_(0, rows, keys)
-        self._storage[layer, 1].index_copy_(0, rows, values)
+        self._storage.write(layer, rows, keys, values)
 
     def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
         """See `KVCache.read`."""
         first = self._slot[seq] * self.max_len
-        both = self._storage[layer, :, first : first + self._length[seq]]
-        return both[0], both[1]
+        keys, values = self._storage.layer(layer)
+        return keys[first : first + self._length[seq]], values[first : first + self._length[seq]]
+
+    def table(self, seq: int) -> BlockTable:
+        """See `KVCache.table`: a slot is one block."""
+        slot = self._slot.get(seq)
+        blocks = torch.tensor([] if slot is None else [slot], dtype=torch.int64, device=self._rows.device)
+        return BlockTable(blocks, self.max_len)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `KVCache.layer`."""
+        return self._storage.layer(layer)
 
     def length(self, seq: int) -> int:
         """See `KVCache.length`."""
@@ -62,12 +79,11 @@ class SlottedKVCache:
 
     def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
         """See `KVCache.keep_path`."""
-        if not 0 <= base <= self.length(seq) or any(not 0 <= node < self.length(seq) - base for node in path):
-            raise ValueError(f"keep_path({base}, {list(path)}) of sequence {seq} with {self.length(seq)} positions")
+        require_path(seq, self.length(seq), base, path)
         if list(path) != list(range(len(path))):
             first = self._slot[seq] * self.max_len + base
             source = first + torch.tensor(path, device=self._rows.device)
-            self._storage[:, :, first : first + len(path)] = self._storage[:, :, source]
+            self._storage.move(source, self._rows[first : first + len(path)])
         self.truncate_to(seq, base + len(path))
 
     def fork(self, src: int, dst: int) -> None:
@@ -78,8 +94,16 @@ class SlottedKVCache:
         if n == 0:
             return
         source = self._slot[src] * self.max_len
-        target = self.reserve(dst, n).rows
-        self._storage[:, :, target] = self._storage[:, :, source : source + n]
+        self._storage.move(self._rows[source : source + n], self.reserve(dst, n).rows)
+
+    def adopt_prefix(self, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+        """See `KVCache.adopt_prefix`."""
+        if seq in self._slot:
+            raise ValueError(f"adopt_prefix for sequence {seq}, which is already held")
+        return 0
+
+    def index_prefix(self, seq: int, tokens: Sequence[int]) -> None:
+        """See `KVCache.index_prefix`."""
 
     def release(self, seq: int) -> None:
         """See `KVCache.release`."""
@@ -94,7 +118,7 @@ class SlottedKVCache:
     def check(self) -> None:
         """See `KVCache.check`."""
         used = list(self._slot.values())
-        assert sorted(used + self._free) == list(range(self._num_slots)), "a slot is lost or doubled"
+        assert sorted(used + self._free) == list(range(self.num_blocks)), "a slot is lost or doubled"
         assert self._slot.keys() == self._length.keys(), "a slot without a length"
         assert all(0 <= n <= self.max_len for n in self._length.values()), "a length out of range"
 
@@ -102,20 +126,28 @@ class SlottedKVCache:
         if seq not in self._slot:
             if not self._free:
                 raise CapacityError(
-                    f"all {self._num_slots} cache slots are taken", "raise max_num_seqs or wait for a request to end."
+                    f"all {self.num_blocks} cache slots are taken", "raise max_num_seqs or wait for a request to end."
                 )
             self._slot[seq] = self._free.pop()
             self._length[seq] = 0
         return self._slot[seq]
 
 
-def _allocate(shape: CacheShape, rows: int) -> Tensor:
-    size = (shape.num_layers, 2, rows, shape.num_kv_heads, shape.head_dim)
-    try:
-        return torch.empty(size, dtype=shape.dtype, device=shape.device)
-    except RuntimeError as error:
-        needed = rows * shape.bytes_per_token / 2**30
-        raise CapacityError(
-            f"the KV cache needs {needed:.2f} GiB for {rows} positions and the allocation failed ({error})",
-            "lower max_num_seqs or max_model_len.",
-        ) from error
+class SlottedPlan:
+    """A `ReservationPlan`: what is left of each slot, and how many slots are free."""
+
+    def __init__(self, room: dict[int, int], max_len: int, num_free: int) -> None:
+        self._room, self._max_len, self._num_free = room, max_len, num_free
+
+    def room(self, seq: int) -> int:
+        """See `ReservationPlan.room`."""
+        return self._room.get(seq, self._max_len if self._num_free else 0)
+
+    def take(self, seq: int, n: int) -> None:
+        """See `ReservationPlan.take`."""
+        if n == 0:
+            return
+        left = self.room(seq) - n
+        if seq not in self._room:
+            self._num_free -= 1
+        self._room[seq] = left

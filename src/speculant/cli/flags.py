@@ -122,7 +122,12 @@ class EngineFlags(FlagGroup):
     max_model_len: Annotated[int, "Positions per sequence, prompt and output together."]
     max_num_seqs: Annotated[int, "Sequences that run at a time."]
     max_num_batched_tokens: Annotated[int, "Rows per pass: prompt chunks, last tokens and drafts together."]
-    kv_cache_backend: Annotated[str, "How keys and values are stored."]
+    kv_cache_backend: Annotated[str, "How keys and values are stored: paged (blocks) or slotted (one piece each)."]
+    kv_memory: Annotated[str, "Memory for all keys and values, such as 2GiB; else at most half of what is free."]
+    block_size: Annotated[int, "Positions in a block of the paged cache."]
+    enable_prefix_caching: Annotated[bool, "Keep the keys and values of prompts that may come again."]
+    scheduling_policy: Annotated[str, "Who is served first: first-come, decode-first or shortest-prompt."]
+    max_waiting: Annotated[int, "Sequences that may wait; more are refused."]
     kernels: Annotated[str, "Which kernels compute: auto or reference."]
     seed: Annotated[int, "Seeds the requests that bring no seed of their own."]
 

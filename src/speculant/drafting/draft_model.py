@@ -89,13 +89,14 @@ class ModelDrafter:
         return [draft.tree() for draft in drafts]
 
     def _catch_up(self, drafts: list[_Draft]) -> list[_Draft]:
-        """Feed what the cache has not seen; draw a first token where that was everything."""
-        feeds, budget = [], self._budget
+        """Feed what the cache has not seen, as far as budget and memory go; draw a token where that was everything."""
         for draft in drafts:
-            request = draft.request
-            self._roll_back(request)
-            start = len(self._fed[request.seq].tokens)
-            missing = request.tokens[start : start + budget]
+            self._roll_back(draft.request)
+        feeds, budget, plan = [], self._budget, self.cache.plan()
+        for draft in drafts:
+            seq, start = draft.request.seq, len(self._fed[draft.request.seq].tokens)
+            missing = draft.request.tokens[start : start + min(budget, plan.room(seq))]
+            plan.take(seq, len(missing))
             budget -= len(missing)
             feeds.append(missing)
         ready = [
@@ -106,7 +107,13 @@ class ModelDrafter:
         return self._grow(drafts, feeds, ready)
 
     def _extend(self, drafts: list[_Draft]) -> list[_Draft]:
-        return self._grow(drafts, [draft.tokens[-1:] for draft in drafts], drafts)
+        """Feed each draft's newest token and draw the next; a draft that finds no memory stays as long as it is."""
+        plan, growing = self.cache.plan(), list[_Draft]()
+        for draft in drafts:
+            if plan.room(draft.request.seq):
+                plan.take(draft.request.seq, 1)
+                growing.append(draft)
+        return self._grow(growing, [draft.tokens[-1:] for draft in growing], growing)
 
     def _grow(self, drafts: list[_Draft], feeds: list[list[int]], ready: list[_Draft]) -> list[_Draft]:
         """Feed each draft's tokens, draw for the ready ones, and return those that want more."""
@@ -145,8 +152,14 @@ class ModelDrafter:
             draft.laws.append(law)
 
     def _roll_back(self, request: Request) -> None:
-        """Drop what was fed and then not committed, or reserved by a pass that failed; feed the newest token anew."""
+        """Drop what was fed and then not committed, or reserved by a pass that failed; feed the newest token anew.
+
+        A sequence that begins takes over what others fed of its tokens.
+        """
         fed = self._fed[request.seq]
+        if not fed.tokens and not self.cache.length(request.seq):
+            self.cache.release(request.seq)
+            fed.tokens = request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]
         keep = fed.agreed
         while keep < min(len(fed.tokens), len(request.tokens) - 1) and fed.tokens[keep] == request.tokens[keep]:
             keep += 1
@@ -154,6 +167,7 @@ class ModelDrafter:
         del fed.tokens[keep:]
         if keep < self.cache.length(request.seq):
             self.cache.truncate_to(request.seq, keep)
+        self.cache.index_prefix(request.seq, request.tokens)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

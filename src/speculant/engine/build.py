@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant import plugins
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.slotted import SlottedKVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, suggest
 from speculant.models.base import CausalLM
 from speculant.models.weights import Checkpoint, load_model
@@ -42,16 +41,19 @@ def build_engine(config: EngineConfig) -> Built:
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative()
     name = _method_name(spec) if spec else None
-    drafter = _build_drafter(config, spec, name, target, tokenizer, limits) if spec and name else None
+    memory = CacheMemory.of(config, limits, target.model.cache_shape)
+    drafter = _build_drafter(config, spec, name, target, tokenizer, memory) if spec and name else None
+    drafter_caches = tuple(memory.made)
     length = _draft_length(spec, name) if spec and name else 0
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto"),
         target.model,
-        _make_cache(target.model.cache_shape, limits),
+        memory.make_target(),
         KeyedChances(),
         load_rules(),
         Fixed(length),
         drafter,
+        drafter_caches,
     )
     says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
     return Built(engine, tokenizer, target, limits, drafter is not None, says)
@@ -91,7 +93,7 @@ def _build_drafter(
     name: str,
     target: Checkpoint,
     tokenizer: Tokenizer,
-    limits: Limits,
+    memory: CacheMemory,
 ) -> Drafter:
     def load_draft(source: str) -> CausalLM:
         draft = load_model(source, config.dtype, config.device, role="draft")
@@ -104,16 +106,12 @@ def _build_drafter(
         vocab_size=target.model.vocab_size,
         device=target.model.cache_shape.device,
         chances=KeyedChances(),
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         load_draft=load_draft,
-        make_cache=lambda shape: _make_cache(shape, limits),
+        make_cache=memory.make,
     )
     drafter: Drafter = plugins.load(_DRAFTERS, name).build(context)
     return drafter
-
-
-def _make_cache(shape: CacheShape, limits: Limits) -> KVCache:
-    return SlottedKVCache(shape, limits.max_num_seqs, limits.max_model_len)
 
 
 def generation_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.engine.runner import Fed
-from speculant.scheduling.scheduler import Scheduled
 from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
 
 
@@ -41,6 +40,21 @@ def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: 
         request.metrics.speculative_decoding.record(tree.size, accepted, max(accepted, min(tested, len(tokens))))
     request.metrics.timing.record_tokens(now, len(tokens))
     return Committed(request, tokens, _outputs(request, tokens, len(verdict.path)))
+
+
+def fail(request: Request, error: Exception) -> Committed:
+    """End a request by an error; what was committed before stays."""
+    request.finish_reason, request.error = "error", error
+    rate = request.metrics.speculative_decoding.draft_acceptance_rate
+    told = StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
+    return Committed(request, [], [told])
+
+
+def take_back(request: Request, num_output: int) -> None:
+    """Forget what a failed step had begun to commit: nobody was told."""
+    del request.tokens[len(request.prompt) + num_output :]
+    del request.logprobs[num_output:]
+    request.stop_reason = None
 
 
 def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:
@@ -85,10 +99,10 @@ def _record_logprobs(request: Request, fed: Fed, verdict: Verdict, count: int) -
     request.logprobs += token_logprobs(fed.logits[rows], request.tokens[-count:], request.params.logprobs)
 
 
-def record_prompt(item: Scheduled, logits: Tensor) -> None:
-    """Note log-probabilities of the prompt tokens behind the fed ones; logits are [m, V]."""
-    request = item.request
-    following = request.prompt[item.start + 1 : item.start + 1 + len(logits)]
+def record_prompt(request: Request, logits: Tensor) -> None:
+    """Note log-probabilities of the next prompt tokens; logits are [m, V]."""
+    first = len(request.prompt_logprobs) + 1  # nothing precedes the first token
+    following = request.prompt[first : first + len(logits)]
     request.prompt_logprobs += token_logprobs(logits, following, request.params.prompt_logprobs or 0)
 
 

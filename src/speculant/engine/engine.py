@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.engine.commit import Committed, fail
 from speculant.engine.step import Parts, step
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import EngineMetrics, RequestMetrics, TimingMetrics
@@ -16,7 +18,7 @@ from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, Purpose, mix
 from speculant.scheduling.draft_length import DraftLength
-from speculant.scheduling.scheduler import Scheduler
+from speculant.scheduling.scheduler import Schedule, Scheduler
 from speculant.types import Request, StepOutput, StopWatch
 from speculant.verification.auto import choose_rule
 from speculant.verification.base import Verifier
@@ -44,13 +46,15 @@ class Engine:
         rules: dict[str, Verifier],
         draft_length: DraftLength,
         drafter: Drafter | None = None,
+        drafter_caches: Sequence[KVCache] = (),
     ) -> None:
         self._options = options
-        scheduler = Scheduler(options.limits)
-        self._parts = Parts(options.limits, scheduler, target, cache, drafter, draft_length, rules, chances)
+        self._caches = (cache, *drafter_caches)
+        self._scheduler = Scheduler(options.limits, self._caches)
+        self._parts = Parts(options.limits, target, cache, drafter, draft_length, rules, chances)
         self._requests: dict[int, Request] = {}
         self._next_seq = 0
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(blocks_total=cache.num_blocks)
         self._check_rule(options.verification)
 
     def add_request(
@@ -59,71 +63,122 @@ class Engine:
         params: SamplingParams,
         request_id: str,
         watch: Callable[[], StopWatch] | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
     ) -> list[Request]:
         """Queue a tokenised prompt and return its `params.n` sequences; `watch` makes one stop watch for each.
 
-        Raises RequestError for a prompt or parameters that can't be served, or an id in use; nothing is queued then.
+        A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError
+        for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many
+        requests wait; nothing is queued then.
         """
         if any(request.request_id == request_id for request in self._requests.values()):
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         self._check_request(prompt, params)
-        first = [self._make_request(prompt, params, request_id, index, watch) for index in range(params.n)]
-        for request in first:
-            self._requests[request.seq] = request
-            self._parts.scheduler.add(request)
-        return first
+        given: tuple[object, object] = priority, salt
+        if not (isinstance(given[0], int) and isinstance(given[1], str)):
+            raise RequestError(f"priority={priority!r}, salt={salt!r}", "give priority as int and salt as str.")
+        samples = [self._make_request(prompt, params, request_id, index, watch) for index in range(params.n)]
+        for sample in samples:
+            sample.priority, sample.salt = priority, salt
+        self._scheduler.add(samples)
+        self._requests.update({sample.seq: sample for sample in samples})
+        return samples
+
+    def accepts(self, n: int) -> bool:
+        """Whether a prompt with n samples would find room in the queue."""
+        return self._scheduler.num_vacant >= n
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs."""
         return bool(self._requests)
 
     def step(self) -> list[StepOutput]:
-        """Admit, draft, check, commit; return every committed token in order, none if nothing is left to do."""
+        """Admit, draft, check, commit; return what was committed in order, nothing if nothing is left to do.
+
+        An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
+        """
         if not self.has_unfinished():
             return []
         started = time.perf_counter()
-        self._admit()
-        result = step(self._parts)
-        outputs = [output for each in result.committed for output in each.outputs]
-        for each in result.committed:
+        schedule = self._scheduler.schedule()
+        failed = self._tell_drafter(schedule)
+        committed, draft_s, verify_s = self._run(schedule.without_finished())
+        committed += failed
+        for each in committed:
             if each.request.finished:
                 self._end(each.request)
-        self._count(time.perf_counter() - started, result.draft_s, result.verify_s, len(outputs))
-        return outputs
+        self._count(schedule, committed)
+        self.metrics.draft_s += draft_s
+        self.metrics.verify_s += verify_s
+        self.metrics.other_s += time.perf_counter() - started - draft_s - verify_s
+        return [output for each in committed for output in each.outputs]
 
     def abort(self, request_id: str) -> None:
         """End every sequence of a request at once and free what it holds; an unknown id is ignored."""
         for request in [r for r in self._requests.values() if r.request_id == request_id]:
             request.finish_reason = "abort"
             self._end(request)
+        self._note_standing()
 
     def check(self) -> None:
         """Assert the invariants that hold between steps; for tests."""
+        for cache in self._caches:
+            cache.check()
+        for request in self._scheduler.waiting:
+            assert all(cache.length(request.seq) == 0 for cache in self._caches), "a waiting request holds memory"
         cache = self._parts.cache
-        cache.check()
-        for request in self._parts.scheduler.running:
+        for request in self._scheduler.running:
             assert cache.length(request.seq) < len(request.tokens), "the newest token was fed already"
             assert len(request.tokens) <= self._options.limits.max_model_len, "a context overflowed"
 
-    def _admit(self) -> None:
-        """Start waiting requests; one whose sibling runs takes over the common prompt from its cache."""
-        parts = self._parts
-        for request in parts.scheduler.admit(parts.cache):
-            donors = (r for r in parts.scheduler.running if r.request_id == request.request_id and r is not request)
-            donor = next((r for r in donors if parts.cache.length(r.seq) >= len(request.prompt)), None)
-            if donor is not None:
-                parts.cache.fork(donor.seq, request.seq)
-                parts.cache.truncate_to(request.seq, len(request.prompt) - 1)
-            if parts.drafter is not None:
-                parts.drafter.begin(request)
+    def free_kv_tokens(self) -> int:
+        """Return how many positions new sequences could still take, in the fullest of all caches (seed 001 D1)."""
+        return min(cache.free_tokens() for cache in self._caches)
+
+    def _run(self, schedule: Schedule) -> tuple[list[Committed], float, float]:
+        """Step; if that fails, step for each sequence alone, so that only those end which can't be served."""
+        if not schedule.items:
+            return [], 0.0, 0.0
+        try:
+            committed, timing = step(self._parts, schedule)
+            return committed, timing.draft_s, timing.verify_s
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+            if len(schedule.items) == 1:
+                return [fail(schedule.items[0].request, error)], 0.0, 0.0
+            cause = error
+        self.metrics.repeated_steps += 1
+        runs = [self._run(alone) for alone in schedule.one_by_one(self._parts.cache)]
+        committed = [each for run in runs for each in run[0]]
+        if not any(each.request.error for each in committed):
+            warnings.warn(f"a step fails for all sequences together and for none alone: {cause!r}", stacklevel=2)
+        return committed, sum(run[1] for run in runs), sum(run[2] for run in runs)
+
+    def _tell_drafter(self, schedule: Schedule) -> list[Committed]:
+        """Begin who came, and end who was set aside, for it will begin again; return those that could not begin."""
+        drafter, failed = self._parts.drafter, list[Committed]()
+        if drafter is None:
+            return failed
+        for request in schedule.admitted:
+            try:
+                drafter.begin(request)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+                failed.append(fail(request, error))
+        for request in schedule.preempted:
+            drafter.end(request)
+        return failed
 
     def _end(self, request: Request) -> None:
-        parts = self._parts
-        if parts.drafter is not None and request in parts.scheduler.running:
-            parts.drafter.end(request)
-        parts.scheduler.remove(request)
-        parts.cache.release(request.seq)
+        if self._parts.drafter is not None and request in self._scheduler.running:
+            self._parts.drafter.end(request)
+        self._scheduler.remove(request)
         del self._requests[request.seq]
+        self.metrics.finished += request.finish_reason in ("stop", "length")
+        self.metrics.aborted += request.finish_reason == "abort"
+        self.metrics.failed += request.finish_reason == "error"
+        self.metrics.prompt_tokens += len(request.prompt)
+        self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
 
     def _make_request(
         self,
@@ -187,12 +242,16 @@ class Engine:
                 f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
             )
 
-    def _count(self, total_s: float, draft_s: float, verify_s: float, tokens: int) -> None:
+    def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
         self.metrics.steps += 1
-        self.metrics.tokens += tokens
-        self.metrics.draft_s += draft_s
-        self.metrics.verify_s += verify_s
-        self.metrics.other_s += total_s - draft_s - verify_s
+        self.metrics.tokens += sum(len(each.tokens) for each in committed)
+        self.metrics.preemptions += len(schedule.preempted)
+        self._note_standing()
+
+    def _note_standing(self) -> None:
+        metrics, cache = self.metrics, self._parts.cache
+        metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
+        metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
 
 
 def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from speculant.metrics import RequestMetrics
+from speculant.metrics import SpeculationMetrics
 from speculant.text.stream import TextStream
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
@@ -19,7 +19,7 @@ class StreamPiece:
     """
 
     index: int
-    token: int
+    token: int | None  # None ends a sample that failed
     text: str
     drafted: bool = False
     finish_reason: str | None = None
@@ -36,13 +36,19 @@ class Job:
         self._closed: set[int] = set()
 
     @property
+    def error(self) -> Exception | None:
+        """What every sequence ended with, if nothing could be completed."""
+        errors = [request.error for request in self._requests]
+        return errors[0] if all(errors) else None
+
+    @property
     def finished(self) -> bool:
         """Whether every sequence has ended."""
         return all(request.finished for request in self._requests)
 
     def piece(self, output: StepOutput) -> StreamPiece:
         """Return the piece of one committed token; the last one of a sample carries what was held back."""
-        text = _stream(self._requests[output.index]).pop()
+        text = _stream(self._requests[output.index]).pop() if output.token is not None else ""
         if output.finish_reason is None:
             return StreamPiece(output.index, output.token, text, output.drafted)
         text += self._close(self._requests[output.index])
@@ -52,9 +58,10 @@ class Job:
     def output(self) -> RequestOutput:
         """Return everything as it stands."""
         first = self._requests[0]
-        metrics = RequestMetrics(first.metrics.timing, verification=first.metrics.verification)
+        metrics = replace(first.metrics, speculative_decoding=SpeculationMetrics(), num_preemptions=0)
         for request in self._requests:
             metrics.speculative_decoding.add(request.metrics.speculative_decoding)
+            metrics.num_preemptions += request.metrics.num_preemptions
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -63,6 +70,7 @@ class Job:
             finished=self.finished,
             metrics=metrics,
             prompt_logprobs=self._prompt_logprobs(first),
+            error=next((str(request.error) for request in self._requests if request.error), None),
         )
 
     def _completion(self, request: Request) -> CompletionOutput:

@@ -6,46 +6,24 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from speculant.config import EngineConfig
-from speculant.engine.build import build_engine, generation_defaults
+from speculant.engine.frontend import Frontend, Prompt, start_job
 from speculant.engine.job import Job, StreamPiece
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
-from speculant.text.stream import TextStream
 from speculant.types import RequestOutput
 
-Prompt = str | Sequence[int]
 
+class LLM(Frontend):
+    """Runs prompts to their end, or streams them, in the caller's own thread.
 
-class LLM:
-    """A model, its tokenizer, an optional drafter, and an engine that runs them.
-
-    Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a Hugging Face id
-    or "demo". Raises SpeculantError with the fix for anything that does not fit.
+    Arguments are the fields of `EngineConfig`, see `Frontend`.
     """
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
-        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
-        self._built = build_engine(self.config)
+        super().__init__(model, draft_model, **arguments)
+        self.engine = self._built.engine
         self._ids = itertools.count()
         self._jobs: dict[str, Job] = {}
-        self.engine = self._built.engine
-        self.tokenizer = self._built.tokenizer
-
-    @property
-    def speculating(self) -> bool:
-        """Whether drafts are made."""
-        return self._built.drafting
-
-    @property
-    def speculation(self) -> str:
-        """What drafts, and how long; or why nothing does."""
-        return self._built.speculation
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """The sampling settings that the checkpoint recommends."""
-        return SamplingParams.from_mapping(generation_defaults(self._built.checkpoint))
 
     def generate(
         self,
@@ -54,17 +32,23 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids) together; one result per prompt, in order.
 
-        One SamplingParams serves all prompts, or give one for each.
+        One SamplingParams serves all prompts, or give one for each. A prompt that fails has
+        finish_reason "error" and leaves the others alone; if all of them fail, the first error is raised.
         """
         listed = _as_prompts(prompts)
         jobs: list[Job] = []
         try:
             for prompt, params in zip(listed, self._params_for(listed, sampling_params), strict=True):
+                while not self.engine.accepts(params.n) and self.engine.has_unfinished():
+                    self._step()
                 jobs.append(self._start(prompt, params))
             while not all(job.finished for job in jobs):
                 self._step()
         finally:
             self._close(jobs)
+        errors = [job.error for job in jobs]
+        if errors and errors[0] is not None and all(errors):
+            raise errors[0]
         return [job.output() for job in jobs]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -81,13 +65,13 @@ class LLM:
                     self._step()
         finally:
             self._close([job])
+        if job.error is not None:
+            raise job.error
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> Job:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        request_id = f"request-{next(self._ids)}"
-        requests = self.engine.add_request(tokens, params, request_id, watch=lambda: TextStream(self.tokenizer, params))
-        self._jobs[request_id] = Job(request_id, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
-        return self._jobs[request_id]
+        job = start_job(self._built, self._order(prompt, params, f"request-{next(self._ids)}"))
+        self._jobs[job.request_id] = job
+        return job
 
     def _step(self) -> None:
         for output in self.engine.step():
@@ -117,11 +101,4 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)
-    if listed and isinstance(listed[0], int):
-        return [listed]
-    for prompt in listed:
-        if not isinstance(prompt, (str, Sequence)):
-            raise RequestError(
-                f"a prompt is a {type(prompt).__name__}", "give a text, a list of token ids, or a list of those."
-            )
-    return listed
+    return [listed] if listed and isinstance(listed[0], int) else listed

@@ -53,19 +53,19 @@ def run_target(
 def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:
     """Rows in the batch: those of the prompt if asked for, then the root and its draft."""
     chosen = range(item.count - 1, item.count + tree.size) if item.completes else range(0)
-    return [first + row for row in [*range(_num_prompt_rows(item)), *chosen]]
+    return [first + row for row in [*_prompt_rows(item), *chosen]]
 
 
-def _num_prompt_rows(item: Scheduled) -> int:
-    """How many of the fed tokens are prompt tokens whose successor's log-probability was asked for."""
+def _prompt_rows(item: Scheduled) -> range:
+    """Which of the fed tokens are prompt tokens whose successor's log-probability is asked for and not noted yet."""
     request = item.request
-    if request.params.prompt_logprobs is None or request.index > 0:
-        return 0
-    return max(0, min(item.count, len(request.prompt) - 1 - item.start))
+    if not request.wants_prompt_logits:
+        return range(0)
+    return range(len(request.prompt_logprobs) - item.start, min(item.count, len(request.prompt) - 1 - item.start))
 
 
 def _fed(item: Scheduled, tree: DraftTree, logits: Tensor) -> Fed:
-    prompt_rows = _num_prompt_rows(item)
+    prompt_rows = len(_prompt_rows(item))
     return Fed(
         item,
         tree,

@@ -13,13 +13,13 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.commit import Committed, commit, record_prompt
+from speculant.engine.commit import Committed, commit, fail, record_prompt, take_back
 from speculant.engine.runner import Fed, run_target
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
 from speculant.scheduling.draft_length import DraftLength, draft_limits
-from speculant.scheduling.scheduler import Scheduled, Scheduler
+from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 
@@ -29,7 +29,6 @@ class Parts:
     """What a step works with. `drafter` None = no speculation; `rules` by name."""
 
     limits: Limits
-    scheduler: Scheduler
     target: CausalLM
     cache: KVCache
     drafter: Drafter | None
@@ -39,48 +38,67 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What was committed, and where the time went, in seconds."""
+class Timing:
+    """Where a step's time went: in seconds, by `time.perf_counter`."""
 
-    committed: list[Committed]
-    draft_s: float
-    verify_s: float
+    started: float
+    drafted: float
+    verified: float
+
+    @property
+    def draft_s(self) -> float:
+        """Time to propose."""
+        return self.drafted - self.started
+
+    @property
+    def verify_s(self) -> float:
+        """Time of the target's pass and the verdicts."""
+        return self.verified - self.drafted
 
 
 @torch.inference_mode()
-def step(parts: Parts) -> StepResult:
-    """Feed every scheduled sequence once and commit what the target agrees to."""
-    scheduled = parts.scheduler.schedule(parts.cache)
+def step(parts: Parts, schedule: Schedule) -> tuple[list[Committed], Timing]:
+    """Feed every scheduled sequence once and commit what the target agrees to.
+
+    An error before the first commit leaves every request and the cache as they were.
+    """
     started = time.perf_counter()
-    trees = propose(parts, scheduled)
+    trees = propose(parts, schedule)
     drafted = time.perf_counter()
-    with undone_on_error(parts.cache, scheduled):
-        fed = run_target(parts.target, parts.cache, scheduled, trees)
-        ready = [item for item in fed if item.logits is not None]
-        verdicts = verify(parts, ready)
-    verified = time.perf_counter()
-    record_prompt_logprobs(fed)
-    for item in scheduled:
-        item.request.metrics.timing.record_pass(drafted - started, verified - drafted)
-    committed = [
-        commit(item, verdict, parts.cache, parts.limits.max_model_len, verified)
-        for item, verdict in zip(ready, verdicts, strict=True)
-    ]
-    if parts.drafter is not None:
-        for each in committed:
-            parts.drafter.observe(each.request, each.tokens)
-    return StepResult(committed, drafted - started, verified - drafted)
+    with undone_on_error(parts.cache, schedule.items):
+        fed = run_target(parts.target, parts.cache, schedule.items, trees)
+        verdicts = verify(parts, [each for each in fed if each.logits is not None])
+    timing = Timing(started, drafted, time.perf_counter())
+    return [settle(parts, each, verdicts.get(each.item.request.seq), timing) for each in fed], timing
 
 
-def propose(parts: Parts, scheduled: Sequence[Scheduled]) -> list[DraftTree]:
+def propose(parts: Parts, schedule: Schedule) -> list[DraftTree]:
     """Ask the drafter for a tree per sequence, within each one's limit."""
     if parts.drafter is None:
-        return [DraftTree.empty()] * len(scheduled)
-    budget = parts.scheduler.draft_budget(scheduled)
-    needs = parts.drafter.needs
-    max_len = min(parts.limits.max_model_len, needs.max_positions or parts.limits.max_model_len)
-    limits = draft_limits(scheduled, parts.draft_length, budget, needs.max_nodes, max_len)
-    return parts.drafter.propose([item.request for item in scheduled], limits)
+        return [DraftTree.empty()] * len(schedule.items)
+    needs, longest = parts.drafter.needs, parts.limits.max_model_len
+    limits = draft_limits(schedule, parts.draft_length, needs.max_nodes, min(longest, needs.max_positions or longest))
+    return parts.drafter.propose([item.request for item in schedule.items], limits)
+
+
+def settle(parts: Parts, fed: Fed, verdict: Verdict | None, timing: Timing) -> Committed:
+    """Commit one sequence's share of a step; a failure ends that request and no other."""
+    request = fed.item.request
+    num_output = request.num_output
+    try:
+        request.metrics.timing.record_pass(timing.draft_s, timing.verify_s)
+        if fed.prompt_logits is not None:
+            record_prompt(request, fed.prompt_logits)
+        committed = Committed(request, [], [])
+        if verdict is not None:
+            committed = commit(fed, verdict, parts.cache, parts.limits.max_model_len, timing.verified)
+        parts.cache.index_prefix(request.seq, request.tokens)
+        if parts.drafter is not None and committed.tokens:
+            parts.drafter.observe(request, committed.tokens)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+        take_back(request, num_output)
+        return fail(request, error)
+    return committed
 
 
 @contextmanager
@@ -95,16 +113,16 @@ def undone_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[
         raise
 
 
-def verify(parts: Parts, ready: Sequence[Fed]) -> list[Verdict]:
-    """Make the target's laws for all sequences at once, then let each one's rule decide."""
+def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict]:
+    """Make the target's laws for all sequences at once, then let each one's rule decide; verdicts by sequence."""
     if not ready:
-        return []
+        return {}
     nodes = [Node(fed.item.request, fed.tree.tokens_to(i)) for fed in ready for i in range(-1, fed.tree.size)]
     laws = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes)
-    verdicts, first = [], 0
+    verdicts, first = {}, 0
     for fed in ready:
         end = first + fed.tree.size + 1
-        verdicts.append(_verdict(parts, fed, laws[first:end]))
+        verdicts[fed.item.request.seq] = _verdict(parts, fed, laws[first:end])
         first = end
     return verdicts
 
@@ -112,10 +130,3 @@ def verify(parts: Parts, ready: Sequence[Fed]) -> list[Verdict]:
 def _verdict(parts: Parts, fed: Fed, laws: Tensor) -> Verdict:
     request = fed.item.request
     return parts.rules[request.rule].verify(fed.tree, laws, parts.chances.verify(request))
-
-
-def record_prompt_logprobs(fed: Sequence[Fed]) -> None:
-    """Note the prompt's log-probabilities where they were asked for."""
-    for item in fed:
-        if item.prompt_logits is not None:
-            record_prompt(item.item, item.prompt_logits)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 
@@ -33,19 +32,19 @@ class Fixed:
         return int(wanted.get("num_speculative_tokens", self._length))
 
 
-def draft_limits(
-    scheduled: Sequence[Scheduled], rule: DraftLength, budget: int, max_nodes: int | None, max_len: int
-) -> list[int]:
+def draft_limits(schedule: Schedule, rule: DraftLength, max_nodes: int | None, max_len: int) -> list[int]:
     """Return each sequence's limit: the rule's wish, cut to what can still matter and fit.
 
     A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len
-    (overflow guard, seed 001); budget bounds the nodes of the whole step, first come first served.
+    (overflow guard, seed 001). The nodes of all share what the step's tokens left of the budget and
+    of the cache, in order: drafts never set anybody aside.
     """
-    limits = []
-    for item in scheduled:
+    limits, budget, plan = [], schedule.spare_tokens, schedule.plan
+    for item in schedule.items:
         wish = min(rule.choose(item.request), room(item.request, max_len)) if item.decodes else 0
         wish = wish if max_nodes is None else min(wish, max_nodes)
-        limits.append(max(0, min(wish, budget)))
+        limits.append(max(0, min(wish, budget, plan.room(item.request.seq))))
+        plan.take(item.request.seq, limits[-1])
         budget -= limits[-1]
     return limits
 

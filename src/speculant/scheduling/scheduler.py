@@ -1,17 +1,22 @@
-"""Which sequences feed how many tokens in a step. First come, first served.
+"""Which sequences feed how many tokens in a step.
 
 There is no prefill and no decode: a sequence feeds what its cache has not seen, as far as the token
-budget goes. One that is caught up but for its newest token may also carry a draft.
+budget and the caches' memory go. One that is caught up but for its newest token may also carry a draft.
+
+    add ---> waiting ---admit---> running ---remove--->
+                ^                    |
+                +------preempt-------+      out of memory: all is released, and fed again later
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from speculant.cache.base import KVCache
+from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
+from speculant.errors import CapacityError
+from speculant.scheduling.policy import POLICIES, Standing
 from speculant.types import Request
 
 
@@ -39,60 +44,169 @@ class Scheduled:
         return self.completes and self.count == 1
 
 
-class Scheduler:
-    """Keeps who waits and who runs."""
+@dataclass(frozen=True)
+class Schedule:
+    """One step's work: who feeds what, who came and who was set aside before it.
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self.waiting: deque[Request] = deque()
+    `plan` has counted the items' tokens in the target's cache and `spare_tokens` are left of the
+    budget: what is left of both, drafts may use.
+    """
+
+    items: list[Scheduled]
+    plan: ReservationPlan
+    spare_tokens: int
+    admitted: list[Request]
+    preempted: list[Request]
+
+    def without_finished(self) -> Schedule:
+        """Return the work that is left when some requests ended before it began."""
+        return replace(self, items=[item for item in self.items if not item.request.finished])
+
+    def one_by_one(self, cache: KVCache) -> Iterator[Schedule]:
+        """Yield the same work a sequence at a time; each plan counts those that are still to come."""
+        for place, item in enumerate(self.items):
+            plan = cache.plan()
+            for other in self.items[place:]:
+                plan.take(other.request.seq, other.count)
+            yield replace(self, items=[item], plan=plan)
+
+
+class Scheduler:
+    """Keeps who waits and who runs. `caches[0]` is the target's, the others belong to the drafter."""
+
+    def __init__(self, limits: Limits, caches: Sequence[KVCache]) -> None:
+        self._limits, self._caches = limits, caches
+        self._policy = POLICIES[limits.scheduling_policy]
+        self._step = 0
+        self._queued_at: dict[int, int] = {}
+        self._unfed: dict[int, Request] = {}  # running, but nothing was fed for them yet
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
 
-    def add(self, request: Request) -> None:
-        """Queue a request behind all others."""
-        self.waiting.append(request)
+    @property
+    def num_vacant(self) -> int:
+        """How many more requests may wait."""
+        return max(0, self._limits.max_waiting - len(self.waiting))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests together; CapacityError if the queue is too full for them."""
+        if len(requests) > self.num_vacant:
+            raise CapacityError(
+                f"{len(self.waiting)} sequences are waiting, {len(requests)} more came and max_waiting is "
+                f"{self._limits.max_waiting}",
+                "try again later, or raise max_waiting.",
+            )
+        self.waiting += requests
+        self._queued_at.update({request.seq: self._step for request in requests})
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        """Forget a request, wherever it is, and release what it holds of the target's cache."""
+        (self.running if request in self.running else self.waiting).remove(request)
+        del self._queued_at[request.seq]
+        self._unfed.pop(request.seq, None)
+        self._target.release(request.seq)
 
-    def admit(self, cache: KVCache) -> list[Request]:
-        """Move waiting requests to running while there is room; return them.
+    def schedule(self) -> Schedule:
+        """Admit who fits, then share the token budget; whoever stands last makes room if the memory is too small."""
+        self._step += 1
+        for request in self._unfed.values():  # what they begin with may have been fed for others meanwhile
+            self._target.release(request.seq)
+            self._start(request)
+        admitted, preempted = self._admit(), list[Request]()
+        while True:
+            plan = self._target.plan()
+            last = max(self.running, key=self._rank, default=None)
+            items = self._share(plan, last)
+            if items is not None or last is None:
+                for item in items or ():
+                    self._unfed.pop(item.request.seq, None)
+                spare = self._limits.max_num_batched_tokens - sum(item.count for item in items or ())
+                return Schedule(items or [], plan, spare, admitted, preempted)
+            self._preempt(last)
+            preempted.append(last)
 
-        A sample whose first sibling still feeds their common prompt waits for it, to share the work;
-        once that is done all others start together.
-        """
+    def _share(self, plan: ReservationPlan, last: Request | None) -> list[Scheduled] | None:
+        """Give each in its turn what it can use of the budget; None if somebody before the last finds no memory."""
+        budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
+        for request in sorted(self.running, key=self._turn):
+            count = min(self._backlog(request), budget, plan.room(request.seq))
+            if count:
+                plan.take(request.seq, count)
+                items.append(Scheduled(request, self._target.length(request.seq), count))
+                budget -= count
+            elif budget and request is not last:
+                return None
+        return items
+
+    def _admit(self) -> list[Request]:
+        """Move waiting requests to running while there is room for what they have to feed; return them."""
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self._limits.max_num_seqs:
-            if self._waits_for_sibling(self.waiting[0], cache):
+            request = min(self.waiting, key=self._turn)
+            if self._waits_for_sibling(request):
                 break
-            request = self.waiting.popleft()
+            self._start(request)
+            if self.running and not all(self._fits(request, cache) for cache in self._caches):
+                self._target.release(request.seq)
+                break
+            self.waiting.remove(request)
             self.running.append(request)
+            self._unfed[request.seq] = request
             admitted.append(request)
         return admitted
 
-    def _waits_for_sibling(self, request: Request, cache: KVCache) -> bool:
-        siblings = [other for other in self.running if other.request_id == request.request_id]
-        return bool(siblings) and all(cache.length(other.seq) < len(request.prompt) for other in siblings)
+    def _start(self, request: Request) -> None:
+        """Take over what is known of the tokens: a sibling's prompt, else any prefix that was fed before."""
+        sibling = next((r for r in self._siblings(request) if self._target.length(r.seq) >= len(request.prompt)), None)
+        if sibling is not None and not request.num_output:
+            self._target.fork(sibling.seq, request.seq)
+            self._target.truncate_to(request.seq, len(request.prompt) - 1)
+        elif request.wants_prompt_logits:
+            self._target.adopt_prefix(request.seq, (), request.salt)
+        else:
+            self._target.adopt_prefix(request.seq, request.tokens, request.salt)
+        if not request.metrics.num_preemptions:
+            request.metrics.cached_tokens = self._target.length(request.seq)
 
-    def schedule(self, cache: KVCache) -> list[Scheduled]:
-        """Share the token budget: a token for everyone who is caught up first, then backlogs in order."""
-        budget = self._limits.max_num_batched_tokens
-        backlogs = {request.seq: len(request.tokens) - cache.length(request.seq) for request in self.running}
-        counts = {seq: 1 for seq, backlog in backlogs.items() if backlog == 1}
-        budget -= len(counts)
-        for seq, backlog in backlogs.items():
-            if seq not in counts and budget > 0:
-                counts[seq] = min(backlog, budget)
-                budget -= counts[seq]
-        return [
-            Scheduled(request, cache.length(request.seq), counts[request.seq])
-            for request in self.running
-            if request.seq in counts
-        ]
+    def _fits(self, request: Request, cache: KVCache) -> bool:
+        """Whether everything that the running requests and this one have to feed is held at once."""
+        plan = cache.plan()
+        for other in self.running:
+            behind = max(0, len(other.tokens) - cache.length(other.seq))  # a drafter may be ahead
+            plan.take(other.seq, min(plan.room(other.seq), behind))
+        return plan.room(request.seq) >= len(request.tokens) - cache.length(request.seq)
 
-    def draft_budget(self, scheduled: Sequence[Scheduled]) -> int:
-        """Return how many draft nodes still fit into the step."""
-        return self._limits.max_num_batched_tokens - sum(item.count for item in scheduled)
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """Whether a sibling still feeds their common prompt: the others start from its cache."""
+        siblings = self._siblings(request)
+        return bool(siblings) and all(self._target.length(other.seq) < len(request.prompt) for other in siblings)
+
+    def _siblings(self, request: Request) -> list[Request]:
+        return [other for other in self.running if other.request_id == request.request_id]
+
+    def _preempt(self, request: Request) -> None:
+        """Set a request aside; when it comes back it feeds its tokens again (recompute)."""
+        self.running.remove(request)
+        self._unfed.pop(request.seq, None)
+        self._target.release(request.seq)
+        self.waiting.append(request)
+        request.metrics.num_preemptions += 1
+
+    def _turn(self, request: Request) -> tuple[int, ...]:
+        return self._policy(self._standing(request))
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        """Who is set aside when memory is short: the last by level, then by arrival."""
+        standing = self._standing(request)
+        return standing.level, standing.arrival
+
+    def _standing(self, request: Request) -> Standing:
+        age, held = self._step - self._queued_at[request.seq], self._target.length(request.seq)
+        return Standing(request.seq, request.priority, age, held, len(request.tokens) - held)
+
+    def _backlog(self, request: Request) -> int:
+        return len(request.tokens) - self._target.length(request.seq)
+
+    @property
+    def _target(self) -> KVCache:
+        return self._caches[0]

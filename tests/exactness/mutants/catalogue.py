@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One fault: in `file` (within the package) replace `old`, which occurs once, by `new`; `killer` must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    killer: str
-
-
-CHANCE, LAW = "sampling/chance.py", "sampling/distribution.py"
-DRAFT, CACHE, ATTENTION = "drafting/draft_model.py", "cache/slotted.py", "models/attention.py"
-STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
-REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
-LENGTH = "scheduling/draft_length.py"
+from tests.exactness.mutants.mutant import (
+    AUTO,
+    CHANCE,
+    COMMIT,
+    DRAFT,
+    END,
+    ENGINE,
+    INDEPENDENT,
+    LAW,
+    LENGTH,
+    MATCH,
+    REJECTION,
+    STEP,
+    Mutant,
+)
+from tests.exactness.mutants.state import STATE
 
 STREAMS = "test_chance.py::test_rejection_on_keyed_streams[1-4000]"
 UNRELATED = "test_chance.py::test_draft_acceptance_and_residual_are_unrelated[0]"
@@ -28,10 +25,6 @@ TRANSFORM = "test_laws.py::test_every_transform_keeps_the_law[{}-rejection]"
 SMALL = "test_laws.py::test_every_kind_of_laws_alone[{}]"
 REPEATS = "test_seeds.py::test_a_seed_repeats_and_another_does_not[none]"
 ROUNDS = "test_seeds.py::test_rounds_do_not_repeat[rejection]"
-OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"
-INDEPENDENT = "test_batches.py::test_two_requests_are_independent[{}]"
-END = "test_ends.py::test_an_end_token_within_a_draft_ends_the_request[{}]"
-DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain]"
 
 RANDOMNESS = [
     Mutant(
@@ -88,7 +81,7 @@ RANDOMNESS = [
     Mutant(
         "noise forgets the position",
         CHANCE,
-        "mix(self._seed, Purpose.NOISE, self._position)",
+        "mix(self._seed, Purpose.NOISE, position)",
         "mix(self._seed, Purpose.NOISE)",
         "test_chance.py::test_noise_draws_follow_their_weights[weights0]",
     ),
@@ -260,7 +253,7 @@ ENDS = [
         COMMIT,
         "        if request.finished:\n            break",
         "        if request.finished and len(committed) == len(tokens):\n            break",
-        END.format("auto-right-5"),
+        END.format("auto-right-5-paged"),
     ),
     Mutant(
         "max_tokens overshot",
@@ -288,21 +281,21 @@ ENDS = [
         LENGTH,
         "left = max_len - len(request.tokens) - 1",
         "left = max_len",
-        "test_ends.py::test_the_context_is_filled_and_never_overflows[right-5]",
+        "test_ends.py::test_the_context_is_filled_and_never_overflows[right-5-paged]",
     ),
     Mutant(
         "one token too many at the context's end",
         COMMIT,
         "len(request.tokens) >= max_model_len",
         "len(request.tokens) > max_model_len",
-        "test_ends.py::test_the_context_is_filled_and_never_overflows[none-1]",
+        "test_ends.py::test_the_context_is_filled_and_never_overflows[none-1-paged]",
     ),
     Mutant(
         "tokens behind the end kept in the cache",
         COMMIT,
         "verdict.path[: len(tokens) - 1]",
         "verdict.path",
-        END.format("auto-right-5"),
+        END.format("auto-right-5-paged"),
     ),
     Mutant(
         "log-probability of the wrong row",
@@ -314,96 +307,9 @@ ENDS = [
     Mutant(
         "prompt log-probability of the wrong row",
         COMMIT,
-        "request.prompt[item.start + 1 : item.start + 1 + len(logits)]",
-        "request.prompt[item.start : item.start + len(logits)]",
-        "test_logprobs.py::test_prompt_tokens[none-48]",
-    ),
-]
-
-STATE = [
-    Mutant(
-        "rollback off by one",
-        CACHE,
-        "self.truncate_to(seq, base + len(path))",
-        "self.truncate_to(seq, base + max(len(path) - 1, 0))",
-        END.format("auto-right-5"),
-    ),
-    Mutant(
-        "rollback that does nothing",
-        CACHE,
-        "        self.truncate_to(seq, base + len(path))\n",
-        "",
-        END.format("auto-wrong-3"),
-    ),
-    Mutant(
-        "accepted nodes of a tree not moved together",
-        CACHE,
-        "if list(path) != list(range(len(path))):",
-        "if False:",
-        OWN_TOKENS.format("greedy-tree"),
-    ),
-    Mutant(
-        "draft nodes see their cousins",
-        ATTENTION,
-        "mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)",
-        "pass",
-        OWN_TOKENS.format("greedy-tree"),
-    ),
-    Mutant(
-        "draft cache not rolled back",
-        DRAFT,
-        "self.cache.truncate_to(request.seq, keep)",
-        "pass",
-        DRAFTS,
-    ),
-    Mutant(
-        "draft model goes on from rejected tokens",
-        DRAFT,
-        " and fed.tokens[keep] == request.tokens[keep]",
-        "",
-        "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
-    ),
-    Mutant(
-        "a sample takes over more than the prompt",
-        ENGINE,
-        "            parts.cache.truncate_to(request.seq, len(request.prompt) - 1)\n",
-        "            pass\n",
-        "test_batches.py::test_samples_share_a_prompt_and_nothing_else[model]",
-    ),
-    Mutant(
-        "results handed out in the wrong order",
-        RUNNER,
-        "zip(scheduled, trees, spans, strict=True)",
-        "zip(scheduled, trees, spans[::-1], strict=True)",
-        OWN_TOKENS.format("greedy-none"),
-    ),
-    Mutant(
-        "trees fed to the wrong requests",
-        RUNNER,
-        "for item, tree in zip(scheduled, trees, strict=True)]",
-        "for item, tree in zip(scheduled, trees[::-1], strict=True)]",
-        OWN_TOKENS.format("greedy-script"),
-    ),
-    Mutant(
-        "draft rows not counted in the batch",
-        RUNNER,
-        "first += item.count + tree.size",
-        "first += item.count",
-        OWN_TOKENS.format("greedy-script"),
-    ),
-    Mutant(
-        "verdicts reached on a neighbour's laws",
-        STEP,
-        "        first = end\n",
-        "        first = 0\n",
-        INDEPENDENT.format("equal"),
-    ),
-    Mutant(
-        "drafts drawn from a neighbour's row",
-        DRAFT,
-        "return hidden[rows]",
-        "return hidden[rows[::-1]]",
-        DRAFTS,
+        "first = len(request.prompt_logprobs) + 1",
+        "first = len(request.prompt_logprobs)",
+        "test_logprobs.py::test_prompt_tokens[none-48-paged]",
     ),
 ]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import speculant
-from tests.exactness.mutants.catalogue import MUTANTS, Mutant
+from tests.exactness.mutants.catalogue import MUTANTS
+from tests.exactness.mutants.mutant import Mutant
 
 PACKAGE = Path(speculant.__file__).parent
 ROOT = Path(__file__).parents[3]

@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 
-from speculant.config import DEFAULT_CONTEXT, EngineConfig, Limits, SpeculativeConfig, resolve
+from speculant.config import DEFAULT_CONTEXT, EngineConfig, Limits, SpeculativeConfig, read_bytes, resolve
 from speculant.errors import ConfigError
 
 BAD: dict[str, list[Any]] = {
     "dtype": ["float23", "", None],
     "kernels": ["fast"],
-    "kv_cache_backend": ["page"],
+    "kv_cache_backend": ["page", None],
+    "kv_memory": [0, -1, True, "", "lots", "5 XB", "1e9", "-2GB", "1..5GB", "9" * 400, 2.5j, [1]],
+    "block_size": [0, -16, 1.5, "16", True, None],
+    "scheduling_policy": ["fair", "", None],
+    "max_waiting": [0, -1, 1.5, None],
     "max_num_seqs": [0, -1, 1.5, "8", True, None],
     "max_num_batched_tokens": [0, -5, 2.5, 7, None],  # 7 is below the 8 sequences
     "max_model_len": [0, -1, 1.5],
     "spec_length": [0, -1, 1.5, "5", True],
     "seed": ["x", 1.5, None, True],
     "speculative_config": [{"num_speculative_tokens": 3}, {"method": "m", "num_speculative_tokens": 0}, "ngram", [1]],
-    "use_speculative_decoding": [True],  # with nothing to draft with
+    "use_speculative_decoding": [True, "off", 0],  # True: with nothing to draft with
+    "enable_prefix_caching": ["no", 1, None],
 }
 
 
@@ -37,9 +42,87 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
         EngineConfig.from_arguments(model="m", spec_lenght=3)
 
 
-def test_a_choice_is_suggested() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
-        EngineConfig(model="m", dtype="bfloat")
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("dtype", "bfloat", "bfloat16"),
+        ("kv_cache_backend", "pages", "paged"),
+        ("scheduling_policy", "decode_first", "decode-first"),
+    ],
+)
+def test_a_choice_is_suggested(name: str, value: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        EngineConfig(model="m", **{name: value})
+
+
+# --- seed 001, D8
+
+
+def test_speculation_needs_something_to_draft_with() -> None:
+    with pytest.raises(
+        ConfigError, match="use_speculative_decoding is on but there is nothing to draft with"
+    ) as caught:
+        EngineConfig(model="m", use_speculative_decoding=True)
+    assert "set draft_model" in caught.value.fix
+    assert EngineConfig(model="m", use_speculative_decoding=True, draft_model="d").speculative() is not None
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_draft_has_at_least_one_token(length: int) -> None:
+    with pytest.raises(ConfigError, match=f"spec_length={length} is not a whole number above 0") as caught:
+        EngineConfig(model="m", draft_model="d", spec_length=length)
+    assert caught.value.fix == "set spec_length to 1 or more."
+    assert EngineConfig(model="m", draft_model="d", spec_length=1).spec_length == 1
+
+
+def test_what_this_engine_never_needs_is_unknown() -> None:
+    """Batching is always continuous, so seed 001's modes are no arguments."""
+    for name in ("batching_mode", "use_cuda_graphs"):
+        with pytest.raises(ConfigError, match=f"unknown engine argument '{name}'"):
+            EngineConfig.from_arguments(model="m", **{name: "continuous"})
+
+
+def test_a_step_has_room_for_everyone() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is below max_num_seqs=5") as caught:
+        EngineConfig(model="m", max_num_seqs=5, max_num_batched_tokens=4)
+    assert "every running sequence needs a token per step" in caught.value.fix
+
+
+# --- sizes in memory
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        (" 64 kb ", 64_000),
+        ("3KiB", 3072),
+        ("7B", 7),
+        ("1MB", 10**6),
+    ],
+)
+def test_sizes_are_read_in_every_spelling(text: int | str, size: int) -> None:
+    assert read_bytes("kv_memory", text) == size
+    assert EngineConfig(model="m", kv_memory=text).kv_memory_bytes() == size
+
+
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_no_size_leaves_the_choice_to_the_engine(value: str | None) -> None:
+    assert EngineConfig(model="m", kv_memory=value).kv_memory_bytes() is None
+
+
+def test_what_is_no_size_is_refused_with_examples() -> None:
+    with pytest.raises(ConfigError, match="kv_memory='2 gigs' is not a size in memory") as caught:
+        EngineConfig(model="m", kv_memory="2 gigs")
+    assert "512MiB" in caught.value.fix
+
+
+# --- one thing, several spellings
 
 
 @pytest.mark.parametrize("draft", [{"draft_model": "d"}, {"speculative_config": {"method": "m"}}])
@@ -101,6 +184,17 @@ def test_a_configuration_is_frozen() -> None:
 def test_the_context_is_resolved(asked: int | None, positions: int, expected: int) -> None:
     config = EngineConfig(model="m", max_model_len=asked, max_num_seqs=3, max_num_batched_tokens=9)
     assert resolve(config, positions) == Limits(expected, 3, 9)
+
+
+def test_every_limit_is_the_configured_one() -> None:
+    config = EngineConfig(model="m", max_waiting=7, scheduling_policy="first-come")
+    assert resolve(config, 100) == Limits(100, 8, 512, 7, "first-come")
+
+
+def test_the_engine_s_defaults() -> None:
+    config = EngineConfig(model="m")
+    assert (config.kv_cache_backend, config.enable_prefix_caching, config.block_size) == ("paged", True, 16)
+    assert (config.scheduling_policy, config.max_waiting, config.kv_memory) == ("decode-first", 1024, None)
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

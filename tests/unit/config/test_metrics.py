@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.metrics import RequestMetrics, SpeculationMetrics, TimingMetrics, percentile
+from speculant.metrics import EngineMetrics, RequestMetrics, SpeculationMetrics, TimingMetrics, percentile
 
 # (drafted, accepted, tested) of one step
 steps_strategy = st.lists(
@@ -69,7 +69,7 @@ def test_pooling_is_recording_everything_together(
 def test_the_documented_keys_are_there_and_are_json() -> None:
     metrics = RequestMetrics(TimingMetrics(1.0), recorded([(4, 2, 3)]), verification="match")
     told = json.loads(json.dumps(metrics.to_dict()))
-    assert set(told) == {"speculative_decoding", "timing"}
+    assert set(told) == {"speculative_decoding", "timing", "cached_tokens", "num_preemptions"}
     assert {
         "num_spec_steps",
         "num_draft_tokens",
@@ -81,6 +81,15 @@ def test_the_documented_keys_are_there_and_are_json() -> None:
     } <= set(told["speculative_decoding"])
     times = {"ttft_s", "decode_s", "tokens_per_s", "target_passes", "draft_s", "verify_s", "itl_s"}
     assert times <= set(told["timing"])
+
+
+def test_an_engine_s_figures_are_json() -> None:
+    told = json.loads(json.dumps(EngineMetrics(steps=4, tokens=10, blocks_total=8).to_dict()))
+    assert told["tokens_per_step"] == 2.5
+    assert told["blocks_total"] == 8
+    assert {"preemptions", "finished", "aborted", "failed", "prompt_tokens", "prefix_hit_tokens"} <= set(told)
+    assert {"waiting", "running", "blocks_used", "draft_s", "verify_s", "other_s"} <= set(told)
+    assert EngineMetrics().to_dict()["tokens_per_step"] == 0
 
 
 def test_tokens_of_one_step_arrive_together() -> None:

@@ -1,14 +1,16 @@
-"""The model drafter's corners: vocabularies that differ in padding, a budget, a pass that fails."""
+"""The model drafter's corners: vocabularies that differ in padding, a budget, little memory, a pass that fails."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
+from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.drafting.draft_model import ModelDrafter, fit_vocabulary
 from speculant.models.base import Batch, CausalLM
@@ -22,9 +24,11 @@ GREEDY = SamplingParams(temperature=0)
 PROMPT = list(range(40, 60))
 
 
-def drafter_of(model: CausalLM, budget: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelDrafter:
-    cache = SlottedKVCache(model.cache_shape, 4, 64)
-    return ModelDrafter(model, cache, KeyedChances(), vocab_size, budget)
+def drafter_of(model: CausalLM, budget: int = 256, num_blocks: int | None = None) -> ModelDrafter:
+    """Make a drafter over slots, or over so many blocks of four positions."""
+    shape = model.cache_shape
+    cache = PagedKVCache(shape, num_blocks, 4) if num_blocks else SlottedKVCache(shape, 4, 64)
+    return ModelDrafter(model, cache, KeyedChances(), VOCAB_SIZE, budget)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +36,8 @@ def model(checkpoints: Checkpoints) -> CausalLM:
     return load_model(checkpoints.near, "float64", "cpu").model
 
 
-def begun(drafter: ModelDrafter, seq: int, tokens: list[int]) -> Request:
-    request = make_request(tokens, params=GREEDY, seq=seq)
+def begun(drafter: ModelDrafter, seq: int, tokens: list[int], salt: str = "") -> Request:
+    request = make_request(tokens, params=GREEDY, seq=seq, salt=salt)
     drafter.begin(request)
     return request
 
@@ -78,6 +82,68 @@ def test_a_long_backlog_is_fed_in_parts_and_shared(model: CausalLM) -> None:
         lengths.append([drafter.cache.length(seq) for seq in (1, 2)])
     assert sizes == [[0, 0], [0, 0], [2, 0], [2, 0], [2, 0], [2, 2]]
     assert lengths[:2] == [[8, 0], [16, 0]]
+
+
+def test_a_long_backlog_is_fed_as_far_as_the_memory_goes(model: CausalLM) -> None:
+    """Six blocks: one prompt has all of its five, the other waits with what is left until the first one ends."""
+    drafter = drafter_of(model, num_blocks=6)
+    requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[::-1])]
+    assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
+    assert [drafter.cache.length(seq) for seq in (1, 2)] == [20, 4]
+    assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
+    drafter.end(requests[0])
+    assert [tree.size for tree in drafter.propose(requests[1:], [3])] == [3]
+    drafter.cache.check()
+
+
+def test_a_draft_is_as_long_as_the_memory_allows(model: CausalLM) -> None:
+    """The last drafted token is never fed, so two free positions are enough for three of them."""
+    drafter = drafter_of(model, num_blocks=5)
+    (tree,) = drafter.propose([begun(drafter, 1, PROMPT[:18])], [6])
+    assert tree.size == 3
+    assert drafter.cache.free_tokens() == 0
+    fresh = drafter_of(model)
+    (longer,) = fresh.propose([begun(fresh, 1, PROMPT[:18])], [6])
+    assert tree.token_list == longer.token_list[:3]
+
+
+def test_a_short_draft_does_not_end_its_neighbour_s(model: CausalLM) -> None:
+    drafter = drafter_of(model, num_blocks=7)
+    requests = [begun(drafter, 1, PROMPT[:12]), begun(drafter, 2, PROMPT[8:18])]
+    sizes = [tree.size for tree in drafter.propose(requests, [6, 6])]
+    assert sizes == [5, 3], "of two free positions and one block, the first who needs it takes the block"
+
+
+def test_what_is_known_is_not_fed_again(model: CausalLM) -> None:
+    counting = Counting(model)
+    drafter = drafter_of(counting, num_blocks=30)
+    request = begun(drafter, 1, PROMPT)
+    (first,) = drafter.propose([request], [2])
+    request.tokens += [5]
+    drafter.propose([request], [1])  # what was committed is known from the next round on
+    counting.rows.clear()
+    again = begun(drafter, 2, PROMPT)
+    (second,) = drafter.propose([again], [2])
+    assert counting.rows == [1, 1], "all but the last token of five full blocks"
+    assert second.token_list == first.token_list
+    drafter.propose([begun(drafter, 3, PROMPT, salt="other")], [2])
+    assert counting.rows[2:] == [20, 1]
+
+
+def test_whoever_was_set_aside_begins_anew(model: CausalLM) -> None:
+    counting = Counting(model)
+    drafter = drafter_of(counting)
+    request = begun(drafter, 1, PROMPT)
+    drafter.propose([request], [3])
+    drafter.end(request)
+    assert drafter.cache.length(1) == 0
+    request.tokens += [5, 6]
+    drafter.begin(request)
+    counting.rows.clear()
+    (tree,) = drafter.propose([request], [2])
+    assert counting.rows == [22, 1]
+    fresh = drafter_of(model)
+    assert tree.token_list == fresh.propose([begun(fresh, 1, [*PROMPT, 5, 6])], [2])[0].token_list
 
 
 def test_nothing_is_fed_for_a_sequence_without_a_limit(model: CausalLM) -> None:
@@ -130,7 +196,7 @@ class Counting:
         self.rows: list[int] = []
         self.fail_at: int | None = None
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape
 from speculant.cache.slotted import SlottedKVCache
-from speculant.engine.commit import Committed, commit, record_prompt, token_logprobs
+from speculant.engine.commit import Committed, commit, fail, record_prompt, take_back, token_logprobs
 from speculant.engine.runner import Fed
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Scheduled
@@ -214,9 +214,25 @@ def test_more_alternatives_than_tokens_are_all_tokens() -> None:
 def test_prompt_log_probabilities_are_those_of_the_next_prompt_token() -> None:
     request = make_request([3, 1, 2, 0], params=SamplingParams(prompt_logprobs=0))
     logits = torch.randn(3, 5, dtype=torch.float64)
-    record_prompt(Scheduled(request, 0, 2), logits[:2])
-    record_prompt(Scheduled(request, 2, 2), logits[2:])
+    record_prompt(request, logits[:2])
+    record_prompt(request, logits[2:])
     table = torch.log_softmax(logits, -1)
     assert [list(entry) for entry in request.prompt_logprobs] == [[1], [2], [0]]
     values = [entry.logprob for each in request.prompt_logprobs for entry in each.values()]
     assert values == pytest.approx([float(table[0, 1]), float(table[1, 2]), float(table[2, 0])])
+
+
+def test_a_failure_ends_a_request_and_keeps_what_was_told() -> None:
+    request, error = make_request(PROMPT, [9, 8]), ValueError("bad luck")
+    request.metrics.speculative_decoding.record(4, 1, 2)
+    (told,) = fail(request, error).outputs
+    assert (told.token, told.finish_reason, told.acceptance_rate) == (None, "error", 0.25)
+    assert (request.output, request.finish_reason, request.error) == ([9, 8], "error", error)
+
+
+def test_what_nobody_was_told_is_taken_back() -> None:
+    a = a_round(output=[9], params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({14}))
+    a.request.logprobs = [{}]
+    a.commit((1, 2, 4), 7)
+    take_back(a.request, 1)
+    assert (a.request.tokens, a.request.logprobs, a.request.stop_reason) == ([*PROMPT, 9], [{}], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from speculant.params import SamplingParams
 from speculant.scheduling.draft_length import Fixed, draft_limits, room
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 
@@ -22,9 +23,30 @@ def decoding(num_output: int = 1, max_tokens: int | None = 100, speculation: Any
     return Scheduled(request, len(request.tokens) - 1, 1)
 
 
-def limits_of(items: list[Scheduled], length: int = 4, **changes: Any) -> list[int]:
-    arguments = {"budget": 100, "max_nodes": None, "max_len": 100, **changes}
-    return draft_limits(items, Fixed(length), **arguments)
+@dataclass
+class Pool:
+    """A plan for a cache in which everyone may take what is left."""
+
+    left: int
+
+    def room(self, seq: int) -> int:
+        return self.left
+
+    def take(self, seq: int, n: int) -> None:
+        assert 0 <= n <= self.left
+        self.left -= n
+
+
+def limits_of(
+    items: list[Scheduled],
+    length: int = 4,
+    budget: int = 100,
+    memory: int = 100,
+    max_nodes: int | None = None,
+    max_len: int = 100,
+) -> list[int]:
+    schedule = Schedule(items, Pool(memory), budget, [], [])
+    return draft_limits(schedule, Fixed(length), max_nodes, max_len)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +86,11 @@ def test_the_step_s_budget_is_shared_in_order() -> None:
     assert limits_of([decoding(), decoding()], budget=0) == [0, 0]
 
 
+def test_what_the_step_left_of_the_memory_is_shared_in_order() -> None:
+    assert limits_of([decoding(), decoding(speculation=False), decoding(), decoding()], memory=6) == [4, 0, 2, 0]
+    assert limits_of([decoding(), decoding()], memory=0) == [0, 0]
+
+
 def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
     request: Request = make_request([1] * 5, params=SamplingParams(max_tokens=100))
     assert limits_of([Scheduled(request, 0, 3), Scheduled(request, 0, 5), Scheduled(request, 3, 2)]) == [0, 0, 0]
@@ -75,19 +102,26 @@ def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
     max_tokens=st.one_of(st.none(), st.integers(20, 30)),
     length=st.integers(0, 9),
     budget=st.integers(0, 30),
+    memory=st.integers(0, 30),
     max_len=st.integers(6, 40),
     max_nodes=st.one_of(st.none(), st.integers(1, 6)),
 )
 def test_limits_hold_together(
-    outputs: list[int], max_tokens: int | None, length: int, budget: int, max_len: int, max_nodes: int | None
+    outputs: list[int],
+    max_tokens: int | None,
+    length: int,
+    budget: int,
+    memory: int,
+    max_len: int,
+    max_nodes: int | None,
 ) -> None:
     items = [decoding(num_output, max_tokens) for num_output in outputs]
-    limits = limits_of(items, length, budget=budget, max_len=max_len, max_nodes=max_nodes)
-    assert sum(limits) <= budget
+    limits = limits_of(items, length, budget, memory, max_nodes, max_len)
+    assert sum(limits) <= min(budget, memory)
     for item, limit in zip(items, limits, strict=True):
         assert 0 <= limit <= min(length, max_nodes or length)
         longest = len(item.request.tokens) + limit + 1
         assert limit == 0 or longest <= max_len
         assert limit == 0 or max_tokens is None or item.request.num_output + limit + 1 <= max_tokens
-    if budget >= length * len(items) and max_nodes is None:
+    if min(budget, memory) >= length * len(items) and max_nodes is None:
         assert limits == [max(0, min(length, room(item.request, max_len))) for item in items]

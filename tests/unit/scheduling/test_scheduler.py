@@ -1,116 +1,71 @@
-"""Who feeds how much: the budget holds, decoders come first, nobody starves, samples wait for their first."""
+"""Who feeds how much: the budget holds, decoders come first, samples wait for their first."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.config import Limits
-from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import Scheduled, Scheduler
-from speculant.types import Request
+from speculant.config import POLICIES
+from speculant.errors import CapacityError
+from speculant.scheduling.scheduler import Scheduled
 from tests.models import make_request
-
-
-@dataclass
-class Lengths:
-    """A cache as far as a scheduler looks at it."""
-
-    held: dict[int, int] = field(default_factory=dict)
-
-    def length(self, seq: int) -> int:
-        return self.held.get(seq, 0)
-
-
-def request_of(seq: int, num_prompt: int, request_id: str | None = None, max_tokens: int = 3) -> Request:
-    return make_request(
-        [1] * num_prompt, params=SamplingParams(max_tokens=max_tokens), seq=seq, request_id=request_id or f"r{seq}"
-    )
-
-
-def scheduler_of(requests: list[Request], max_num_seqs: int = 4, budget: int = 8) -> Scheduler:
-    scheduler = Scheduler(Limits(100, max_num_seqs, budget))
-    for request in requests:
-        scheduler.add(request)
-    return scheduler
-
-
-def counts(scheduled: list[Scheduled]) -> dict[int, int]:
-    return {item.request.seq: item.count for item in scheduled}
-
-
-def feed(scheduler: Scheduler, cache: Lengths, scheduled: list[Scheduled]) -> list[Request]:
-    """Do what a step does with the schedule; return the requests that gained a token."""
-    grown = []
-    for item in scheduled:
-        cache.held[item.request.seq] = item.start + item.count
-        if item.completes:
-            item.request.tokens.append(2)
-            grown.append(item.request)
-        if item.request.num_output == item.request.params.max_tokens:
-            scheduler.remove(item.request)
-    return grown
+from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 
 
 @given(
     prompts=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     max_num_seqs=st.integers(1, 5),
     extra=st.integers(0, 10),
+    num_blocks=st.integers(9, 50),  # one sequence of 32 and a little more, up to all
+    policy=st.sampled_from(POLICIES),
 )
-def test_every_request_is_served_within_the_budget(prompts: list[int], max_num_seqs: int, extra: int) -> None:
-    budget, cache = max_num_seqs + extra, Lengths()
-    requests = [request_of(seq, length) for seq, length in enumerate(prompts)]
-    scheduler = scheduler_of(requests, max_num_seqs, budget)
-    fed_prompt = [0] * len(requests)
-    for _ in range(sum(prompts) + 3 * len(prompts) + 1):
-        scheduler.admit(cache)
-        if not scheduler.running:
-            break
-        scheduled = scheduler.schedule(cache)
-        assert scheduled, "a step that does nothing"
-        assert len(scheduler.running) <= max_num_seqs
-        assert sum(item.count for item in scheduled) <= budget
-        assert scheduler.draft_budget(scheduled) == budget - sum(item.count for item in scheduled)
-        for item in scheduled:
-            assert item.count >= 1
-            assert item.start == cache.length(item.request.seq), "nothing is skipped or fed twice"
-            assert item.start + item.count <= len(item.request.tokens)
-            fed_prompt[item.request.seq] += item.count if item.start < len(item.request.prompt) else 0
-        decoding = {r.seq for r in scheduler.running if len(r.tokens) - cache.length(r.seq) == 1}
-        assert decoding <= set(counts(scheduled)), "who is caught up is never left out"
-        feed(scheduler, cache, scheduled)
+def test_everyone_is_served_within_budget_and_memory(
+    prompts: list[int], max_num_seqs: int, extra: int, num_blocks: int, policy: str
+) -> None:
+    """Reserving raises if there is no memory, so the steps themselves show that what was planned is there."""
+    budget = max_num_seqs + extra
+    driver = Driver(blocks(num_blocks), max_num_seqs=max_num_seqs, budget=budget, policy=policy)
+    requests = [driver.add(length) for length in prompts]
+    while driver.scheduler.waiting or driver.scheduler.running:
+        schedule = driver.step()
+        assert schedule.items, "a step that does nothing"
+        assert len(driver.scheduler.running) <= max_num_seqs
+        assert sum(item.count for item in schedule.items) == budget - schedule.spare_tokens <= budget
+        assert all(item.count >= 1 for item in schedule.items)
     assert [request.num_output for request in requests] == [3] * len(requests)
-    assert fed_prompt == prompts
+    assert driver.cache.free_tokens() == num_blocks * BLOCK
 
 
 def test_long_prompts_are_fed_in_chunks() -> None:
-    cache = Lengths()
-    scheduler = scheduler_of([request_of(1, 20)], budget=8)
-    scheduler.admit(cache)
-    chunks = []
-    for _ in range(4):
-        scheduled = scheduler.schedule(cache)
-        chunks += [(item.start, item.count, item.completes, item.decodes) for item in scheduled]
-        feed(scheduler, cache, scheduled)
-    assert chunks == [(0, 8, False, False), (8, 8, False, False), (16, 4, True, False), (20, 1, True, True)]
+    driver = Driver(slots(1), budget=8)
+    driver.add(20)
+    items = [item for _ in range(4) for item in driver.step().items]
+    assert [(item.start, item.count) for item in items] == [(0, 8), (8, 8), (16, 4), (20, 1)]
 
 
-def test_decoders_come_before_a_prompt_that_came_earlier() -> None:
-    cache = Lengths({2: 5, 3: 5})
-    requests = [request_of(1, 30), request_of(2, 6), request_of(3, 6)]
-    scheduler = scheduler_of(requests, budget=5)
-    scheduler.admit(cache)
-    assert counts(scheduler.schedule(cache)) == {1: 3, 2: 1, 3: 1}
+def test_who_is_caught_up_is_served_before_a_prompt_that_came_earlier() -> None:
+    driver = Driver(slots(3), max_num_seqs=3, budget=5)
+    driver.add(30)
+    first, second = driver.add(6), driver.add(6)
+    for request in (first, second):
+        driver.cache.reserve(request.seq, 5)
+    driver.scheduler.running, driver.scheduler.waiting = driver.requests[:], []
+    assert counts(driver.step()) == {1: 1, 2: 1, 0: 3}
 
 
 def test_prompts_share_what_is_left_in_the_order_they_came() -> None:
-    cache = Lengths({3: 5})
-    scheduler = scheduler_of([request_of(1, 3), request_of(2, 30), request_of(3, 6), request_of(4, 30)], budget=8)
-    scheduler.admit(cache)
-    assert counts(scheduler.schedule(cache)) == {1: 3, 2: 4, 3: 1}
+    driver = Driver(slots(3), budget=8)
+    for length in (3, 30, 30):
+        driver.add(length)
+    assert counts(driver.step()) == {0: 3, 1: 5}
+
+
+def test_what_the_step_leaves_is_for_drafts() -> None:
+    driver = Driver(slots(3), budget=8)
+    driver.add(3)
+    driver.add(2)
+    assert driver.step().spare_tokens == 3
 
 
 def test_the_tokens_to_feed_are_those_the_cache_has_not_seen() -> None:
@@ -124,41 +79,84 @@ def test_the_tokens_to_feed_are_those_the_cache_has_not_seen() -> None:
 
 
 def test_waiting_requests_start_in_order_when_there_is_room() -> None:
-    cache, requests = Lengths(), [request_of(seq, 2) for seq in range(5)]
-    scheduler = scheduler_of(requests, max_num_seqs=2)
-    assert scheduler.admit(cache) == requests[:2]
-    assert scheduler.admit(cache) == []
-    scheduler.remove(requests[0])
-    assert scheduler.admit(cache) == requests[2:3]
-    assert scheduler.running == requests[1:3]
-    assert list(scheduler.waiting) == requests[3:]
+    driver = Driver(slots(2), max_num_seqs=2)
+    requests = [driver.add(2) for _ in range(5)]
+    assert driver.step().admitted == requests[:2]
+    assert driver.step().admitted == []
+    driver.scheduler.remove(requests[0])
+    assert driver.step().admitted == requests[2:3]
+    assert driver.scheduler.waiting == requests[3:]
 
 
-def test_a_request_can_leave_from_anywhere() -> None:
-    cache, requests = Lengths(), [request_of(seq, 2) for seq in range(3)]
-    scheduler = scheduler_of(requests, max_num_seqs=1)
-    scheduler.admit(cache)
-    scheduler.remove(requests[1])
-    assert list(scheduler.waiting) == requests[2:]
-    scheduler.remove(requests[0])
-    assert scheduler.running == []
+def test_a_request_can_leave_from_anywhere_and_takes_its_memory_along() -> None:
+    driver = Driver(slots(1), max_num_seqs=1)
+    requests = [driver.add(2) for _ in range(3)]
+    driver.step()
+    driver.scheduler.remove(requests[1])
+    assert driver.scheduler.waiting == requests[2:]
+    driver.scheduler.remove(requests[0])
+    assert driver.scheduler.running == []
+    assert driver.cache.length(0) == 0
     with pytest.raises(ValueError, match="not in"):
-        scheduler.remove(requests[0])
+        driver.scheduler.remove(requests[0])
 
 
 def test_samples_of_one_prompt_wait_until_the_first_has_fed_it() -> None:
-    cache = Lengths()
-    samples = [request_of(seq, 10, "same") for seq in range(3)]
-    scheduler = scheduler_of(samples, budget=6)
-    assert scheduler.admit(cache) == samples[:1]
-    feed(scheduler, cache, scheduler.schedule(cache))
-    assert scheduler.admit(cache) == []
-    feed(scheduler, cache, scheduler.schedule(cache))
-    assert cache.length(0) == 10
-    assert scheduler.admit(cache) == samples[1:], "all others at once, although they hold nothing yet"
+    driver = Driver(slots(3), budget=6)
+    samples = [driver.add(10, request_id="same", token=5) for _ in range(3)]
+    assert [driver.step().admitted for _ in range(3)] == [samples[:1], [], samples[1:]]
+    assert [driver.cache.length(sample.seq) for sample in samples] == [11, 10, 10], "they fed just their last token"
+    assert [sample.metrics.cached_tokens for sample in samples] == [0, 9, 9]
+
+
+def test_samples_share_blocks() -> None:
+    driver = Driver(blocks(20), budget=40)
+    samples = [driver.add(9, max_tokens=9, request_id="same", token=5) for _ in range(4)]
+    driver.step()
+    driver.step()
+    tables = [driver.cache.table(sample.seq).blocks.tolist() for sample in samples]
+    assert [table[:2] for table in tables] == [tables[0][:2]] * 4
+    assert len({table[2] for table in tables}) == 4, "each one writes to a block of its own"
+    assert driver.cache.free_tokens() == (20 - 2 - 4) * BLOCK
 
 
 def test_the_same_prompt_under_another_name_does_not_wait() -> None:
-    requests = [request_of(1, 10), request_of(2, 10)]
-    scheduler = scheduler_of(requests)
-    assert scheduler.admit(Lengths()) == requests
+    driver = Driver(slots(2))
+    requests = [driver.add(10, token=5) for _ in range(2)]
+    assert driver.step().admitted == requests
+
+
+# --- the queue
+
+
+def test_a_full_queue_says_so_and_takes_nothing() -> None:
+    driver = Driver(slots(1), max_num_seqs=1, max_waiting=2)
+    queued = [driver.add(2), driver.add(2)]
+    with pytest.raises(CapacityError, match="2 sequences are waiting, 1 more came and max_waiting is 2") as caught:
+        driver.add(2)
+    assert caught.value.fix == "try again later, or raise max_waiting."
+    assert driver.scheduler.waiting == queued
+    assert driver.scheduler.num_vacant == 0
+    driver.step()
+    assert driver.scheduler.num_vacant == 1
+
+
+def test_samples_are_queued_together_or_not_at_all() -> None:
+    driver = Driver(slots(1), max_waiting=2)
+    samples = [make_request([1], seq=seq, request_id="same") for seq in range(3)]
+    with pytest.raises(CapacityError):
+        driver.scheduler.add(samples)
+    assert driver.scheduler.waiting == []
+    driver.scheduler.add(samples[:2])
+    assert driver.scheduler.waiting == samples[:2]
+
+
+def test_who_is_set_aside_finds_room_in_a_full_queue() -> None:
+    driver = Driver(blocks(4), max_waiting=2)
+    for _ in range(2):
+        driver.add(7, max_tokens=9)
+    driver.step()
+    driver.add(7)
+    driver.add(7)
+    driver.steps_until(lambda: len(driver.scheduler.waiting) == 3)
+    assert driver.scheduler.num_vacant == 0

@@ -1,0 +1,172 @@
+"""One run of a workload through an engine, seen from outside: tokens count when `Engine.step` hands them over."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from speculant.bench.workloads import Workload
+from speculant.engine.build import Built
+from speculant.metrics import SpeculationMetrics, TimingMetrics, percentile
+from speculant.params import SamplingParams
+from speculant.text.stream import TextStream
+from speculant.types import Request, StepOutput
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a workload. `sequential`: each prompt starts when the one before is done."""
+
+    params: SamplingParams
+    sequential: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave; `outputs` and `timings` per sample, in the order of the prompts.
+
+    Timings count from when a request was due, so that waiting for a place is part of them. `peak_blocks`
+    are the most cache blocks that were held after a step.
+    """
+
+    outputs: Sequence[Sequence[int]]
+    timings: Sequence[TimingMetrics]
+    speculation: SpeculationMetrics
+    rule: str | None  # what checked the drafts; None = there were none
+    seconds: float
+    steps: int
+    preemptions: int
+    prefix_hit_tokens: int
+    peak_blocks: int
+
+    def figures(self) -> dict[str, float]:
+        """Return everything that is reported, by name; times in seconds. What can't be said of this run is missing."""
+        tokens = sum(len(output) for output in self.outputs)
+        gaps = [gap for timing in self.timings for gap in timing.gaps]
+        figures = {
+            "seconds": self.seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / self.seconds,
+            "request_tokens_per_s": _median([t.tokens_per_s for t in self.timings if t.decode_s]),
+            "ttft_s": _median([t.ttft_s for t in self.timings if t.ttft_s is not None]),
+            "itl_mean_s": statistics.mean(gaps) if gaps else None,
+            **{f"itl_p{q}_s": percentile(gaps, q) for q in (50, 90, 99)},
+            "steps": self.steps,
+            "tokens_per_step": tokens / self.steps,
+            "mean_acceptance_length": self.speculation.mean_acceptance_length,
+            "acceptance_rate": self.speculation.acceptance_rate if self.speculation.num_spec_steps else None,
+            "preemptions": self.preemptions,
+            "prefix_hit_tokens": self.prefix_hit_tokens,
+            "peak_blocks": self.peak_blocks,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+class Bench:
+    """Runs workloads on an engine that serves nobody else.
+
+    Each run has a salt of its own: its prompts find one another's prefixes in the cache, and nothing of
+    earlier runs.
+    """
+
+    def __init__(self, built: Built) -> None:
+        self._built = built
+        self._salts = (f"run-{number}" for number in itertools.count())
+
+    def run(self, workload: Workload, mode: Mode) -> Run:
+        """Run every prompt to its end; an error of any of them is raised."""
+        metrics = self._built.engine.metrics
+        before, started = replace(metrics), time.perf_counter()
+        delivery = _Delivery(self._built, mode, next(self._salts), started)
+        try:
+            delivery.serve(workload)
+        finally:
+            delivery.stop()
+        seconds, requests = time.perf_counter() - started, delivery.requests
+        speculation = SpeculationMetrics()
+        for request in requests:
+            speculation.add(request.metrics.speculative_decoding)
+        return Run(
+            outputs=[request.output for request in requests],
+            timings=[delivery.timings[_key(request)] for request in requests],
+            speculation=speculation,
+            rule=requests[0].metrics.verification,
+            seconds=seconds,
+            steps=metrics.steps - before.steps,
+            preemptions=metrics.preemptions - before.preemptions,
+            prefix_hit_tokens=metrics.prefix_hit_tokens - before.prefix_hit_tokens,
+            peak_blocks=delivery.peak_blocks,
+        )
+
+    def warm_up(self, workload: Workload, mode: Mode) -> None:
+        """Run the first prompt, for a few tokens."""
+        tokens = min(WARM_UP_TOKENS, mode.params.max_tokens or WARM_UP_TOKENS)
+        first = replace(workload, prompts=workload.prompts[:1], arrivals=[0.0])
+        self.run(first, replace(mode, params=replace(mode.params, max_tokens=tokens, min_tokens=0)))
+
+
+class _Delivery:
+    """Hands prompts to the engine when they are due, and notes when tokens come back."""
+
+    def __init__(self, built: Built, mode: Mode, salt: str, started: float) -> None:
+        self._built, self._mode, self._salt, self._started = built, mode, salt, started
+        self._engine = built.engine
+        self.requests: list[Request] = []
+        self.timings: dict[tuple[str, int], TimingMetrics] = {}
+        self.peak_blocks = 0
+
+    def serve(self, workload: Workload) -> None:
+        coming = deque(zip(workload.prompts, workload.arrivals, strict=True))
+        while coming or self._engine.has_unfinished():
+            while coming and self._may_start(coming[0][1]):
+                self._start(*coming.popleft())
+            if self._engine.has_unfinished():
+                self._note(self._engine.step())
+            elif coming:
+                time.sleep(max(0.0, self._started + coming[0][1] - time.perf_counter()))
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
+
+    def stop(self) -> None:
+        for request in self.requests:
+            if not request.finished:
+                self._engine.abort(request.request_id)
+
+    def _may_start(self, due: float) -> bool:
+        if time.perf_counter() < self._started + due:
+            return False
+        if not self._engine.has_unfinished():
+            return True
+        return not self._mode.sequential and self._engine.accepts(self._mode.params.n)
+
+    def _start(self, prompt: Sequence[int], due: float) -> None:
+        arrival = time.perf_counter() if self._mode.sequential else self._started + due
+        params, tokenizer = self._mode.params, self._built.tokenizer
+        request_id = f"{self._salt}-{len(self.requests)}"
+        added = self._engine.add_request(
+            prompt, params, request_id, watch=lambda: TextStream(tokenizer, params), salt=self._salt
+        )
+        self.requests += added
+        self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
+
+    def _note(self, outputs: Sequence[StepOutput]) -> None:
+        now = time.perf_counter()
+        self.peak_blocks = max(self.peak_blocks, self._engine.metrics.blocks_used)
+        counts = Counter((output.request_id, output.index) for output in outputs if output.token is not None)
+        for key, count in counts.items():
+            self.timings[key].record_tokens(now, count)
+
+
+def _key(request: Request) -> tuple[str, int]:
+    return request.request_id, request.index
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,209 @@
+"""What is run: prompts as token ids, and when each of them arrives. The same every time: all chance here is seeded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculant.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from speculant.engine.build import Built
+    from speculant.text.tokenizer import Tokenizer
+
+CODE, RANDOM = "code", "random"  # the built-in sources; any other is a file
+USUAL_LENGTH = 128  # tokens of a random prompt unless said otherwise
+OPENINGS = (
+    "def {verb}_{noun}(path, {noun}=None):\n",
+    "class {Noun}Reader:\n    def __init__(self, {noun}s):\n",
+    "import os\nimport sys\n\n\ndef {verb}_{noun}s(argv=None):\n",
+    "for {noun} in self.{noun}s:\n    if not {noun}.{verb}",
+    "    def test_{verb}_{noun}(self):\n        self.assert",
+    "try:\n    {noun} = {verb}_{noun}(name)\nexcept",
+    "# {Verb} every {noun} of the list and return\n",
+    "with open(path) as {noun}_file:\n    {noun}s = ",
+)
+BODIES = '''\
+def {verb}_{noun}({noun}s, limit={number}):
+    result = []
+    for {noun} in {noun}s[:limit]:
+        if {noun} is not None:
+            result.append({noun}.strip())
+    return result
+---
+class {Noun}:
+    """A {noun} that can {verb} itself."""
+
+    def __init__(self, name, size={number}):
+        self.name = name
+        self.size = size
+
+    def {verb}(self):
+        return self.name * self.size
+---
+def {verb}_all_{noun}s(path):
+    with open(path) as {noun}_file:
+        lines = {noun}_file.readlines()
+    return [line.split()[{number} % 3] for line in lines if line.strip()]
+---
+{NOUN}_LIMIT = {number}
+
+
+def is_{noun}(value):
+    try:
+        return int(value) < {NOUN}_LIMIT
+    except ValueError:
+        return False
+'''
+VERBS = ("read", "parse", "check", "write", "merge", "split", "update", "remove", "format", "copy")
+NOUNS = ("line", "file", "token", "value", "header", "record", "message", "field", "name", "item", "block", "node")
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Which prompts to run. `prompts` is "code", "random" or a file; see `make_workload`.
+
+    num_prompts None = all of the file, or as many as the benchmark usually takes. prompt_length: tokens
+    per prompt; None = as long as they are. request_rate: prompts that arrive per second, at random; None = all at once.
+    """
+
+    prompts: str = CODE
+    num_prompts: int | None = None
+    prompt_length: int | None = None
+    request_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "prompt_length", "request_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} is not above 0", f"set {name} above 0, or leave it out.")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts as token ids, and the seconds from the start at which each arrives, in order."""
+
+    source: str
+    prompts: Sequence[Sequence[int]]
+    arrivals: Sequence[float]
+    request_rate: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what there is to run, in figures."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        return {
+            "prompts": self.source,
+            "num_prompts": len(lengths),
+            "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
+            "request_rate": self.request_rate,
+        }
+
+
+def make_workload(config: WorkloadConfig, built: Built, usual_number: int) -> Workload:
+    """Make prompts for a model.
+
+    "code" are openings of Python code, or that much code with an opening at its end; "random" are tokens
+    drawn alike from all but special and end tokens; prompts of a file are cut at prompt_length.
+    """
+    number = config.num_prompts or usual_number
+    if config.prompts == CODE:
+        prompts = [code_prompt(built.tokenizer, index, config.prompt_length) for index in range(number)]
+    elif config.prompts == RANDOM:
+        ids = ordinary_ids(built.tokenizer, built.checkpoint.eos_token_ids)
+        prompts = [random_prompt(ids, index, config.prompt_length or USUAL_LENGTH) for index in range(number)]
+    else:
+        prompts = [prompt[: config.prompt_length] for prompt in _prompts_of_file(config, built.tokenizer)]
+    return Workload(config.prompts, prompts, arrival_times(len(prompts), config.request_rate), config.request_rate)
+
+
+def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> None:
+    """Raise RequestError if a prompt and its output don't fit: outputs cut short can't be compared."""
+    longest = max(len(prompt) for prompt in workload.prompts)
+    if longest + max_tokens > max_model_len:
+        raise RequestError(
+            f"a prompt of {longest} tokens and {max_tokens} to generate are more than max_model_len={max_model_len}",
+            f"lower max_tokens to {max(1, max_model_len - longest)}"
+            f" or prompt_length to {max(1, max_model_len - max_tokens)}, or raise max_model_len.",
+        )
+
+
+def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
+    """Return the index-th piece of code: an opening, or `length` tokens that end with one."""
+    chance = random.Random(f"code-{index}")
+    opening = _fill(OPENINGS[index % len(OPENINGS)], chance)
+    if length is None:
+        return tokenizer.encode(opening)
+    start = tokenizer.encode("")[:length]  # what the tokenizer puts before every text
+    body = tokenizer.encode(opening, add_special_tokens=False)
+    bodies = BODIES.replace("---\n", "\n\n---").split("---")
+    while len(body) < length:
+        body = tokenizer.encode(_fill(chance.choice(bodies), chance), add_special_tokens=False) + body
+    return start + body[len(body) - length + len(start) :]
+
+
+def _fill(template: str, chance: random.Random) -> str:
+    verb, noun, number = chance.choice(VERBS), chance.choice(NOUNS), chance.randrange(1, 1000)
+    return template.format(verb=verb, Verb=verb.title(), noun=noun, Noun=noun.title(), NOUN=noun.upper(), number=number)
+
+
+def random_prompt(ids: Sequence[int], index: int, length: int) -> list[int]:
+    """Return the index-th draw of `length` tokens."""
+    return random.Random(f"random-{index}").choices(ids, k=length)
+
+
+def ordinary_ids(tokenizer: Tokenizer, end_token_ids: frozenset[int]) -> list[int]:
+    """Return the tokens that stand for text: none that was added to the vocabulary, none that ends a text."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return sorted(set(tokenizer.vocab().values()) - set(added) - end_token_ids)
+
+
+def arrival_times(number: int, rate: float | None) -> list[float]:
+    """Return seconds from the start, rising: all 0 without a rate, else a Poisson process from 0 on."""
+    if rate is None:
+        return [0.0] * number
+    chance = random.Random("arrivals")
+    return list(itertools.accumulate((chance.expovariate(rate) for _ in range(number - 1)), initial=0.0))
+
+
+def _prompts_of_file(config: WorkloadConfig, tokenizer: Tokenizer) -> list[list[int]]:
+    found = read_prompts(Path(config.prompts))
+    number = config.num_prompts or len(found)
+    if number > len(found):
+        raise RequestError(
+            f"{config.prompts} has {len(found)} prompts and {number} were asked for", "lower num_prompts or add some."
+        )
+    return [tokenizer.encode(each) if isinstance(each, str) else each for each in found[:number]]
+
+
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """Read one prompt a line; of a .jsonl file each line is a text, a list of token ids, or has it under "prompt"."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"the prompts {str(path)!r} can't be read: {error}",
+            f'use "{CODE}", "{RANDOM}" or a UTF-8 file with one prompt a line.',
+        ) from error
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not filled:
+        raise RequestError(f"{path} has no prompts", "write one a line.")
+    return [_read_line(f"{path}:{number}", line) if path.suffix == ".jsonl" else line for number, line in filled]
+
+
+def _read_line(place: str, line: str) -> str | list[int]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{place} is not valid JSON: {error}", "write one JSON value a line.") from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    raise RequestError(f"{place} has no prompt", 'write a text, a list of token ids, or {"prompt": ...} of either.')

@@ -1,0 +1,85 @@
+"""Blocks by number: which are free, how often each is held, and which are kept although nobody holds them.
+
+free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it can be found again
+  ^                    ^                                   |
+  |                    +---------------share---------------+
+  +------------------------evict (least recently used)-----+
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from speculant.cache.prefix import PrefixIndex
+
+
+class BlockPool:
+    """`num_blocks` blocks; those in `index` outlive their holders until the space is needed."""
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        self.num_blocks = num_blocks
+        self._index = index
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, the kept ones included."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that nobody holds but that could be found again."""
+        return len(self._kept)
+
+    def is_writable(self, block: int) -> bool:
+        """Whether its one holder may write to it: nobody else sees it or can find it."""
+        return self._holders[block] == 1 and block not in self._index
+
+    def is_kept(self, block: int) -> bool:
+        """Whether nobody holds it, so that sharing it takes one of the free blocks."""
+        return block in self._kept
+
+    def allocate(self) -> int:
+        """Take a free block, evicting what was used longest ago if there is no other; `num_free` must not be 0."""
+        if not self._free:
+            self._evict()
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a holder to a held or kept block."""
+        self._kept.pop(block, None)
+        self._holders[block] += 1
+
+    def free(self, block: int) -> None:
+        """Take a holder away from a held block."""
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            if block in self._index:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def _evict(self) -> None:
+        """Forget the least recently used prefix, and whatever could only be found through it."""
+        for block in self._index.remove(next(iter(self._kept))):
+            if block in self._kept:
+                del self._kept[block]
+                self._free.append(block)
+
+    def check(self, held: Mapping[int, int]) -> None:
+        """Assert that the counts are `held` and that every block is in one place."""
+        counts = {block: count for block, count in enumerate(self._holders) if count}
+        assert counts == dict(held), f"holders {counts} but {dict(held)} in tables"
+        _assert_partition([self._free, self._kept, counts], self.num_blocks)
+        assert all(block in self._index for block in self._kept), "a block is kept that nobody can find"
+        assert not any(block in self._index for block in self._free), "a free block can be found"
+
+
+def _assert_partition(parts: Iterable[Iterable[int]], num_blocks: int) -> None:
+    everywhere = sorted(block for part in parts for block in part)
+    assert everywhere == list(range(num_blocks)), "a block is lost or doubled"

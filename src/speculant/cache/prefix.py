@@ -1,0 +1,93 @@
+"""Which full blocks hold which prefix, so that another sequence may start from them.
+
+A tree by tokens: a node is one full block, its children are what followed it. Looking a block up compares
+its tokens, not a hash of them alone, and being a child compares everything before. Each salt has a root
+of its own, so tenants never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class PrefixNode:
+    """One full block in the index. The root has no parent, no tokens and no block."""
+
+    salt: str
+    parent: PrefixNode | None = None
+    tokens: tuple[int, ...] = ()
+    block: int | None = None
+    children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """Finds blocks by the tokens that they and all blocks before them hold."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[str, PrefixNode] = {}
+        self._nodes: dict[int, PrefixNode] = {}  # by block
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._nodes
+
+    def root(self, salt: str) -> PrefixNode:
+        """Return where the prefixes of a salt begin."""
+        return self._roots.setdefault(salt, PrefixNode(salt))
+
+    def match(self, tokens: Sequence[int], salt: str) -> list[PrefixNode]:
+        """Return the nodes of the longest known prefix of `tokens`, in order."""
+        found: list[PrefixNode] = []
+        node = self._roots.get(salt)
+        while node is not None:
+            node = node.children.get(self._tokens_of(tokens, len(found)))
+            if node is not None:
+                found.append(node)
+        return found
+
+    def insert(self, parent: PrefixNode, tokens: Sequence[int], place: int, block: int) -> PrefixNode:
+        """Return the node of the `place`-th block of `tokens` behind `parent`; it is `block`'s if it is new."""
+        own = self._tokens_of(tokens, place)
+        known = parent.children.get(own)
+        if known is not None:
+            return known
+        node = parent.children[own] = self._nodes[block] = PrefixNode(parent.salt, parent, own, block)
+        return node
+
+    def remove(self, block: int) -> list[int]:
+        """Forget a block's node and all behind it; return the blocks that can no longer be found."""
+        node = self._nodes[block]
+        assert node.parent is not None
+        del node.parent.children[node.tokens]
+        self._drop_root_if_empty(node.parent)
+        removed = []
+        for gone in list(_subtree(node)):
+            assert gone.block is not None
+            removed.append(gone.block)
+            del self._nodes[gone.block]
+        return removed
+
+    def _drop_root_if_empty(self, node: PrefixNode) -> None:
+        """Salts are chosen by strangers: a root that leads nowhere must not stay."""
+        if node.parent is None and not node.children:
+            del self._roots[node.salt]
+
+    def _tokens_of(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
+        return tuple(tokens[place * self._block_size : (place + 1) * self._block_size])
+
+    def check(self) -> None:
+        """Assert that the tree and the table by block agree."""
+        reached = {node.block: node for root in self._roots.values() for top in root.children.values()
+                   for node in _subtree(top)}  # fmt: skip
+        assert reached == self._nodes, "a block in the index can't be reached, or is reached twice"
+        assert all(len(node.tokens) == self._block_size for node in reached.values()), "a block that is not full"
+
+
+def _subtree(top: PrefixNode) -> Iterator[PrefixNode]:
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        yield node

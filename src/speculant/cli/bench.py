@@ -1,0 +1,221 @@
+"""`speculant bench`: how fast a model is here, plain beside speculative in the same run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
+from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.generate import fetch
+from speculant.cli.terminal import examples, messages, print_json, progress, results
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.params import SamplingParams
+
+if TYPE_CHECKING:
+    from speculant.bench.measuring import Case, Tell
+    from speculant.bench.runs import Mode
+    from speculant.bench.workloads import Workload
+    from speculant.engine.build import Built
+
+THROUGHPUT_EXAMPLES = examples(
+    "speculant bench throughput --model demo --draft-model demo",
+    "speculant bench throughput --model demo --draft-model demo --num-prompts 32 --max-num-seqs 32 --sequential",
+    "speculant bench throughput --model ./llama --draft-model ./llama-small --prompts random --prompt-length 512",
+    "speculant bench throughput --model ./llama --prompts prompts.jsonl --request-rate 4 --json",
+)
+LATENCY_EXAMPLES = examples(
+    "speculant bench latency --model demo --draft-model demo",
+    "speculant bench latency --model demo --draft-model demo --prompt-length 64 --prompt-length 512 --max-tokens 64",
+    "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
+)
+EXAMPLES = examples("speculant bench throughput --help", "speculant bench latency --help")
+MANY, FEW = 32, 4  # prompts that the two benchmarks usually take
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure how fast a model is on this machine, plain beside speculative in the same run.
+
+    Both ways run in turn, round by round; medians, quartiles and their ratio are printed, and whether
+    both gave the same tokens. Without a drafter only plain decoding is measured.
+    """
+
+
+class BenchSampling(SamplingFlags):
+    """The same flags; greedy and past end tokens unless told otherwise, so that runs can be compared."""
+
+    CHANGED = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """See `FlagGroup.names`."""
+        return SamplingFlags.names()
+
+    def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
+        """See `SamplingFlags.params`."""
+        return super().params(defaults or self.CHANGED)
+
+    @classmethod
+    def _default_text(cls, name: str) -> str:
+        changed = {"temperature": " [default: 0]", "ignore_eos": " [default: on]"}
+        return changed.get(name) or super()._default_text(name)
+
+
+Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
+Number = Annotated[int | None, typer.Option(help=f"How many prompts [default: {MANY}; all of a file].")]
+FewNumber = Annotated[int | None, typer.Option(help=f"How many prompts [default: {FEW}; all of a file].")]
+Lengths = Annotated[
+    list[int] | None, typer.Option("--prompt-length", help="Tokens per prompt; repeated, each is measured in turn.")
+]
+Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
+Rounds = Annotated[int, typer.Option(help="How often each way is run.")]
+Sequential = Annotated[bool, typer.Option("--sequential", help="Run the prompts one at a time too, to compare.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a benchmark is asked to do. `alone`: prompts run one at a time; `alone_too`: so as well."""
+
+    benchmark: str
+    workloads: Sequence[WorkloadConfig]
+    usual_number: int
+    rounds: int
+    alone: bool = False
+    alone_too: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ConfigError(f"rounds={self.rounds} is not above 0", "use --rounds 5, or 1 for a quick look.")
+
+
+@app.command("throughput", epilog=THROUGHPUT_EXAMPLES)
+@accepts_flags
+def throughput(
+    prompts: Prompts = CODE,
+    num_prompts: Number = None,
+    prompt_lengths: Lengths = None,
+    request_rate: Rate = None,
+    rounds: Rounds = 5,
+    sequential: Sequential = False,
+    as_json: AsJson = False,
+    *,
+    sampling: BenchSampling,
+    engine: EngineFlags,
+) -> None:
+    """Measure the tokens per second of many prompts that run together.
+
+    With them: steps, tokens a step, acceptance, preemptions, prompt tokens found in the prefix cache and
+    the most cache blocks that were held. A figure is its median over the rounds, with quartiles.
+    """
+    configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
+    _run(Plan("throughput", configs, MANY, rounds, alone_too=sequential), sampling, engine, as_json)
+
+
+@app.command("latency", epilog=LATENCY_EXAMPLES)
+@accepts_flags
+def latency(
+    prompts: Prompts = CODE,
+    num_prompts: FewNumber = None,
+    prompt_lengths: Lengths = None,
+    rounds: Rounds = 5,
+    as_json: AsJson = False,
+    *,
+    sampling: BenchSampling,
+    engine: EngineFlags,
+) -> None:
+    """Measure one prompt at a time: time to the first token, between tokens, tokens per second.
+
+    The tokens that a step commits come together, so with speculation many gaps are 0: the mean tells how
+    fast the text grows, the percentiles how evenly.
+    """
+    configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
+    _run(Plan("latency", configs, FEW, rounds, alone=True), sampling, engine, as_json)
+
+
+def _each(prompt_lengths: list[int] | None) -> Sequence[int | None]:
+    return prompt_lengths or [None]
+
+
+def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool) -> None:
+    config, params = EngineConfig.from_arguments(**engine.values()), sampling.params()
+    fetch(config)
+    with progress("Loading the models"):
+        built = _build(config)
+    workloads = [make_workload(each, built, plan.usual_number) for each in plan.workloads]
+    for workload in workloads:
+        require_room(workload, params.max_tokens or 1, built.limits.max_model_len)
+    cases = _measure(plan, built, workloads, _modes(plan, params, built.drafting))
+    _tell(plan, config, built, cases, as_json)
+
+
+def _build(config: EngineConfig) -> Built:
+    from speculant.engine.build import build_engine
+
+    return build_engine(config)
+
+
+def _modes(plan: Plan, params: SamplingParams, drafting: bool) -> dict[str, Mode]:
+    from speculant.bench.measuring import both_ways, one_at_a_time
+
+    modes = both_ways(params, drafting, sequential=plan.alone)
+    return {**modes, **one_at_a_time(modes)} if plan.alone_too else modes
+
+
+def _measure(plan: Plan, built: Built, workloads: Sequence[Workload], modes: Mapping[str, Mode]) -> list[Case]:
+    from speculant.bench.measuring import measure
+    from speculant.bench.runs import Bench
+
+    bench = Bench(built)
+    with _watched(len(workloads) * len(modes) * plan.rounds) as tell:
+        return [measure(bench, workload, modes, plan.rounds, tell) for workload in workloads]
+
+
+@contextmanager
+def _watched(num_runs: int) -> Iterator[Tell]:
+    """Offer a function that hears of each run and shows how far it all is, on a terminal only."""
+    console = messages()
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=1, transient=True) as bar:
+        task = bar.add_task("Warming up", total=num_runs)
+        started = itertools.count()
+        yield lambda name: bar.update(task, completed=next(started), description=f"Measuring {name.replace('_', ' ')}")
+
+
+def _tell(plan: Plan, config: EngineConfig, built: Built, cases: Sequence[Case], as_json: bool) -> None:
+    from speculant.bench.report import document
+
+    value = document(plan.benchmark, config, built, cases)
+    if as_json:
+        print_json(value)
+    else:
+        _show(plan.benchmark, value)
+
+
+def _show(benchmark: str, value: Mapping[str, Any]) -> None:
+    from speculant.bench.report import conclusions, heading, tables
+
+    console, speculation = results(), value["speculation"]
+    console.print(f"speculation is {'on' if speculation['on'] else 'off'}: {speculation['detail']}")
+    for case in value["cases"]:
+        console.print(f"\n{heading(case)}\n", style="bold")
+        for table in tables(benchmark, case):
+            console.print(table)
+            console.print()
+        for line in conclusions(case):
+            console.print(line)
+    for note in value["notes"]:
+        console.print(f"note: {note}", style="yellow")

@@ -1,0 +1,118 @@
+"""`AsyncEngine`: many callers in event loops, one engine in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+import weakref
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from speculant.engine.frontend import Frontend, Prompt
+from speculant.engine.job import StreamPiece
+from speculant.engine.thread import EngineThread, Ticket
+from speculant.metrics import EngineMetrics
+from speculant.params import SamplingParams
+from speculant.types import RequestOutput
+
+
+class AsyncEngine(Frontend):
+    """Serves requests from any number of tasks, event loops and threads, all in one batch.
+
+    Arguments are the fields of `EngineConfig`, see `Frontend`. As a context manager it drains when the
+    block ends, and aborts when the block is left by an exception.
+    """
+
+    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
+        super().__init__(model, draft_model, **arguments)
+        self._thread = EngineThread(self._built)
+        weakref.finalize(self, _abandon, self._thread)
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """The engine's totals, as of its last step."""
+        return self._thread.metrics
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs: not shut down to the end, not dead."""
+        return self._thread.is_alive
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine broke down, EngineClosedError once it takes no more requests."""
+        self._thread.check()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Yield each token of a prompt's samples as it is committed.
+
+        The request begins with the first piece that is asked for. Closing the iterator, dropping it or
+        cancelling the task that reads it aborts the request before the engine's next step; leave a loop
+        early under `contextlib.aclosing`, so that this does not wait for the garbage collector.
+
+        Text is tokenised in the caller's loop; token ids spare it that. A lower priority is served sooner,
+        and prompts of different salts share no cache. Before anything is queued, raises RequestError or
+        ConfigError for what can't be served, CapacityError if too many requests wait, and as
+        `check_health` does. A request that fails raises its error after the pieces that it had;
+        one that `shutdown` aborts, an EngineClosedError.
+        """
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        ticket = Ticket(self._order(prompt, sampling_params, request_id, priority, salt))
+        self._thread.add(ticket)
+        try:
+            while (piece := await ticket.receive()) is not None:
+                yield piece
+        finally:
+            self._thread.abort(ticket)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> RequestOutput:
+        """Complete one prompt; arguments and errors are those of `stream`."""
+        output: RequestOutput | None = None
+        pieces = self.stream(prompt, sampling_params, request_id=request_id, priority=priority, salt=salt)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                output = piece.output
+        assert output is not None, "a request ended without its result"
+        return output
+
+    async def shutdown(self, drain: bool) -> None:
+        """Refuse new requests, finish those that are there (drain) or abort them, and end the thread.
+
+        It may be called again, from anywhere: to wait too, or to abort what is being drained.
+        """
+        self._thread.close()
+        if not drain:
+            self._thread.abort_all()
+        await asyncio.wrap_future(self._thread.ended)
+        self._thread.join()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown(drain=kind is None)
+
+
+def _abandon(thread: EngineThread) -> None:
+    """End the thread of an engine that nobody holds any more."""
+    thread.close()
+    thread.abort_all()

@@ -1,0 +1,88 @@
+"""What every way into an engine begins with: models that are loaded, and a prompt that becomes a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speculant.config import EngineConfig
+from speculant.engine.build import Built, build_engine, generation_defaults
+from speculant.engine.job import Job
+from speculant.errors import RequestError
+from speculant.params import SamplingParams
+from speculant.text.stream import TextStream
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A tokenised prompt and what is wanted of it. `text` is None if the prompt came as token ids."""
+
+    request_id: str
+    text: str | None
+    tokens: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("request_id", str), ("priority", int), ("salt", str)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise RequestError(f"{name}={value!r} is a {type(value).__name__}", f"give {name} as {kind.__name__}.")
+
+
+class Frontend:
+    """A model, its tokenizer, an optional drafter, and an engine that runs them.
+
+    Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a Hugging Face id
+    or "demo". Raises SpeculantError with the fix for anything that does not fit.
+    """
+
+    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
+        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
+        self._built = build_engine(self.config)
+        self.tokenizer = self._built.tokenizer
+
+    @property
+    def speculating(self) -> bool:
+        """Whether drafts are made."""
+        return self._built.drafting
+
+    @property
+    def speculation(self) -> str:
+        """What drafts, and how long; or why nothing does."""
+        return self._built.speculation
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling settings that the checkpoint recommends."""
+        return SamplingParams.from_mapping(generation_defaults(self._built.checkpoint))
+
+    def _order(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, salt: str = ""
+    ) -> Order:
+        """Tokenise a prompt; raises RequestError for what is none."""
+        given: object = prompt
+        if not isinstance(given, (str, Sequence)):
+            raise RequestError(
+                f"a prompt is a {type(given).__name__}", "give a text, a list of token ids, or a list of those."
+            )
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Order(request_id, text, tokens, params or self.default_params, priority, salt)
+
+
+def start_job(built: Built, order: Order) -> Job:
+    """Queue what is ordered; raises what `Engine.add_request` does, and nothing is queued then."""
+    requests = built.engine.add_request(
+        order.tokens,
+        order.params,
+        order.request_id,
+        watch=lambda: TextStream(built.tokenizer, order.params),
+        priority=order.priority,
+        salt=order.salt,
+    )
+    return Job(order.request_id, order.text, requests, built.tokenizer)

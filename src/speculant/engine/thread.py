@@ -1,0 +1,213 @@
+"""The thread that owns an engine, and the way back from it to whoever waits in an event loop.
+
+    callers' threads       add, abort, close  --->  inbox
+    the engine's thread    between two steps: everything in the inbox, in order; asleep if nothing runs
+    a caller's loop        <---  once per request and step: all of its new pieces
+
+Nothing is polled, and no caller's loop is ever held up by a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+
+from speculant.engine.build import Built
+from speculant.engine.frontend import Order, start_job
+from speculant.engine.job import Job, StreamPiece
+from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
+from speculant.metrics import EngineMetrics
+from speculant.types import StepOutput
+
+_LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter's exit
+
+
+@dataclass(frozen=True)
+class _End:
+    """What follows a request's last piece; `error` is to be raised."""
+
+    error: Exception | None
+
+
+class Ticket:
+    """What a caller's event loop and the engine's thread both hold of a request; made in that loop."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self._loop = asyncio.get_running_loop()
+        self._unread: asyncio.Queue[StreamPiece | _End] = asyncio.Queue()  # touched in the loop alone
+
+    async def receive(self) -> StreamPiece | None:
+        """Wait for the next piece; None after the last. Raises what ended the request, if that was an error."""
+        told = await self._unread.get()
+        if isinstance(told, StreamPiece):
+            return told
+        if told.error is not None:
+            raise told.error
+        return None
+
+    def tell(self, told: Sequence[StreamPiece | _End]) -> bool:
+        """Wake the reader, from the engine's thread, once for all that is told; False if its loop was closed."""
+        try:
+            self._loop.call_soon_threadsafe(self._keep, told)
+        except RuntimeError:
+            return False
+        return True
+
+    def _keep(self, told: Sequence[StreamPiece | _End]) -> None:
+        for each in told:
+            self._unread.put_nowait(each)
+
+
+class EngineThread:
+    """Runs an engine, which nobody else touches. It ends when it is closed, or when something breaks it.
+
+    `metrics` are a copy, as of the last step. `ended` is done when no request will be told anything more.
+    """
+
+    def __init__(self, built: Built) -> None:
+        self.metrics: EngineMetrics = replace(built.engine.metrics)
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+        self._built, self._engine = built, built.engine
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
+        self._open: dict[str, tuple[Ticket, Job]] = {}
+        self._lock = threading.RLock()  # nothing is added once it is closed
+        self._closed = False
+        self._leaving = False  # the engine's thread has read that it is closed
+        self._cause: BaseException | None = None  # what broke the engine
+        self._thread = threading.Thread(target=self._run, name="speculant-engine", daemon=True)
+        atexit.register(self._exit)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine still runs."""
+        return self._cause is None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what a request would be refused with now: EngineDeadError or EngineClosedError."""
+        if self._cause is not None or not (self._closed or self._thread.is_alive()):
+            raise self._death()
+        if self._closed:
+            raise EngineClosedError("the engine was shut down", "make a new one.")
+
+    def add(self, ticket: Ticket) -> None:
+        """Have a request queued; its ticket is told what comes of it. Raises as `check` does."""
+        with self._lock:
+            self.check()
+            self._inbox.put(partial(self._add, ticket))
+
+    def abort(self, ticket: Ticket) -> None:
+        """Have a request ended before the next step, if it has not ended yet; its ticket is told nothing more."""
+        self._inbox.put(partial(self._abort, ticket))
+
+    def close(self) -> None:
+        """Take no more requests, and end the thread after those that are there."""
+        with self._lock:
+            self._closed = True
+            self._inbox.put(self._leave)
+
+    def abort_all(self) -> None:
+        """Have every request ended before the next step, with an EngineClosedError."""
+        self._inbox.put(self._abort_all)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait, blocking, until the thread is gone; at most that many seconds."""
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._leaving or self._engine.has_unfinished():
+                self._obey()
+                self._step()
+        except BaseException as error:
+            self._cause = error
+            raise  # for the traceback on standard error
+        finally:
+            self._end()
+
+    def _obey(self) -> None:
+        """Do what the inbox asks for; if nothing runs, sleep until it asks for something."""
+        for _ in range(max(self._inbox.qsize(), not self._engine.has_unfinished())):
+            self._inbox.get()()
+        self.metrics = replace(self._engine.metrics)
+
+    def _step(self) -> None:
+        outputs: dict[str, list[StepOutput]] = {}
+        for output in self._engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        self.metrics = replace(self._engine.metrics)
+        for request_id, own in outputs.items():
+            self._tell(*self._open[request_id], own)
+
+    def _tell(self, ticket: Ticket, job: Job, outputs: Sequence[StepOutput]) -> None:
+        """Pass on what a step committed for one request. Text that can't be made ends this request alone."""
+        told: list[StreamPiece | _End] = []
+        try:
+            told += (job.piece(output) for output in outputs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+            self._abort(ticket)
+            told.append(_End(error))
+        else:
+            if job.finished:
+                del self._open[job.request_id]
+                told.append(_End(job.error))
+        if not ticket.tell(told):
+            self._abort(ticket)
+
+    def _add(self, ticket: Ticket) -> None:
+        try:
+            if self._cause is not None:
+                raise self._death()
+            self._open[ticket.order.request_id] = ticket, start_job(self._built, ticket.order)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the others go on
+            ticket.tell([_End(error)])
+
+    def _abort(self, ticket: Ticket) -> None:
+        """End a request; another one that has its id by now, or had it before, is left alone."""
+        found = self._open.get(ticket.order.request_id)
+        if found is not None and found[0] is ticket:
+            del self._open[ticket.order.request_id]
+            self._engine.abort(ticket.order.request_id)
+
+    def _abort_all(self) -> None:
+        for ticket, _ in list(self._open.values()):
+            self._abort(ticket)
+            error = EngineClosedError("the engine was shut down before this request ended", "send it to another one.")
+            ticket.tell([_End(error)])
+
+    def _leave(self) -> None:
+        self._leaving = True
+
+    def _end(self) -> None:
+        """Tell everybody who still waits; `add` refuses from here on, so nobody begins to."""
+        with self._lock:
+            self._closed = True
+        abandoned = [ticket for ticket, _ in self._open.values()]
+        self._open.clear()
+        for ticket in abandoned:
+            ticket.tell([_End(self._death())])
+        while not self._inbox.empty():
+            self._inbox.get()()
+        atexit.unregister(self._exit)
+        self.ended.set_result(None)
+
+    def _death(self) -> SpeculantError:
+        error = EngineDeadError(
+            f"the engine's thread died of {self._cause!r}", "make a new engine; standard error has the traceback."
+        )
+        error.__cause__ = self._cause
+        return error
+
+    def _exit(self) -> None:
+        """End the thread before the interpreter does, which would break off a step in native code."""
+        self.close()
+        self.abort_all()
+        self.join(_LONGEST_EXIT)

@@ -1,0 +1,45 @@
+"""Cache content that can be read off: what a position holds says which token, layer, head and dimension it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache
+
+SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float64, device=torch.device("cpu"))
+
+
+def contents(tokens: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values [n, heads, dim] of these tokens."""
+    places = torch.arange(SHAPE.num_kv_heads * SHAPE.head_dim).view(1, SHAPE.num_kv_heads, SHAPE.head_dim)
+    keys = torch.tensor(tokens, dtype=SHAPE.dtype).view(-1, 1, 1) * 100 + places + 10 * layer
+    return keys, -keys - 0.5
+
+
+def feed(cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+    """Reserve positions for tokens and write them to every layer."""
+    slots = cache.reserve(seq, len(tokens))
+    for layer in range(SHAPE.num_layers):
+        cache.write(layer, slots.rows, *contents(tokens, layer))
+
+
+def walk(cache: KVCache, layer: int, seq: int) -> tuple[Tensor, Tensor]:
+    """Read a sequence as a kernel does that walks its table."""
+    table, positions = cache.table(seq), torch.arange(cache.length(seq))
+    rows = table.blocks[positions // table.block_size] * table.block_size + positions % table.block_size
+    keys, values = cache.layer(layer)
+    return keys[rows], values[rows]
+
+
+def assert_holds(cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+    """Assert that a sequence reads back as exactly these tokens, by either way of reading."""
+    assert cache.length(seq) == len(tokens)
+    for layer in range(SHAPE.num_layers):
+        for read, walked, expected in zip(
+            cache.read(layer, seq), walk(cache, layer, seq), contents(tokens, layer), strict=True
+        ):
+            assert torch.equal(read, expected)
+            assert torch.equal(walked, expected)

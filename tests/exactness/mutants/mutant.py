@@ -1,0 +1,28 @@
+"""What a mutant is, and where mutants are put."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: in `file` (within the package) replace `old`, which occurs once, by `new`; `killer` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: str
+
+
+CHANCE, LAW = "sampling/chance.py", "sampling/distribution.py"
+DRAFT, ATTENTION = "drafting/draft_model.py", "models/attention.py"
+CACHES = {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
+STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
+REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
+LENGTH, SCHEDULER = "scheduling/draft_length.py", "scheduling/scheduler.py"
+
+OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"
+INDEPENDENT = "test_batches.py::test_two_requests_are_independent[{}]"
+END = "test_ends.py::test_an_end_token_within_a_draft_ends_the_request[{}]"

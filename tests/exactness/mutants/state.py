@@ -1,0 +1,261 @@
+"""Faults in what is remembered: caches, drafts, samples, and who is who in a batch."""
+
+from __future__ import annotations
+
+from tests.exactness.mutants.mutant import (
+    ATTENTION,
+    CACHES,
+    COMMIT,
+    DRAFT,
+    END,
+    ENGINE,
+    INDEPENDENT,
+    LENGTH,
+    OWN_TOKENS,
+    RUNNER,
+    SCHEDULER,
+    STEP,
+    Mutant,
+)
+
+DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain-{}]"
+KNOWN = "test_draft_cache.py::test_a_draft_goes_on_from_a_known_prefix[0]"
+LEFT_BEHIND = "test_prefixes.py::test_what_an_earlier_text_left_behind_is_its_committed_tokens[{}]"
+SALTS = "test_prefixes.py::test_salts_keep_prompts_apart[{}]"
+ASIDE = "test_preemption.py::test_who_was_set_aside_says_what_it_would_alone[{}]"
+
+ROLLBACK = [
+    mutant
+    for name, file in CACHES.items()
+    for mutant in (
+        Mutant(
+            f"rollback off by one, {name}",
+            file,
+            "self.truncate_to(seq, base + len(path))",
+            "self.truncate_to(seq, base + max(len(path) - 1, 0))",
+            END.format(f"auto-right-5-{name}"),
+        ),
+        Mutant(
+            f"rollback that does nothing, {name}",
+            file,
+            "        self.truncate_to(seq, base + len(path))\n",
+            "",
+            END.format(f"auto-wrong-3-{name}"),
+        ),
+        Mutant(
+            f"accepted nodes of a tree not moved together, {name}",
+            file,
+            "if list(path) != list(range(len(path))):",
+            "if False:",
+            OWN_TOKENS.format(f"greedy-tree-{name}"),
+        ),
+    )
+]
+
+BLOCKS = [
+    Mutant(
+        "rollback leaves blocks behind",
+        CACHES["paged"],
+        "            self._drop_blocks(held, self._num_blocks_for(n))\n",
+        "",
+        END.format("auto-wrong-3-paged"),
+    ),
+    Mutant(
+        "shared blocks written to",
+        CACHES["paged"],
+        "if not self._pool.is_writable(held.blocks[place])]",
+        "if False]",
+        "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
+    ),
+    Mutant(
+        "a known prompt's last token not fed",
+        CACHES["paged"],
+        "min(len(nodes) * self.block_size, len(tokens) - 1)",
+        "len(nodes) * self.block_size",
+        "test_prefixes.py::test_the_last_token_of_a_prompt_is_fed_whatever_is_known[8]",
+    ),
+    Mutant(
+        "a block indexed before it is full",
+        CACHES["paged"],
+        "min(held.length, len(tokens)) // self.block_size",
+        "-(-min(held.length, len(tokens)) // self.block_size)",
+        LEFT_BEHIND.format("none"),
+    ),
+    Mutant(
+        "state of rejected drafts indexed for reuse",
+        COMMIT,
+        "    cache.keep_path(request.seq, base",
+        "    cache.index_prefix(request.seq, request.tokens)\n    cache.keep_path(request.seq, base",
+        LEFT_BEHIND.format("model"),
+    ),
+    Mutant(
+        "prompt log-probabilities of a known prompt left out",
+        SCHEDULER,
+        "elif request.wants_prompt_logits:",
+        "elif False:",
+        "test_prefixes.py::test_prompt_log_probabilities_are_whole_although_the_prompt_is_known[none]",
+    ),
+    Mutant(
+        "prefix hits across tenants",
+        SCHEDULER,
+        "adopt_prefix(request.seq, request.tokens, request.salt)",
+        "adopt_prefix(request.seq, request.tokens)",
+        SALTS.format("None"),
+    ),
+    Mutant(
+        "a tenant's prompt indexed for everyone",
+        SCHEDULER,
+        "self._target.adopt_prefix(request.seq, (), request.salt)",
+        "pass",
+        SALTS.format("0"),
+    ),
+]
+
+DRAFTING = [
+    Mutant(
+        "draft cache not rolled back",
+        DRAFT,
+        "self.cache.truncate_to(request.seq, keep)",
+        "pass",
+        DRAFTS.format("slotted"),
+    ),
+    Mutant(
+        "draft cache of blocks not rolled back",
+        DRAFT,
+        "            self.cache.truncate_to(request.seq, keep)\n",
+        "            pass\n",
+        DRAFTS.format("paged"),
+    ),
+    Mutant(
+        "draft rollback off by one",
+        DRAFT,
+        "self.cache.truncate_to(request.seq, keep)",
+        "self.cache.truncate_to(request.seq, keep + 1)",
+        DRAFTS.format("paged"),
+    ),
+    Mutant(
+        "draft model goes on from rejected tokens",
+        DRAFT,
+        " and fed.tokens[keep] == request.tokens[keep]",
+        "",
+        "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
+    ),
+    Mutant(
+        "draft cache uninitialised on a prefix hit",
+        DRAFT,
+        "request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]",
+        "request.tokens[: request.metrics.cached_tokens]",
+        KNOWN,
+    ),
+    Mutant(
+        "draft state of rejected drafts indexed for reuse",
+        DRAFT,
+        "        keep = fed.agreed\n",
+        "        self.cache.index_prefix(request.seq, request.tokens)\n        keep = fed.agreed\n",
+        KNOWN,
+    ),
+    Mutant(
+        "draft prefixes across tenants",
+        DRAFT,
+        "adopt_prefix(request.seq, request.tokens, request.salt)",
+        "adopt_prefix(request.seq, request.tokens)",
+        SALTS.format("None"),
+    ),
+    Mutant(
+        "stale draft after preemption",
+        DRAFT,
+        "        self._fed[seq.seq] = _Fed()\n\n"
+        "    def end(self, seq: Request) -> None:\n"
+        '        """See `Drafter.end`."""\n'
+        "        self._fed.pop(seq.seq, None)\n",
+        "        self._fed.setdefault(seq.seq, _Fed())\n\n"
+        "    def end(self, seq: Request) -> None:\n"
+        '        """See `Drafter.end`."""\n',
+        "test_draft_cache.py::test_whoever_comes_back_is_drafted_for_from_its_own_tokens[40]",
+    ),
+    Mutant(
+        "a drafter not told of a preemption",
+        ENGINE,
+        "for request in schedule.preempted:",
+        "for request in ():",
+        "test_preemption.py::test_a_drafter_hears_of_every_coming_and_going",
+    ),
+    Mutant(
+        "drafts drawn from a neighbour's row",
+        DRAFT,
+        "return hidden[rows]",
+        "return hidden[rows[::-1]]",
+        DRAFTS.format("paged"),
+    ),
+]
+
+PREEMPTION = [
+    Mutant(
+        "drafts take memory that was promised to others",
+        LENGTH,
+        "min(wish, budget, plan.room(item.request.seq))",
+        "min(wish, budget)",
+        ASIDE.format("model-decode-first"),
+    ),
+    Mutant(
+        "a preempted request keeps its memory",
+        SCHEDULER,
+        "        self._target.release(request.seq)\n        self.waiting.append(request)\n",
+        "        self.waiting.append(request)\n",
+        ASIDE.format("none-decode-first"),
+    ),
+    Mutant(
+        "prompt log-probabilities twice after preemption",
+        RUNNER,
+        "range(len(request.prompt_logprobs) - item.start,",
+        "range(0,",
+        "test_preemption.py::test_whoever_is_set_aside_within_its_prompt_reports_it_once[none]",
+    ),
+]
+
+BATCH = [
+    Mutant(
+        "draft nodes see their cousins",
+        ATTENTION,
+        "mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)",
+        "pass",
+        OWN_TOKENS.format("greedy-tree-paged"),
+    ),
+    Mutant(
+        "a sample takes over more than the prompt",
+        SCHEDULER,
+        "            self._target.truncate_to(request.seq, len(request.prompt) - 1)\n",
+        "            pass\n",
+        "test_batches.py::test_samples_share_a_prompt_and_nothing_else[model-paged]",
+    ),
+    Mutant(
+        "results handed out in the wrong order",
+        RUNNER,
+        "zip(scheduled, trees, spans, strict=True)",
+        "zip(scheduled, trees, spans[::-1], strict=True)",
+        OWN_TOKENS.format("greedy-none-paged"),
+    ),
+    Mutant(
+        "trees fed to the wrong requests",
+        RUNNER,
+        "for item, tree in zip(scheduled, trees, strict=True)]",
+        "for item, tree in zip(scheduled, trees[::-1], strict=True)]",
+        OWN_TOKENS.format("greedy-script-paged"),
+    ),
+    Mutant(
+        "draft rows not counted in the batch",
+        RUNNER,
+        "first += item.count + tree.size",
+        "first += item.count",
+        OWN_TOKENS.format("greedy-script-slotted"),
+    ),
+    Mutant(
+        "verdicts reached on a neighbour's laws",
+        STEP,
+        "        first = end\n",
+        "        first = 0\n",
+        INDEPENDENT.format("equal"),
+    ),
+]
+
+STATE = [*ROLLBACK, *BLOCKS, *DRAFTING, *PREEMPTION, *BATCH]

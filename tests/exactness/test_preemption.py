@@ -1,0 +1,144 @@
+"""Where memory is short some are set aside and come back: what they say and report is what they would alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.config import POLICIES, Limits
+from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.params import SamplingParams
+from speculant.types import DraftTree, Request
+from tests.exactness.laws import FULL_SUPPORT, Pair
+from tests.fakes import Rig, ScriptedDrafter, TableModel, build_rig, few_blocks, model_drafter
+
+V = 4
+PAIR = Pair(6, V, FULL_SUPPORT)
+LIMITS = Limits(max_model_len=28, max_num_seqs=4, max_num_batched_tokens=16)
+TIGHT = few_blocks(8)  # one sequence needs up to seven
+
+
+def fan(request: Request) -> DraftTree:
+    return DraftTree(torch.tensor([0, 1, 2, 3, 1]), torch.tensor([-1, -1, 1, 1, 2]))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS),
+    "starved model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS, cache=TIGHT),
+    "target": lambda: model_drafter(TableModel(PAIR.target, V), V, limits=LIMITS, cache=TIGHT),
+    "tree": lambda: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
+}
+PROMPTS = [(0, 1, 2), (1,) * 9, (2, 3), (3, 0, 3, 0, 1, 1, 2, 2, 3, 3, 1), (0, 1, 2, 2, 1)]
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 4, "presence_penalty": 0.4},
+    {"seed": 5, "n": 3},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"seed": 6, "temperature": 0.7, "top_k": 3},
+]
+
+
+def add_all(rig: Rig) -> list[Request]:
+    requests = []
+    for index, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True)):
+        params = SamplingParams(max_tokens=16, logprobs=1, prompt_logprobs=1, **law)
+        requests += rig.add(prompt, params, str(index))
+    return requests
+
+
+def said(request: Request) -> tuple[list[int], Sequence[Any], Sequence[Any]]:
+    return request.output, request.logprobs, request.prompt_logprobs
+
+
+def all_alone() -> list[Any]:
+    """Return what each request says and reports without drafts, one at a time, with memory for everything."""
+    rig = build_rig(TableModel(PAIR.target, V), limits=Limits(28, 1, 64))
+    requests = add_all(rig)
+    rig.finish()
+    assert sum(request.metrics.num_preemptions for request in requests) == 0
+    return [said(request) for request in requests]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_who_was_set_aside_says_what_it_would_alone(drafter: str, policy: str) -> None:
+    limits = Limits(28, 4, 16, scheduling_policy=policy)
+    rig = build_rig(TableModel(PAIR.target, V), DRAFTERS[drafter](), length=5, limits=limits, cache=TIGHT)
+    requests = add_all(rig)
+    rig.finish()
+    assert [said(request) for request in requests] == all_alone()
+    assert sum(request.metrics.num_preemptions for request in requests) == rig.engine.metrics.preemptions > 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "model"])
+def test_whoever_is_set_aside_within_its_prompt_reports_it_once(drafter: str) -> None:
+    """The second prompt is fed in parts while the first one's text grows into its memory."""
+    limits, params = Limits(28, 2, 2), SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=1)
+    rig = build_rig(TableModel(PAIR.target, V), DRAFTERS[drafter](), length=2, limits=limits, cache=few_blocks(7))
+    rig.add((0, 1), params, "grows")
+    (late,) = rig.add(PROMPTS[3] + PROMPTS[0], params, "late")
+    for _ in range(30):
+        rig.step()
+        if late.metrics.num_preemptions:
+            break
+    assert 0 < len(late.prompt_logprobs) < len(late.prompt) - 1, "it was not in the middle of its prompt"
+    rig.finish()
+    calm = build_rig(TableModel(PAIR.target, V), limits=LIMITS)
+    (alone,) = calm.add(late.prompt, params)
+    calm.finish()
+    assert said(late) == said(alone)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_drafts_set_nobody_aside(length: int) -> None:
+    """There is memory for two whole texts and for nothing else: what is drafted has to do with what they leave."""
+    drafter = model_drafter(TableModel(PAIR.target, V), V, limits=LIMITS)
+    rig = build_rig(TableModel(PAIR.target, V), drafter, length=length, limits=LIMITS, cache=few_blocks(8))
+    requests = [rig.add((index,), SamplingParams(seed=index, max_tokens=16), str(index))[0] for index in range(2)]
+    rig.finish()
+    assert rig.engine.metrics.preemptions == 0
+    assert all(request.metrics.speculative_decoding.num_accepted_draft_tokens > 0 for request in requests)
+
+
+class Diary(ScriptedDrafter):
+    """Notes what it hears of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: [1, 2])
+        self.events: list[tuple[str, int]] = []
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+        self.events.append(("begin", seq.seq))
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        self.events += [("propose", seq.seq) for seq in seqs]
+        return super().propose(seqs, limits)
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+        """See `Drafter.observe`."""
+        self.events.append(("observe", seq.seq))
+
+    def end(self, seq: Request) -> None:
+        """See `Drafter.end`."""
+        self.events.append(("end", seq.seq))
+
+
+def test_a_drafter_hears_of_every_coming_and_going() -> None:
+    """Each stay of a sequence, the first and those after it was set aside, has a beginning, an end and no gap."""
+    drafter = Diary()
+    rig = build_rig(TableModel(PAIR.target, V), drafter, length=2, limits=LIMITS, cache=TIGHT)
+    requests = add_all(rig)
+    rig.finish()
+    for request in requests:
+        events = [event for event, seq in drafter.events if seq == request.seq]
+        stays = "".join({"begin": "(", "end": ")"}.get(event, ".") for event in events).split(")")
+        assert stays.pop() == ""
+        assert len(stays) == request.metrics.num_preemptions + 1
+        assert all(stay[0] == "(" and set(stay[1:]) <= {"."} for stay in stays)
+    assert rig.engine.metrics.preemptions > 0

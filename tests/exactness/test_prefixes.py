@@ -1,0 +1,158 @@
+"""What was fed before is not fed again, and nobody can tell from what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.params import SamplingParams
+from speculant.types import DraftTree, Request
+from tests.exactness.laws import FULL_SUPPORT, Pair
+from tests.fakes import BLOCK, Rig, ScriptedDrafter, TableModel, build_rig, few_blocks, model_drafter, slotted
+
+V = 4
+PAIR = Pair(9, V, FULL_SUPPORT)
+LIMITS = Limits(max_model_len=48, max_num_seqs=3, max_num_batched_tokens=64)
+PROMPT = (0, 1, 2, 3, 3, 2, 1, 0, 0, 2)  # two blocks and a half
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def fan(request: Request) -> DraftTree:
+    return DraftTree(torch.tensor([3, 2, 0, 1, 1]), torch.tensor([-1, -1, 1, 1, 2]))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "model": lambda: model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS),
+    "tree": lambda: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
+}
+
+
+def rig_of(drafter: str = "none", length: int = 5) -> Rig:
+    return build_rig(TableModel(PAIR.target, V), DRAFTERS[drafter](), length=length, limits=LIMITS)
+
+
+def run(rig: Rig, prompt: Sequence[int], params: SamplingParams = GREEDY, salt: str = "") -> Request:
+    (request,) = rig.add(prompt, params, salt=salt)
+    rig.finish()
+    return request
+
+
+def alone(prompt: Sequence[int], params: SamplingParams = GREEDY) -> Request:
+    """Run a request on an engine that keeps nothing and drafts nothing."""
+    return run(build_rig(TableModel(PAIR.target, V), limits=LIMITS, cache=slotted), prompt, params)
+
+
+def known(length: int) -> int:
+    """Return how much is found of a prompt that was fed before: full blocks, but never the last token."""
+    return min(length // BLOCK * BLOCK, length - 1)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_what_an_earlier_text_left_behind_is_its_committed_tokens(drafter: str) -> None:
+    """Prompts that end everywhere in a text whose drafts were often rejected, at block ends and between them."""
+    rig = rig_of(drafter)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    text = run(rig, PROMPT, params).tokens
+    for end in range(len(PROMPT), len(text)):
+        request = run(rig, text[:end])
+        assert request.output == alone(text[:end]).output
+        assert request.metrics.cached_tokens == known(end)
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_the_last_token_of_a_prompt_is_fed_whatever_is_known(length: int) -> None:
+    """A prompt that is known to its end, full blocks and all, still needs a row to say what follows it."""
+    rig = rig_of()
+    prompt = (PROMPT + PROMPT)[:length]
+    first, again = run(rig, prompt), run(rig, prompt)
+    assert again.output == first.output == alone(prompt).output
+    assert again.metrics.cached_tokens == known(length)
+
+
+def test_hits_are_counted_and_save_rows() -> None:
+    target = TableModel(PAIR.target, V)
+    rig = build_rig(target, limits=LIMITS)
+    assert run(rig, PROMPT).metrics.cached_tokens == 0
+    target.num_rows.clear()
+    again = run(rig, PROMPT)
+    assert again.metrics.cached_tokens == 8
+    assert target.num_rows == [2] + [1] * 11
+    assert rig.engine.metrics.prefix_hit_tokens == 8
+    assert rig.engine.metrics.prompt_tokens == 2 * len(PROMPT)
+
+
+def test_prompts_that_come_together_are_fed_once_where_they_begin_alike() -> None:
+    """All are admitted at once; while the first is fed, the others find more and more of it known."""
+    target = TableModel(PAIR.target, V)
+    rig = build_rig(target, limits=Limits(max_model_len=48, max_num_seqs=3, max_num_batched_tokens=8))
+    prompts = [(*PROMPT, *PROMPT, *PROMPT, own) for own in range(3)]
+    requests = [rig.add(prompt, GREEDY, f"r{own}")[0] for own, prompt in enumerate(prompts)]
+    rig.finish()
+    assert [request.output for request in requests] == [alone(prompt).output for prompt in prompts]
+    fed = sum(target.num_rows) - sum(request.num_output - 1 for request in requests)
+    assert fed < 2 * len(prompts[0]), "the common part was fed for each"
+    assert all(request.metrics.cached_tokens for request in requests[1:])
+
+
+def test_a_cache_that_keeps_nothing_finds_nothing() -> None:
+    rig = build_rig(TableModel(PAIR.target, V), limits=LIMITS, cache=few_blocks(36, keep_prefixes=False))
+    assert [run(rig, PROMPT).metrics.cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_a_draft_model_takes_prefixes_over_too() -> None:
+    draft = TableModel(PAIR.draft, V)
+    rig = build_rig(TableModel(PAIR.target, V), model_drafter(draft, V, limits=LIMITS), length=2, limits=LIMITS)
+    run(rig, PROMPT)
+    assert draft.num_rows[0] == len(PROMPT) + 1, "it begins when the first token was chosen"
+    draft.num_rows.clear()
+    run(rig, PROMPT)
+    assert draft.num_rows[0] == len(PROMPT) + 1 - 8
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_prompt_log_probabilities_are_whole_although_the_prompt_is_known(drafter: str) -> None:
+    rig = rig_of(drafter)
+    run(rig, PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=1)
+    request = run(rig, PROMPT, params)
+    assert request.metrics.cached_tokens == 0
+    assert request.prompt_logprobs == alone(PROMPT, params).prompt_logprobs
+    assert run(rig, PROMPT).metrics.cached_tokens == 8, "without them the prompt is taken over again"
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_salts_keep_prompts_apart(prompt_logprobs: int | None) -> None:
+    """Not even the work tells a tenant what another one has sent: neither target nor draft finds it."""
+    target, draft = TableModel(PAIR.target, V), TableModel(PAIR.draft, V)
+    rig = build_rig(target, model_drafter(draft, V, limits=LIMITS), length=2, limits=LIMITS)
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=prompt_logprobs)
+    for salt in ("", "a", "b"):
+        target.num_rows.clear()
+        draft.num_rows.clear()
+        request = run(rig, PROMPT, params, salt)
+        assert (request.metrics.cached_tokens, target.num_rows[0], draft.num_rows[0]) == (0, 10, 11)
+    for salt in ("", "a", "b"):
+        assert run(rig, PROMPT, GREEDY, salt).metrics.cached_tokens == 8
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_samples_share_the_blocks_of_their_prompt(drafter: str) -> None:
+    rig = rig_of(drafter)
+    params = SamplingParams(n=3, seed=1, max_tokens=12)
+    samples = rig.add(PROMPT, params)
+    rig.step()
+    rig.step()
+    tables = [rig.cache.table(sample.seq).blocks.tolist() for sample in samples]
+    assert len({tuple(table[:2]) for table in tables}) == 1
+    rig.finish()
+    together = [sample.output for sample in samples]
+    calm = build_rig(TableModel(PAIR.target, V), limits=Limits(48, 1, 64), cache=slotted)
+    expected = calm.add(PROMPT, params)
+    calm.finish()
+    assert together == [sample.output for sample in expected]
+    assert [sample.metrics.cached_tokens for sample in samples] == [0, 9, 9]

@@ -1,0 +1,143 @@
+"""Whatever happens, in whatever order: every request gets its own tokens, and gives back what it held.
+
+A schedule is a walk of a state machine (admit, step, abort, finish, preempt, evict, fork, out of memory)
+on the real engine, scheduler, drafter and caches, over a model that checks every slot which it reads.
+`make soak` walks more of them, and other ones each time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from speculant.cache.blocks import BlockPool
+from speculant.cache.paged import PagedKVCache
+from speculant.drafting.draft_model import ModelDrafter
+from speculant.models.base import Feed, build_batch
+from speculant.types import DraftTree, Request
+from tests.machine import run_schedule
+from tests.oracle import Mismatch, OracleModel, V
+from tests.schedules import Kind, size_of
+
+ACTIONS = 200
+SCHEDULES = 100  # of each shard
+SOAK = int(os.environ.get("SPECULANT_SOAK", "0"))  # how many times as many; 0 = the usual ones
+SHARDS = (
+    *(Kind("paged", "model"),) * 4,
+    *(Kind("paged", "tree"),) * 2,
+    Kind("paged", "chain"),
+    Kind("paged", "none"),
+    Kind("slotted", "model"),
+    Kind("slotted", "tree"),
+)
+EVERYWHERE = ("steps", "interrupts", "refused", *(f"ended by {end}" for end in ("stop", "length", "abort", "error")))
+PAGED = ("preemptions", "evictions", "prefix hits", "forks", "copies on write")
+
+
+def test_the_shards_make_a_thousand_schedules_of_200_actions() -> None:
+    assert len(SHARDS) * SCHEDULES >= 1000
+    assert ACTIONS >= 200
+
+
+@pytest.mark.parametrize("shard", range(len(SHARDS)), ids=[f"{i}-{k.cache}-{k.drafter}" for i, k in enumerate(SHARDS)])
+def test_nothing_is_lost_leaked_or_mixed_up(shard: int) -> None:
+    kind, tally, size = SHARDS[shard], Counter[str](), size_of(ACTIONS)
+
+    @settings(max_examples=SCHEDULES * max(SOAK, 1), database=None, phases=[Phase.generate, Phase.shrink])
+    @given(st.binary(min_size=size, max_size=size))
+    def walk(data: bytes) -> None:
+        run_schedule(kind, data, tally)
+
+    (walk if SOAK else seed(shard)(walk))()
+    assert tally["schedules"] >= SCHEDULES
+    assert tally["actions"] >= SCHEDULES * ACTIONS
+    for happening in (*EVERYWHERE, *(PAGED if kind.cache == "paged" else ())):
+        assert tally[happening] >= SCHEDULES // 4, f"hardly any {happening}: a weak test"
+    if kind == Kind("paged", "tree"):
+        assert tally["compactions"] >= SCHEDULES
+
+
+# --- the machine notices what it is there for
+
+
+def keep_one_too_many(cache: PagedKVCache, seq: int, n: int, original: Callable[..., None]) -> None:
+    original(cache, seq, min(n + 1, cache.length(seq)))
+
+
+def never_copy(pool: BlockPool, block: int, original: Callable[..., bool]) -> bool:
+    return True
+
+
+def never_free(pool: BlockPool, block: int, original: Callable[..., None]) -> None:
+    pass
+
+
+def free_twice(pool: BlockPool, block: int, original: Callable[..., None]) -> None:
+    original(pool, block)
+    original(pool, block)
+
+
+def move_nothing(cache: PagedKVCache, seq: int, base: int, path: Sequence[int], original: Callable[..., None]) -> None:
+    cache.truncate_to(seq, base + len(path))
+
+
+def share_across_salts(
+    cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: str, original: Callable[..., int]
+) -> int:
+    return original(cache, seq, tokens, "")
+
+
+def keep_drafts_of_the_preempted(drafter: ModelDrafter, seq: Request, original: Callable[..., None]) -> None:
+    if seq.finished:
+        original(drafter, seq)
+
+
+FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
+    (PagedKVCache, "truncate_to", keep_one_too_many, "chain"),
+    (PagedKVCache, "keep_path", move_nothing, "tree"),
+    (PagedKVCache, "adopt_prefix", share_across_salts, "none"),
+    (BlockPool, "is_writable", never_copy, "tree"),
+    (BlockPool, "free", never_free, "none"),
+    (BlockPool, "free", free_twice, "none"),
+    (ModelDrafter, "end", keep_drafts_of_the_preempted, "model"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "drafter"), FAULTS, ids=[fault.__name__ for _, _, fault, _ in FAULTS]
+)
+def test_a_fault_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Callable[..., object], drafter: str
+) -> None:
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: fault(*args, original=original))
+    with pytest.raises((AssertionError, ValueError)):
+        run_some_schedules(Kind("paged", drafter))
+
+
+def run_some_schedules(kind: Kind) -> None:
+    rng = random.Random(0)
+    for _ in range(SCHEDULES):
+        run_schedule(kind, rng.randbytes(size_of(ACTIONS)), Counter())
+
+
+@pytest.mark.parametrize("part", ["token", "position", "prefix", "value"])
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_the_oracle_objects_to_a_wrong_slot(part: str, place: int) -> None:
+    model = OracleModel(max_positions=16)
+    cache: Any = PagedKVCache(model.cache_shape, 8, 4)
+    device = torch.device("cpu")
+    model.forward(build_batch([Feed(1, [1, 2, 3, 4, 5, 6], DraftTree.empty())], cache, device), cache)
+    keys, values = cache.layer(0)
+    row = int(cache.table(1).blocks[place // 4]) * 4 + place % 4
+    (values if part == "value" else keys)[row, 0, ("token", "position", "prefix", "value").index(part) % 3] += 1
+    with pytest.raises(Mismatch):
+        model.forward(build_batch([Feed(1, [7 % V], DraftTree.empty())], cache, device), cache)

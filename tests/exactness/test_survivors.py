@@ -1,0 +1,162 @@
+"""A crowd on the embedded pair: arrivals, aborts and preemptions at random, and each survivor says what it says alone.
+
+In float64, so that no rounding can decide between two tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from speculant import LLM, SamplingParams
+from speculant.engine.engine import Engine
+from speculant.types import Request
+
+MAX_LEN, BLOCK, NUM_BLOCKS, NUM_SEQS = 64, 8, 12, 6
+BYTES = {"target": 16384, "draft": 2048}  # of a position, in float64
+
+STEMS = ["def read(path):\n    with open(path) as file:\n        return", "class Stack:\n    def __init__(self):\n"]
+TAILS = ["", "\n", " x = 1\n", "\n    def push(self, item):", '\n    """Return the', "\n    for name in names:\n"]
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 20, "frequency_penalty": 0.3},
+    {"temperature": 1.3, "min_p": 0.05},
+]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request that comes before a certain step, and perhaps is aborted before another."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    salt: str
+    comes: int
+    goes: int | None
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Visits, and each one's samples as they are alone."""
+
+    visits: list[Visit]
+    alone: list[list[list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def crowd(size: int) -> Crowd:
+    """Make a crowd of which every fifth is to be aborted, and let each go through an empty plain engine."""
+    llm = LLM("demo", dtype="float64", max_model_len=MAX_LEN, max_num_seqs=1, enable_prefix_caching=False)
+    rng, visits, comes = random.Random(size), list[Visit](), 0
+    for index in range(size):
+        comes += rng.choice((0, 0, 1, 2))
+        text = rng.choice(STEMS) + rng.choice(TAILS) + rng.choice(TAILS)
+        prompt = llm.tokenizer.encode(text)[: rng.randint(3, 28)]
+        goes = comes + rng.randint(1, 12) if index % 5 == 0 else None
+        visits.append(Visit(tuple(prompt), _params(rng), rng.choice((0, 0, 1)), rng.choice(("", "", "b")), comes, goes))
+    alone = [llm.generate([list(visit.prompt)], visit.params)[0] for visit in visits]
+    return Crowd(visits, [[sample.token_ids for sample in output.outputs] for output in alone])
+
+
+def _params(rng: random.Random) -> SamplingParams:
+    """Draw greedy or seeded settings, now and then for two samples."""
+    law = rng.choice(LAWS)
+    return SamplingParams(
+        **law,
+        n=1 + (rng.random() < 0.1),
+        seed=rng.randrange(1000) if law["temperature"] else None,
+        max_tokens=rng.randint(4, 34),
+        ignore_eos=rng.random() < 0.7,
+    )
+
+
+def run(engine: Engine, visits: list[Visit]) -> list[list[Request]]:
+    """Let visits come and go between an engine's steps; return each one's sequences once all are over."""
+    requests: dict[int, list[Request]] = {}
+    now = 0
+    while len(requests) < len(visits) or engine.has_unfinished():
+        for index, visit in enumerate(visits):
+            if visit.comes == now:
+                requests[index] = engine.add_request(
+                    visit.prompt, visit.params, str(index), priority=visit.priority, salt=visit.salt
+                )
+            if visit.goes == now:
+                engine.abort(str(index))
+        engine.step()
+        engine.check()
+        now += 1
+    return [requests[index] for index in range(len(visits))]
+
+
+def scarce(backend: str, caching: bool, speculating: bool) -> LLM:
+    """Make an engine on the embedded pair, with blocks for hardly two sequences if it is paged."""
+    per_position = BYTES["target"] + (BYTES["draft"] if speculating else 0)
+    return LLM(
+        "demo",
+        draft_model="demo" if speculating else None,
+        dtype="float64",
+        max_model_len=MAX_LEN,
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=64,
+        block_size=BLOCK,
+        kv_cache_backend=backend,
+        kv_memory=NUM_BLOCKS * BLOCK * per_position if backend == "paged" else None,
+        enable_prefix_caching=caching,
+    )
+
+
+def check_survivors(size: int, backend: str, caching: bool, speculating: bool) -> None:
+    """Run a crowd in one configuration: everybody says what was said alone, and all memory is given back."""
+    there, engine = crowd(size), scarce(backend, caching, speculating).engine
+    capacity = engine.free_kv_tokens()
+    visited = run(engine, there.visits)
+    assert engine.free_kv_tokens() == capacity, "memory was not given back"
+    for visit, samples, alone in zip(there.visits, visited, there.alone, strict=True):
+        for request, expected in zip(samples, alone, strict=True):
+            aborted = request.finish_reason == "abort"
+            assert aborted <= (visit.goes is not None)
+            assert aborted or request.finish_reason in ("stop", "length")
+            wanted = expected[: request.num_output] if aborted else expected
+            assert request.output == wanted, f"not what it says alone: {visit}"
+    survivors = [request for samples in visited for request in samples if request.finish_reason != "abort"]
+    assert 0.75 < len(survivors) / sum(map(len, visited)) < 0.9, "too many aborts or too few"
+    if speculating:
+        assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in survivors) > size
+    if backend == "paged":
+        assert engine.metrics.blocks_total == NUM_BLOCKS
+        assert sum(r.metrics.num_preemptions > 0 for r in survivors) > size // 16, "hardly anybody was preempted"
+        hits = sum(samples[0].metrics.cached_tokens for samples in visited)  # second samples share their first's prompt
+        assert (hits > 0) == caching
+
+
+@pytest.mark.parametrize(
+    ("backend", "caching", "speculating"),
+    [("paged", True, True), ("paged", False, True), ("paged", True, False), ("slotted", True, True)],
+)
+def test_survivors_say_what_they_say_alone(backend: str, caching: bool, speculating: bool) -> None:
+    check_survivors(24, backend, caching, speculating)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculating", [True, False], ids=["drafts", "plain"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
+@pytest.mark.parametrize("backend", ["paged", "slotted"])
+def test_survivors_say_what_they_say_alone_in_full(backend: str, caching: bool, speculating: bool) -> None:
+    check_survivors(64, backend, caching, speculating)

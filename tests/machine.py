@@ -1,0 +1,280 @@
+"""A state machine over the real engine and oracle models: one thing happens, then everything is checked.
+
+What happens is admit, step, abort, and passes that break; finish, preempt, evict, fork, copy and refuse
+follow from it, for the caches are as small as they may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from speculant.cache.base import KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.drafting.base import Drafter
+from speculant.engine.build import load_rules
+from speculant.engine.engine import Engine, EngineOptions
+from speculant.errors import CapacityError, RequestError
+from speculant.params import SamplingParams
+from speculant.scheduling.draft_length import Fixed
+from speculant.types import Request, StepOutput
+from tests.oracle import (
+    END,
+    Mismatch,
+    PlainChances,
+    V,
+    assert_holds,
+    assert_own_tokens,
+    assert_prompt_logprobs,
+    prefix_hashes,
+)
+from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
+from tests.watched import CountedCache, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
+
+PATIENCE = 400  # steps in which whoever is left at the end must end
+RULES = load_rules()
+
+ERRORS: tuple[Callable[[], BaseException], ...] = (
+    InjectedError,
+    lambda: CapacityError("there is no room, says the test", "wait."),
+    KeyboardInterrupt,
+)
+
+
+class Ledger:
+    """The requests that are not over, and what was said to each."""
+
+    def __init__(self, tally: Counter[str]) -> None:
+        self.live: dict[int, Request] = {}
+        self.raised: list[Raised] = []
+        self.tally = tally
+        self._told: dict[int, list[int]] = {}
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """Note new requests."""
+        self.live.update({request.seq: request for request in requests})
+        self._told.update({request.seq: [] for request in requests})
+
+    def hear(self, outputs: Sequence[StepOutput]) -> None:
+        """Note what a step said: exactly the tokens that were committed, in order, and every end once."""
+        seqs = {(request.request_id, request.index): request.seq for request in self.live.values()}
+        for output in outputs:
+            request = self.live[seqs[output.request_id, output.index]]
+            said = self._told[request.seq]
+            if output.token is not None:
+                said.append(output.token)
+            ends = request.finished and len(said) == request.num_output
+            assert output.finish_reason == (request.finish_reason if ends else None), "an end in the wrong place"
+        for request in list(self.live.values()):
+            assert self._told[request.seq] == request.output, "the caller heard something else"
+            if request.finished:
+                self.close(request)
+
+    def close(self, request: Request) -> None:
+        """Check a request that is over, and forget it."""
+        del self.live[request.seq]
+        assert_own_tokens(request)
+        reason, ends = request.finish_reason, [token in request.end_token_ids for token in request.output]
+        assert not any(ends[:-1]), "tokens behind an end"
+        if reason in ("stop", "length"):
+            assert_prompt_logprobs(request)
+            full = request.num_output == request.params.max_tokens or len(request.tokens) == MAX_LEN
+            assert (ends[-1], ends[-1] or full) == (reason == "stop", True), f"it ended for no {reason}"
+        elif reason == "error":
+            blame = [seqs for error, seqs in self.raised if error is request.error]
+            assert blame == [[request.seq]], f"ended by another's error, or by one of its own: {request.error!r}"
+        self.tally[f"ended by {reason}"] += 1
+        self.tally["preemptions"] += request.metrics.num_preemptions
+
+
+class Machine:
+    """An engine beside a ledger; `act` is one step of the state machine."""
+
+    def __init__(self, setup: Setup, tally: Counter[str]) -> None:
+        self.setup, self.tally = setup, tally
+        self.story: list[tuple[object, ...]] = [(setup,)]
+        self.ledger = Ledger(tally)
+        self.target = FragileModel(MAX_LEN, self.ledger.raised)
+        self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray)
+        self.num_added = self.num_actions = 0
+        drafter = self._make_drafter()
+        drafter_caches = (drafter.cache,) if isinstance(drafter, WatchedDrafter) else ()
+        self.caches = (self._make_cache(setup.spare_blocks[0]), *drafter_caches)
+        self.engine = Engine(
+            EngineOptions(setup.limits, 0, frozenset({END}), setup.verification),
+            self.target,
+            self.caches[0],
+            PlainChances(),
+            RULES,
+            Fixed(setup.spec_length),
+            drafter,
+            drafter_caches,
+        )
+
+    def _make_cache(self, spare_blocks: int) -> KVCache:
+        """Make a cache in which one sequence finds room for certain."""
+        setup, shape = self.setup, self.target.cache_shape
+        if setup.kind.cache == "slotted":
+            return SlottedKVCache(shape, setup.limits.max_num_seqs, MAX_LEN)
+        size = (-(-MAX_LEN // setup.block_size) + spare_blocks, setup.block_size)
+        return CountedCache(shape, size, setup.keep_prefixes, self.ledger.live, self.tally)
+
+    def _make_drafter(self) -> Drafter | None:
+        setup = self.setup
+        if setup.kind.drafter == "model":
+            cache = self._make_cache(setup.spare_blocks[1])
+            return WatchedDrafter(self.draft, cache, PlainChances(), V, setup.limits.max_num_batched_tokens)
+        return None if setup.kind.drafter == "none" else Guesser(setup.kind.drafter == "tree")
+
+    def act(self, digits: Digits) -> None:
+        """Do one thing and check everything."""
+        digits.pick(ACTIONS)(self, digits)
+        self.num_actions += 1
+        self.tally["actions"] += 1
+        self.check()
+
+    def step(self, digits: Digits) -> None:
+        """Let the engine go on; if it is interrupted, no text has changed."""
+        before = {seq: list(request.tokens) for seq, request in self.live.items()}
+        num_passes, num_raised = self.target.num_passes, len(self.ledger.raised)
+        self.target.fed.clear()
+        try:
+            outputs = self.engine.step()
+        except KeyboardInterrupt:
+            self.story.append(("step, interrupted",))
+            self.tally["interrupts"] += 1
+            assert before == {seq: request.tokens for seq, request in self.live.items()}, "an interrupt changed a text"
+            return
+        if before:
+            self.story.append(("step", *((output.request_id, output.index, output.token) for output in outputs)))
+            self.tally["steps"] += 1
+        calm = len(self.ledger.raised) == num_raised
+        assert not calm or self.target.num_passes <= num_passes + 1, "a pass failed, though nobody broke it"
+        self.ledger.hear(outputs)
+        self._check_texts(before)
+
+    def _check_texts(self, before: Mapping[int, list[int]]) -> None:
+        """Assert that everybody was fed the own text, and holds all but the newest token of what it became."""
+        for seq, (count, prefix) in self.target.fed.items():
+            assert prefix_hashes(before[seq][:count])[-1:] == [prefix], "a request was fed another text than its own"
+        for seq in before.keys() & self.live.keys():
+            tokens = self.live[seq].tokens
+            grown = len(tokens) > len(before[seq])
+            assert not grown or self.caches[0].length(seq) == len(tokens) - 1, "not all but the newest token are held"
+
+    def add(self, digits: Digits) -> None:
+        """Send a prompt, perhaps one that begins like others."""
+        prompt, params = drawn_prompt(digits), drawn_params(digits)
+        salt, priority, request_id = digits.pick(("", "", "other")), digits.pick((0, 0, 1, -1)), str(self.num_added)
+        self.story.append(("add", request_id, prompt, params, salt, priority))
+        vacant = self.engine.accepts(params.n)
+        try:
+            self.ledger.open(self.engine.add_request(prompt, params, request_id, priority=priority, salt=salt))
+        except CapacityError:
+            assert not vacant, "refused although there was room"
+            self.tally["refused"] += 1
+        self.num_added += 1
+
+    def abort(self, digits: Digits) -> None:
+        """End a request from outside."""
+        if self.live:
+            self._abort(digits.pick(list(self.live.values())).request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self.story.append(("abort", request_id))
+        self.engine.abort(request_id)
+        for request in [request for request in self.live.values() if request.request_id == request_id]:
+            assert request.finish_reason == "abort"
+            self.ledger.close(request)
+
+    def break_passes(self, digits: Digits) -> None:
+        """Let the target or the draft model fail: once over anybody, or whenever it feeds a certain sequence."""
+        model, error = digits.pick((self.target, self.target, self.draft)), digits.pick(ERRORS)
+        victim, early = digits.pick([None, *self.live]), digits.below(2) == 0
+        self.target.fault = self.draft.fault = None  # one at a time: an interrupt within a retry loses outputs
+        model.fault = Fault(error, 1 if victim is None or error is KeyboardInterrupt else 1000, early, victim)
+        self.story.append(("break", "target" if model is self.target else "draft", model.fault))
+
+    def misuse(self, digits: Digits) -> None:
+        """Ask for what can't be served or is not there: nothing changes."""
+        used = next((request.request_id for request in self.live.values()), "none")
+        prompt, request_id = digits.pick((([], "new"), ([1] * MAX_LEN, "new"), ([V], "new"), ([1], used)))
+        self.engine.abort("nobody")
+        if request_id != "none":
+            with pytest.raises(RequestError):
+                self.engine.add_request(prompt, SamplingParams(), request_id)
+
+    def close(self) -> None:
+        """Let all requests end, or end them: then nothing is held."""
+        self.target.fault = self.draft.fault = None
+        while self.live and not self.setup.drains:
+            self._abort(next(iter(self.live.values())).request_id)
+        for _ in range(PATIENCE):
+            if self.engine.has_unfinished():
+                self.step(Digits(b""))
+                self.check()
+        assert not self.engine.has_unfinished(), "somebody does not come to an end"
+        self.check()
+        assert all(cache.free_tokens() == cache.num_blocks * cache.block_size for cache in self.caches), "a leak"
+
+    @property
+    def live(self) -> dict[int, Request]:
+        """The requests that are not over, by sequence."""
+        return self.ledger.live
+
+    def check(self) -> None:
+        """Assert what holds between any two actions."""
+        self.engine.check()
+        scheduler = self.engine._scheduler
+        present = [request.seq for request in (*scheduler.waiting, *scheduler.running)]
+        assert sorted(present) == sorted(self.live), "a request was lost, doubled or kept"
+        assert len(scheduler.running) <= self.setup.limits.max_num_seqs
+        if self.num_actions % 4 == 0:
+            self._check_memory(scheduler.running)
+
+    def _check_memory(self, running: Sequence[Request]) -> None:
+        """Assert that just the running requests hold blocks, and one of them its own slots; a leak stays till seen."""
+        for cache in self.caches:
+            tables = [cache.table(request.seq).blocks.tolist() for request in running]
+            held = {block for table in tables for block in table}
+            assert cache.free_tokens() == (cache.num_blocks - len(held)) * cache.block_size, "a block is lost"
+        if running:
+            request = running[self.num_actions // 4 % len(running)]
+            assert_holds(self.caches[0], request.seq, request.tokens[: self.caches[0].length(request.seq)])
+
+
+# each as often as it is named
+ACTIONS = (
+    *(Machine.step,) * 17,
+    *(Machine.add,) * 7,
+    *(Machine.abort,) * 2,
+    *(Machine.break_passes,) * 2,
+    Machine.misuse,
+)
+
+
+def run_schedule(kind: Kind, data: bytes, tally: Counter[str]) -> None:
+    """Read a schedule and run it; a failure tells its story. `tally` counts what happened."""
+    setup, actions = read_schedule(kind, data)
+    machine = Machine(setup, tally)
+    try:
+        for digits in actions:
+            machine.act(digits)
+        machine.close()
+    except (Exception, Mismatch) as error:
+        error.add_note("\n".join(" ".join(map(_in_words, happening)) for happening in machine.story))
+        if isinstance(error, Mismatch):
+            raise AssertionError(str(error)) from error  # Hypothesis shrinks failures that are Exceptions
+        raise
+    tally["schedules"] += 1
+
+
+def _in_words(part: object) -> str:
+    if not isinstance(part, SamplingParams):
+        return str(part)
+    usual = SamplingParams()
+    fields = ((field.name, getattr(part, field.name)) for field in dataclasses.fields(part))
+    return " ".join(f"{name}={value}" for name, value in fields if value != getattr(usual, name))

@@ -1,0 +1,245 @@
+"""A model whose slots say whose they are, and what a request must have said: plain Python, no engine.
+
+A slot holds (token, position, hash of the prefix that ends with it). Every row recomputes the hash of all
+that it sees, so a stale, foreign, doubled or misplaced slot is a mismatch. The next token's logits are a
+function of the prefix hash alone, so what a request says can be worked out without a cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.models.attention import visible_keys
+from speculant.models.base import Batch, Segment
+from speculant.sampling.chance import Chance
+from speculant.sampling.distribution import Node, distribution
+from speculant.types import Request
+
+V = 8
+END = 0
+NOTHING = 1  # the hash of no tokens
+_PRIME = 2**53 - 111  # so that a float64 holds every hash exactly
+
+
+class Mismatch(BaseException):  # no Exception, so that no engine can take it for a request's own
+    """A slot, a draft or a prefix is not what it has to be."""
+
+
+def require(holds: bool, objection: str) -> None:
+    """Raise Mismatch unless something holds: for checks that are called from within an engine."""
+    if not holds:
+        raise Mismatch(objection)
+
+
+def extended(prefix: int, token: int) -> int:
+    """Return the hash of a prefix and one more token."""
+    return (prefix * 6364136223846793005 + token + 1442695040888963407) % _PRIME
+
+
+def prefix_hashes(tokens: Iterable[int], prefix: int = NOTHING) -> list[int]:
+    """Return the hash after each token."""
+    hashes = []
+    for token in tokens:
+        prefix = extended(prefix, token)
+        hashes.append(prefix)
+    return hashes
+
+
+def scrambled(number: int) -> int:
+    """Return 64 bits that look random and depend on a number alone."""
+    bits = number * 0x9E3779B97F4A7C15 & (2**64 - 1)
+    bits = (bits ^ bits >> 29) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    return bits ^ bits >> 32
+
+
+@functools.lru_cache(maxsize=2**14)
+def logits_after(prefix: int, key: int = 0) -> tuple[float, ...]:
+    """Return V logits, multiples of 1/2 with many ties; the end token is rather unlikely."""
+    bits = scrambled(prefix ^ key)
+    logits = [(bits >> 4 * token & 15) / 2 for token in range(V)]
+    logits[END] -= 1.5
+    return tuple(logits)
+
+
+def likeliest(prefix: int) -> int:
+    """Return the target's greedy choice."""
+    logits = logits_after(prefix)
+    return logits.index(max(logits))
+
+
+class OracleModel:
+    """A `CausalLM` over slots that say whose they are; its hidden states are the prefix hashes.
+
+    Its law is the target's, but for every `astray`-th prefix if that is not 0: a draft model that errs.
+    `fed` says, by sequence, how many committed positions it had last, and their hash.
+    """
+
+    vocab_size = V
+    cache_shape = CacheShape(1, 1, 3, torch.float64, torch.device("cpu"))
+
+    def __init__(self, max_positions: int, astray: int = 0) -> None:
+        self.max_positions = max_positions
+        self.astray = astray
+        self.fed: dict[int, tuple[int, int]] = {}
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """See `CausalLM.forward`: [T, 1]."""
+        tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
+        require(max(positions) < self.max_positions, "beyond the model's positions")
+        hashes: list[int] = []
+        for segment in batch.segments:
+            rows = slice(len(hashes), len(hashes) + segment.num_rows)
+            hashes += self._hashes(segment, tokens[rows], positions[rows], cache)
+        keys = torch.tensor([tokens, positions, hashes], dtype=torch.float64).T[:, None]
+        require(len(set(batch.rows.tolist())) == len(tokens), "two rows of a pass share a slot")
+        cache.write(0, batch.rows, keys, -keys)
+        return torch.tensor(hashes, dtype=torch.float64)[:, None]
+
+    def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], cache: KVCache) -> list[int]:
+        seq, start = segment.slots.seq, segment.slots.start
+        held = held_slots(cache, seq, start)
+        hashes = _row_hashes(segment, tokens, positions, int(held.prefixes[-1]) if start else NOTHING)
+        self.fed[seq] = start + segment.num_committed, hashes[segment.num_committed - 1]
+        return hashes
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return torch.tensor([self._logits(int(prefix)) for prefix in hidden[:, 0].tolist()], dtype=torch.float64)
+
+    def _logits(self, prefix: int) -> tuple[float, ...]:
+        return logits_after(prefix, key=int(bool(self.astray) and prefix % self.astray == 0))
+
+
+def _row_hashes(segment: Segment, tokens: list[int], positions: list[int], before: int) -> list[int]:
+    """Return the hash after each row of a sequence, which goes on from the last slot that the row sees but itself."""
+    start = segment.slots.start
+    if not segment.tree.size:
+        require(positions == list(range(start, start + len(tokens))), "rows that are no prefix in order")
+        return prefix_hashes(tokens, before)
+    seen = visible_keys(segment, torch.tensor(positions), None).numpy()
+    require(bool(seen[:, :start].all()), "a row does not see the whole context")
+    hashes: list[int] = []
+    for row, token in enumerate(tokens):
+        path = seen[row, start:].nonzero()[0].tolist()
+        require(path.pop() == row, "a row does not see itself last")
+        in_order = [positions[place] for place in [*path, row]] == list(range(start, positions[row] + 1))
+        require(in_order, "a row sees what is no prefix in order")
+        chained = [hashes[place] for place in path] == prefix_hashes([tokens[place] for place in path], before)
+        require(chained, "a row sees nodes that are not its ancestors")
+        hashes.append(extended(hashes[path[-1]] if path else before, token))
+    return hashes
+
+
+class Slots(NamedTuple):
+    """What the positions of a sequence hold, in order: whole numbers, though the storage makes floats of them."""
+
+    tokens: list[float]
+    positions: list[float]
+    prefixes: list[float]
+
+
+def held_slots(cache: KVCache, seq: int, end: int) -> Slots:
+    """Return what the first `end` positions of a sequence hold: the slots of one prefix, in order."""
+    if not end:
+        return Slots([], [], [])
+    keys, values = (part[:end, 0].T.numpy() for part in cache.read(0, seq))
+    held = Slots(*keys.tolist())
+    require(bool((keys == -values).all()), "keys and values were parted")
+    require(held.positions == list(range(end)), f"sequence {seq} holds the positions {held.positions}")
+    require(held.prefixes == prefix_hashes(map(int, held.tokens)), f"sequence {seq} holds slots of several prefixes")
+    return held
+
+
+def assert_holds(cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+    """Assert that a sequence holds exactly the slots of these tokens."""
+    held = held_slots(cache, seq, cache.length(seq))
+    assert held.tokens == list(tokens), f"sequence {seq} holds {held.tokens} and not {list(tokens)}"
+
+
+class PlainChance:
+    """A `Chance` in plain Python: `key` and how often it was asked decide everything."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def accept(self, probability: float) -> bool:
+        """See `Chance.accept`."""
+        return self._uniform() < probability
+
+    def draw(self, weights: Tensor) -> int:
+        """See `Chance.draw`: the inverse of the cumulative sum."""
+        values = weights.tolist()
+        point, last = self._uniform() * sum(values), 0
+        for token, weight in enumerate(values):
+            if weight > 0:
+                last, point = token, point - weight
+                if point < 0:
+                    break
+        return last
+
+    def _uniform(self) -> float:
+        self._key += 1
+        return scrambled(self._key) / 2**64
+
+
+class PlainChances:
+    """A `Chances` keyed like the production one.
+
+    By position where draft and target are coupled; else by purpose and round.
+    """
+
+    def draft(self, request: Request) -> Chance:
+        """See `Chances.draft`."""
+        return self._chance(request, 1)
+
+    def verify(self, request: Request) -> Chance:
+        """See `Chances.verify`."""
+        return self._chance(request, 2)
+
+    def _chance(self, request: Request, purpose: int) -> PlainChance:
+        if request.coupled:
+            return PlainChance(scrambled(request.seed) + len(request.tokens))
+        return PlainChance(scrambled(request.seed + purpose) + 1000 * request.rounds)
+
+
+def assert_own_tokens(request: Request) -> None:
+    """Assert that each token is the one that plain decoding chooses after those before it.
+
+    By induction that is the whole text that the request would get alone, without speculation. Where a
+    ratio rule decides, chance chooses otherwise than plain decoding, and only the law's support is known.
+    """
+    prefixes = prefix_hashes(request.tokens)[len(request.prompt) - 1 : -1]
+    if request.params.greedy and not request.params.penalised:
+        assert request.output == [likeliest(prefix) for prefix in prefixes], f"not the text of {request.prompt} alone"
+    elif prefixes:
+        _assert_own_draws(replace(request, tokens=list(request.prompt)), request.output, prefixes)
+
+
+def _assert_own_draws(fresh: Request, output: Sequence[int], prefixes: Sequence[int]) -> None:
+    logits = torch.tensor([logits_after(prefix) for prefix in prefixes], dtype=torch.float64)
+    laws = distribution(logits, [Node(fresh, output[:place]) for place in range(len(output))])
+    assert all(float(law[token]) > 0 for law, token in zip(laws, output, strict=True)), "an impossible token"
+    if fresh.coupled:
+        chance = PlainChances().verify(fresh)
+        assert output == [chance.draw(law) for law in laws], f"not the text of {fresh.prompt} alone"
+
+
+def assert_prompt_logprobs(request: Request) -> None:
+    """Assert that each prompt token has the log-probability that the model gives it, if that was asked for."""
+    if request.params.prompt_logprobs is None or request.index:
+        return
+    noted = [entry[token].logprob for entry, token in zip(request.prompt_logprobs, request.prompt[1:], strict=True)]
+    laws = [logits_after(prefix) for prefix in prefix_hashes(request.prompt[:-1])]
+    expected = [
+        law[token] - math.log(sum(map(math.exp, law))) for law, token in zip(laws, request.prompt[1:], strict=True)
+    ]
+    assert np.allclose(noted, expected, rtol=0, atol=1e-9), f"prompt log-probabilities {noted}, not {expected}"

@@ -1,0 +1,318 @@
+"""What a cache of blocks has beyond the contract: sharing, copies on write, and what is kept for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from speculant.cache.base import CacheShape
+from speculant.cache.paged import PagedKVCache
+from speculant.errors import CapacityError
+from tests.caches import SHAPE, assert_holds, feed
+
+BLOCK = 4
+PROBE = 1000  # a sequence that only looks
+
+
+def cache_of(num_blocks: int, keep_prefixes: bool = True) -> PagedKVCache:
+    return PagedKVCache(SHAPE, num_blocks, BLOCK, keep_prefixes)
+
+
+def serve(cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+    """Feed what is not known of the tokens and index them all; return how many were known."""
+    known = cache.adopt_prefix(seq, tokens, salt)
+    feed(cache, seq, tokens[known:])
+    cache.index_prefix(seq, tokens)
+    cache.check()
+    return known
+
+
+def serve_and_leave(cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+    known = serve(cache, seq, tokens, salt)
+    cache.release(seq)
+    return known
+
+
+def num_known(cache: PagedKVCache, tokens: Sequence[int], salt: str = "") -> int:
+    """Return how many of the tokens are found, all of them if need be, and that they are theirs."""
+    known = cache.adopt_prefix(PROBE, [*tokens, -1], salt)
+    assert_holds(cache, PROBE, tokens[:known])
+    cache.release(PROBE)
+    cache.check()
+    return known
+
+
+def blocks(cache: PagedKVCache, seq: int) -> list[int]:
+    return cache.table(seq).blocks.tolist()
+
+
+def num_free(cache: PagedKVCache) -> int:
+    return cache.free_tokens() // BLOCK
+
+
+# What is found
+
+
+@pytest.mark.parametrize(
+    ("asked", "known"), [(1, 0), (3, 0), (4, 3), (5, 4), (7, 4), (8, 7), (9, 8), (10, 8), (12, 8), (20, 8)]
+)
+def test_a_prompt_is_known_to_its_last_full_block_and_but_for_its_last_token(asked: int, known: int) -> None:
+    cache = cache_of(10)
+    serve_and_leave(cache, 1, range(11))
+    assert serve(cache, 2, range(asked)) == known
+    assert_holds(cache, 2, range(asked))
+
+
+def test_the_last_position_of_a_full_hit_is_rewritten_in_a_copy() -> None:
+    cache = cache_of(4)
+    serve(cache, 1, range(8))
+    assert cache.adopt_prefix(2, range(8)) == 7
+    cache.check()
+    feed(cache, 2, [99])
+    assert_holds(cache, 1, range(8))
+    assert_holds(cache, 2, [*range(7), 99])
+    assert (blocks(cache, 2)[0], num_free(cache)) == (blocks(cache, 1)[0], 1)
+
+
+def test_a_block_that_is_not_full_is_not_indexed() -> None:
+    cache = cache_of(4)
+    serve(cache, 1, range(7))
+    assert num_known(cache, range(7)) == 4
+    feed(cache, 1, [7])
+    assert num_known(cache, range(8)) == 4, "not before its tokens are told"
+    cache.index_prefix(1, range(8))
+    assert num_known(cache, range(8)) == 8
+
+
+def test_rejected_drafts_are_never_found() -> None:
+    cache = cache_of(8)
+    feed(cache, 1, [1, 2, 3])
+    feed(cache, 1, [10, 11, 12, 13, 14, 15])
+    cache.keep_path(1, 3, [1, 3])
+    cache.index_prefix(1, [1, 2, 3, 11, 13, 5])
+    feed(cache, 1, [5, 6, 7])
+    cache.index_prefix(1, [1, 2, 3, 11, 13, 5, 6, 7])
+    assert num_known(cache, [1, 2, 3, 10, 11, 12, 13, 14]) == 0
+    assert num_known(cache, [1, 2, 3, 11, 12, 13, 14, 15]) == 4
+    assert num_known(cache, [1, 2, 3, 11, 13, 5, 6, 7]) == 8
+
+
+def test_moved_positions_are_found_by_what_they_hold_now() -> None:
+    cache = cache_of(8)
+    serve(cache, 1, range(12))
+    cache.keep_path(1, 4, range(3, 8))
+    cache.index_prefix(1, [*range(4), *range(7, 12)])
+    assert num_known(cache, [*range(4), *range(7, 12)]) == 8
+    assert num_known(cache, range(12)) == 12
+
+
+def test_drafts_that_are_still_open_are_not_indexed() -> None:
+    cache = cache_of(8)
+    feed(cache, 1, range(12))
+    cache.index_prefix(1, range(6))
+    assert num_known(cache, range(12)) == 4
+    cache.keep_path(1, 6, [1, 4])
+    cache.index_prefix(1, [*range(6), 7, 10, 50])
+    assert num_known(cache, [*range(6), 7, 10]) == 8
+
+
+def test_salts_share_nothing() -> None:
+    cache = cache_of(8)
+    serve(cache, 1, range(8), "a")
+    assert [num_known(cache, range(8), salt) for salt in ("a", "b", "")] == [8, 0, 0]
+
+
+def test_a_fork_stays_within_its_salt() -> None:
+    cache = cache_of(8)
+    cache.adopt_prefix(1, range(8), "a")
+    cache.fork(1, 2)
+    feed(cache, 2, range(8))
+    cache.index_prefix(2, range(8))
+    assert [num_known(cache, range(8), salt) for salt in ("a", "")] == [8, 0]
+
+
+def test_nothing_is_kept_where_it_is_not_wanted() -> None:
+    cache = cache_of(4, keep_prefixes=False)
+    serve(cache, 1, range(8))
+    assert num_known(cache, range(8)) == 0
+
+
+# What is shared
+
+
+def test_a_fork_copies_no_block_before_one_is_written() -> None:
+    cache = cache_of(5)
+    feed(cache, 1, range(6))
+    cache.fork(1, 2)
+    assert (blocks(cache, 1), num_free(cache)) == (blocks(cache, 2), 3)
+    feed(cache, 2, [99])
+    assert num_free(cache) == 2
+    assert blocks(cache, 1)[0] == blocks(cache, 2)[0]
+    feed(cache, 1, [6])
+    assert num_free(cache) == 2, "it is alone in its last block by now"
+    assert_holds(cache, 1, range(7))
+    assert_holds(cache, 2, [*range(6), 99])
+
+
+def test_who_fed_what_is_known_goes_on_with_the_known_blocks() -> None:
+    cache = cache_of(6)
+    for seq in (1, 2):
+        feed(cache, seq, range(9))
+    for seq in (1, 2):
+        cache.index_prefix(seq, range(9))
+    assert blocks(cache, 1)[:2] == blocks(cache, 2)[:2]
+    assert num_free(cache) == 2
+    for seq in (1, 2):
+        assert_holds(cache, seq, range(9))
+
+
+def test_what_a_sequence_indexed_is_found_as_long_as_it_lives() -> None:
+    """Another had the start of it first, and its memory is needed."""
+    cache = cache_of(5)
+    serve(cache, 1, range(4))
+    feed(cache, 2, range(8))
+    cache.index_prefix(2, range(8))
+    cache.release(1)
+    feed(cache, 3, [50] * cache.free_tokens())
+    assert num_known(cache, range(8)) == 8
+    cache.release(3)
+    feed(cache, 2, range(8, 12))
+    cache.index_prefix(2, range(12))
+    assert num_known(cache, range(12)) == 12
+
+
+# What is given back
+
+
+@pytest.mark.parametrize("n", range(13))
+def test_exactly_the_blocks_that_begin_behind_a_cut_are_freed(n: int) -> None:
+    cache = cache_of(4)
+    feed(cache, 1, range(12))
+    before = blocks(cache, 1)
+    cache.truncate_to(1, n)
+    assert blocks(cache, 1) == [block for place, block in enumerate(before) if place * BLOCK < n]
+    assert num_free(cache) == 4 - len(blocks(cache, 1))
+    assert_holds(cache, 1, range(n))
+
+
+@pytest.mark.parametrize("drop", [lambda cache: cache.truncate_to(1, 3), lambda cache: cache.keep_path(1, 3, [])])
+def test_a_cut_across_a_boundary_leaves_no_stale_block(drop: Callable[[PagedKVCache], None]) -> None:
+    cache = cache_of(4)
+    feed(cache, 1, range(10))
+    given_back = blocks(cache, 1)[1:]
+    drop(cache)
+    feed(cache, 2, [50] * 8)
+    assert set(given_back) & set(blocks(cache, 2)), "else this proves nothing"
+    feed(cache, 1, range(3, 8))
+    assert not set(blocks(cache, 1)) & set(blocks(cache, 2))
+    assert_holds(cache, 1, range(8))
+    assert_holds(cache, 2, [50] * 8)
+
+
+def test_kept_prefixes_count_as_free() -> None:
+    cache = cache_of(4)
+    serve_and_leave(cache, 1, range(8))
+    assert (cache.free_tokens(), cache.plan().room(2)) == (16, 16)
+    feed(cache, 2, [50] * 16)
+    assert num_known(cache, range(8)) == 0
+
+
+def test_an_adopted_prefix_is_no_longer_free() -> None:
+    cache = cache_of(4)
+    serve_and_leave(cache, 1, range(9))
+    cache.adopt_prefix(2, range(9))
+    assert num_free(cache) == 2
+    feed(cache, 3, [50] * 8)
+    assert_holds(cache, 2, range(8))
+
+
+def test_the_prefix_used_longest_ago_is_evicted_first() -> None:
+    cache = cache_of(4)
+    prompts = {name: [name * 10 + i for i in range(BLOCK)] for name in (1, 2, 3)}
+    for name, tokens in prompts.items():
+        serve_and_leave(cache, name, tokens)
+    cache.adopt_prefix(4, [*prompts[1], 5])
+    cache.release(4)
+    feed(cache, 5, [50] * 2 * BLOCK)
+    assert {name: num_known(cache, tokens) for name, tokens in prompts.items()} == {1: 4, 2: 0, 3: 4}
+
+
+def leave(cache: PagedKVCache) -> None:
+    cache.release(1)
+
+
+def cut(cache: PagedKVCache) -> None:
+    cache.truncate_to(1, 0)
+
+
+def move_and_leave(cache: PagedKVCache) -> None:
+    cache.keep_path(1, 0, range(1, 12))
+    cache.check()
+    cache.release(1)
+
+
+@pytest.mark.parametrize("go", [leave, cut, move_and_leave])
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_the_end_of_a_prefix_is_evicted_before_its_start(go: Callable[[PagedKVCache], None], taken: int) -> None:
+    cache = cache_of(7)
+    serve(cache, 1, range(12))
+    go(cache)
+    feed(cache, 2, [50] * (4 + taken) * BLOCK)
+    assert num_known(cache, range(12)) == (3 - taken) * BLOCK
+
+
+def test_what_is_held_is_not_evicted() -> None:
+    cache = cache_of(4)
+    serve(cache, 1, range(8))
+    serve_and_leave(cache, 2, [*range(8), *range(20, 24)])
+    feed(cache, 3, [50] * 8)
+    assert num_known(cache, [*range(8), *range(20, 24)]) == 8
+    assert_holds(cache, 1, range(8))
+
+
+# What there is no room for
+
+
+def test_a_copy_needs_room_too() -> None:
+    cache = cache_of(3)
+    feed(cache, 1, range(6))
+    cache.fork(1, 2)
+    plan = cache.plan()
+    assert (plan.room(1), plan.room(2)) == (2, 2)
+    plan.take(1, 2)
+    assert plan.room(2) == 0
+    feed(cache, 3, [50])
+    assert [cache.plan().room(seq) for seq in (1, 2, 3, 4)] == [0, 0, 3, 0]
+    with pytest.raises(CapacityError, match=r"sequence 1 needs 1 more .* 0 of 3 are free\n.*Fix: raise kv_memory"):
+        cache.reserve(1, 1)
+
+
+def test_a_path_through_shared_positions_needs_room_or_changes_nothing() -> None:
+    cache = cache_of(4)
+    feed(cache, 1, range(8))
+    cache.fork(1, 2)
+    feed(cache, 3, [50] * 4)
+    with pytest.raises(CapacityError, match=r"sequence 2 has to move .* needs 2 more .*\n.*Fix: "):
+        cache.keep_path(2, 0, [1, 2, 3, 4, 5])
+    assert_holds(cache, 2, range(8))
+    cache.keep_path(2, 4, [1, 2])
+    assert_holds(cache, 1, range(8))
+    assert_holds(cache, 2, [0, 1, 2, 3, 5, 6])
+    cache.check()
+
+
+def test_keeping_shared_positions_as_they_are_needs_no_room() -> None:
+    cache = cache_of(2)
+    feed(cache, 1, range(8))
+    cache.fork(1, 2)
+    cache.keep_path(2, 3, [0, 1])
+    assert_holds(cache, 2, range(5))
+    assert_holds(cache, 1, range(8))
+
+
+def test_memory_that_does_not_fit_says_what_to_lower() -> None:
+    huge = CacheShape(1000, 1000, 1000, torch.float64, torch.device("cpu"))
+    with pytest.raises(CapacityError, match=r"238418579101.56 GiB for 16000000000 .*\n.*Fix: lower kv_memory"):
+        PagedKVCache(huge, 1_000_000_000, 16)

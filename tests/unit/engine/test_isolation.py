@@ -1,0 +1,244 @@
+"""An error is the end of whoever causes it, and of nobody else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.engine.engine import Engine
+from speculant.errors import SpeculantError
+from speculant.models.base import Batch
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Request, Verdict
+from speculant.verification.match import Match
+from tests.exactness.laws import FULL_SUPPORT, Pair
+from tests.fakes import (
+    History,
+    MakeCache,
+    Rig,
+    ScriptedDrafter,
+    Table,
+    TableModel,
+    both_caches,
+    build_rig,
+    known_rules,
+    model_drafter,
+    paged,
+)
+
+V = 6
+VICTIM = 5  # the first token of the prompt that is in trouble
+FROM = 5  # tokens: when the trouble begins
+LIMITS = Limits(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=48)
+PROMPTS = {"first": (0, 1), "victim": (VICTIM, 0, 1), "last": (1, 2, 3)}
+PAIR = Pair(2, V, FULL_SUPPORT)
+
+
+class TroubleError(Exception):
+    """What goes wrong."""
+
+
+def raising(table: Table) -> Table:
+    def broken(history: History) -> Sequence[float]:
+        if history[0] == VICTIM and len(history) >= FROM:
+            raise TroubleError
+        return table(history)
+
+    return broken
+
+
+def without_numbers(table: Table) -> Table:
+    def broken(history: History) -> Sequence[float]:
+        return [math.nan] * V if history[0] == VICTIM and len(history) >= FROM else table(history)
+
+    return broken
+
+
+class Troubled(ScriptedDrafter):
+    """Raises when it hears of the victim, at the given word."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(lambda request: [1, 2])
+        self._word = word
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+        self._fail("begin", seq)
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        for seq in seqs:
+            self._fail("propose", seq)
+        return super().propose(seqs, limits)
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """See `Drafter.observe`."""
+        self._fail("observe", seq)
+
+    def _fail(self, word: str, seq: Request) -> None:
+        if word == self._word and seq.prompt[0] == VICTIM:
+            raise TroubleError
+
+
+class TroubledRule(Match):
+    """Raises at the third verification of the victim."""
+
+    calls = 0
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """See `Verifier.verify`."""
+        self.calls += 1
+        if self.calls >= 3:
+            raise TroubleError
+        return super().verify(tree, p, chance)
+
+
+@dataclass
+class TroubledWatch:
+    """Raises at the third token."""
+
+    seen: int = 0
+
+    def push(self, token: int) -> str | None:
+        self.seen += 1
+        if self.seen == 3:
+            raise TroubleError
+        return None
+
+
+TARGETS = {"target raises": raising(PAIR.target), "target gives NaN": without_numbers(PAIR.target)}
+DRAFTS = {"draft model raises": raising(PAIR.draft)}
+
+
+def rig_of(trouble: str, cache: MakeCache) -> Rig:
+    target = TableModel(TARGETS.get(trouble, PAIR.target), V)
+    draft = TableModel(DRAFTS.get(trouble, PAIR.draft), V)
+    made: Drafter = model_drafter(draft, V, limits=LIMITS, cache=cache)
+    if trouble.startswith("drafter"):
+        made = Troubled(trouble.split()[-1])
+    rig = build_rig(target, made, length=3, limits=LIMITS, cache=cache)
+    rig.expected = SpeculantError if "NaN" in trouble else TroubleError
+    return rig
+
+
+def add_all(rig: Rig, trouble: str = "", **law: Any) -> dict[str, Request]:
+    """Queue all prompts; some troubles are the victim's own settings."""
+    requests = {}
+    for name, prompt in PROMPTS.items():
+        troubled = trouble if name == "victim" else ""
+        speculation = {"verification": "troubled" if troubled == "rule" else "match"} if name == "victim" else None
+        params = SamplingParams(max_tokens=12, logprobs=0, prompt_logprobs=0, speculation=speculation, **law)
+        watch = TroubledWatch if troubled == "watch" else None
+        requests[name] = rig.add(prompt, params, name, watch)[0]
+    return requests
+
+
+TROUBLES = [
+    "target raises",
+    "target gives NaN",
+    "draft model raises",
+    "drafter: begin",
+    "drafter: propose",
+    "drafter: observe",
+    "rule",
+    "watch",
+]
+every_trouble = pytest.mark.parametrize("trouble", TROUBLES)
+
+
+@pytest.fixture(autouse=True)
+def _a_rule_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(known_rules(), "troubled", TroubledRule())
+
+
+def said_without(trouble: str, cache: MakeCache, **law: Any) -> dict[str, list[int]]:
+    """Return what is said without the trouble, everything else being equal."""
+    rig = rig_of("drafter: is fine" if trouble.startswith("drafter") else "", cache)
+    requests = add_all(rig, **law)
+    rig.finish()
+    return {name: request.output for name, request in requests.items()}
+
+
+@both_caches
+@pytest.mark.parametrize("law", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
+@every_trouble
+def test_an_error_ends_its_own_request_alone(trouble: str, law: dict[str, Any], cache: MakeCache) -> None:
+    """The others say what they would have said: a pass that is repeated for each alone draws nothing anew."""
+    rig, expected = rig_of(trouble, cache), said_without(trouble, cache, **law)
+    requests = add_all(rig, trouble, **law)
+    outputs = rig.finish()
+    told = {name: [output for output in outputs if output.request_id == name] for name in requests}
+    victim = requests["victim"]
+    assert (told["victim"][-1].token, told["victim"][-1].finish_reason) == (None, "error")
+    assert isinstance(victim.error, rig.expected)
+    assert [output.token for output in told["victim"][:-1]] == victim.output, "what was told is what it has"
+    assert victim.output == expected["victim"][: victim.num_output]
+    assert len(victim.logprobs) == victim.num_output < 12
+    for name in ("first", "last"):
+        assert [output.token for output in told[name]] == requests[name].output == expected[name]
+        assert requests[name].finish_reason == "length"
+        assert len(requests[name].prompt_logprobs) == len(requests[name].prompt) - 1, "noted once"
+    assert (rig.engine.metrics.failed, rig.engine.metrics.finished) == (1, 2)
+    assert rig.engine.metrics.repeated_steps <= 1
+
+
+@every_trouble
+def test_the_engine_goes_on_after_it(trouble: str) -> None:
+    rig = rig_of(trouble, paged)
+    add_all(rig, trouble)
+    rig.finish()
+    (later,) = rig.add(PROMPTS["first"], SamplingParams(temperature=0, max_tokens=5), "later")
+    rig.finish()
+    assert (later.num_output, later.finish_reason) == (5, "length")
+
+
+def broken_always(history: History) -> Sequence[float]:
+    raise TroubleError
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_all_may_fail_at_once(steps: int) -> None:
+    target = TableModel(PAIR.target, V)
+    rig = build_rig(target, model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS), length=3, limits=LIMITS)
+    rig.expected = TroubleError
+    requests = add_all(rig)
+    for _ in range(steps):
+        rig.step()
+    target._table, target._known = broken_always, {}
+    assert [(output.token, output.finish_reason) for output in rig.step()] == [(None, "error")] * 3
+    assert all(request.finish_reason == "error" for request in requests.values())
+    assert rig.finish() == []
+
+
+class Unsociable(TableModel):
+    """A model that serves nobody beside anybody else."""
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """See `CausalLM.forward`."""
+        if len(batch.segments) > 1:
+            raise TroubleError
+        return super().forward(batch, cache)
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_an_error_that_is_nobody_s_own_is_told() -> None:
+    """Everyone is served, one at a time; that it is so slow must not stay a secret."""
+    rig = build_rig(Unsociable(PAIR.target, V), limits=LIMITS)
+    requests, expected = add_all(rig, temperature=0), said_without("", paged, temperature=0)
+    with pytest.warns(UserWarning, match="for all sequences together and for none alone: TroubleError"):
+        drain(rig.engine)
+    assert {name: request.output for name, request in requests.items()} == expected
+    assert rig.engine.metrics.repeated_steps == rig.engine.metrics.steps == 12

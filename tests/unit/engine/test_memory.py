@@ -1,0 +1,146 @@
+"""How kv_memory is shared out: never more than there is, about as many positions for each, and clear refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.paged import PagedKVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.config import EngineConfig, Limits
+from speculant.engine import memory as memory_module
+from speculant.engine.memory import FALLBACK, CacheMemory, free_memory
+from speculant.errors import CapacityError
+
+BACKENDS = ["paged", "slotted"]
+
+
+def shape(layers: int = 2, heads: int = 1, head_dim: int = 4) -> CacheShape:
+    return CacheShape(layers, heads, head_dim, torch.float32, torch.device("cpu"))
+
+
+TARGET, DRAFT = shape(layers=6), shape(layers=2)
+LIMITS = Limits(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=8)
+
+
+def memory_of(limits: Limits = LIMITS, target: CacheShape = TARGET, **arguments: Any) -> CacheMemory:
+    return CacheMemory.of(EngineConfig(model="m", **arguments), limits, target)
+
+
+def positions(cache: KVCache) -> int:
+    return cache.num_blocks * cache.block_size
+
+
+@given(
+    backend=st.sampled_from(BACKENDS),
+    layers=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    kv_memory=st.integers(1, 500_000),
+    block_size=st.integers(1, 40),
+    max_model_len=st.integers(1, 60),
+    max_num_seqs=st.integers(1, 4),
+)
+def test_both_caches_fit_into_the_budget(
+    backend: str,
+    layers: tuple[int, int],
+    kv_memory: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> None:
+    target, draft = shape(layers[0]), shape(layers[1])
+    limits = Limits(max_model_len, max_num_seqs, 8)
+    memory = memory_of(limits, target, kv_memory=kv_memory, kv_cache_backend=backend, block_size=block_size)
+    try:
+        draft_cache, target_cache = memory.make(draft), memory.make_target()
+    except CapacityError:
+        assume(False)
+    used = positions(draft_cache) * draft.bytes_per_token + positions(target_cache) * target.bytes_per_token
+    assert used <= kv_memory
+    assert positions(target_cache) >= positions(draft_cache) >= max_model_len
+    if backend == "paged":
+        assert kv_memory - used < block_size * (target.bytes_per_token + draft.bytes_per_token), "memory lies idle"
+
+
+@pytest.mark.parametrize("draft", [DRAFT, TARGET, shape(layers=6), None], ids=["small", "same", "equal", "none"])
+def test_all_of_a_given_budget_is_used(draft: CacheShape | None) -> None:
+    """Also where the draft's shape is the target's own."""
+    memory = memory_of(kv_memory="1MiB", block_size=16)
+    draft_positions = positions(memory.make(draft)) if draft else 0
+    target_positions = positions(memory.make_target())
+    together = TARGET.bytes_per_token + (draft.bytes_per_token if draft else 0)
+    assert target_positions - 2**20 // together in range(-15, 17), "but for a block"
+    assert draft is None or 0 <= target_positions - draft_positions <= 16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_budget_no_more_is_taken_than_all_sequences_can_use(backend: str) -> None:
+    memory = memory_of(kv_cache_backend=backend, block_size=16)
+    caches = [memory.make(DRAFT), memory.make_target()]
+    assert [positions(cache) for cache in caches] == [3 * 112 if backend == "paged" else 3 * 100] * 2
+
+
+def test_without_a_budget_a_share_of_what_is_free_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: 2 * 200 * TARGET.bytes_per_token)
+    assert positions(memory_of(block_size=10).make_target()) == 200
+    assert positions(memory_of(block_size=10, kv_memory=10**6).make_target()) > 200, "who names a budget gets it"
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("paged", PagedKVCache), ("slotted", SlottedKVCache)])
+def test_the_configured_kind_is_made(backend: str, kind: type) -> None:
+    memory = memory_of(kv_cache_backend=backend)
+    assert isinstance(memory.make(DRAFT), kind)
+    assert isinstance(memory.make_target(), kind)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_prefixes_are_kept_if_so_configured(keep: bool) -> None:
+    cache = memory_of(enable_prefix_caching=keep, block_size=4).make_target()
+    cache.reserve(1, 8)
+    cache.index_prefix(1, [5] * 8)
+    assert cache.adopt_prefix(2, [5] * 8) == (7 if keep else 0)
+
+
+def refused(make: Any) -> CapacityError:
+    with pytest.raises(CapacityError) as caught:
+        make()
+    return caught.value
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_too_little_memory_is_refused_with_a_length_that_fits(backend: str, with_draft: bool) -> None:
+    def make(max_model_len: int) -> None:
+        limits = Limits(max_model_len, 3, 8)
+        memory = memory_of(limits, kv_cache_backend=backend, kv_memory=15_000, block_size=16)
+        if with_draft:
+            memory.make(DRAFT)
+        memory.make_target()
+
+    error = refused(lambda: make(100))
+    assert re.search(r"positions of keys and values need \d.* MiB are there", error.problem)
+    assert ("lower max_num_seqs" in error.fix) == (backend == "slotted")
+    (longest,) = re.findall(r"set max_model_len to (\d+) or less", error.fix)
+    make(int(longest))
+    refused(lambda: make(int(longest) + 1))
+
+
+def test_memory_for_nothing_is_refused_without_naming_a_length() -> None:
+    memory = memory_of(kv_memory=100)
+    assert refused(memory.make_target).fix == "raise kv_memory."
+
+
+def test_free_memory_is_what_the_machine_says_or_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_memory(torch.device("cpu")) > 0
+
+    def unreadable(*arguments: Any, **options: Any) -> str:
+        raise OSError
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    assert free_memory(torch.device("cpu")) == FALLBACK

@@ -1,0 +1,106 @@
+"""A scheduler over real caches whose steps feed and commit, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.paged import PagedKVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.config import Limits
+from speculant.params import SamplingParams
+from speculant.scheduling.scheduler import Schedule, Scheduler
+from speculant.types import Request
+from tests.models import make_request
+
+SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
+BLOCK = 4
+
+
+def slots(num_slots: int, max_len: int = 100) -> SlottedKVCache:
+    return SlottedKVCache(SHAPE, num_slots, max_len)
+
+
+def blocks(num_blocks: int, keep_prefixes: bool = False) -> PagedKVCache:
+    return PagedKVCache(SHAPE, num_blocks, BLOCK, keep_prefixes)
+
+
+class Driver:
+    """Adds requests and does what a step does with its schedule; each new token is a 7."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *drafter_caches: KVCache,
+        max_num_seqs: int = 4,
+        budget: int = 100,
+        policy: str = "decode-first",
+        max_waiting: int = 1024,
+    ) -> None:
+        self.cache = cache
+        self.limits = Limits(100, max_num_seqs, budget, max_waiting, policy)
+        self.scheduler = Scheduler(self.limits, [cache, *drafter_caches])
+        self.requests: list[Request] = []
+        self.started: list[Request] = []  # whenever they were admitted
+
+    def add(
+        self,
+        num_prompt: int,
+        max_tokens: int = 3,
+        request_id: str | None = None,
+        token: int | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Queue a request; its prompt repeats one token, by default one that no other has."""
+        seq = len(self.requests)
+        request = make_request(
+            [100 + seq if token is None else token] * num_prompt,
+            params=SamplingParams(max_tokens=max_tokens),
+            seq=seq,
+            request_id=request_id or f"request-{seq}",
+            priority=priority,
+        )
+        self.scheduler.add([request])
+        self.requests.append(request)
+        return request
+
+    def step(self) -> Schedule:
+        """Schedule, feed all of it, and commit a token wherever everything was fed."""
+        schedule = self.scheduler.schedule()
+        self.started += schedule.admitted
+        for item in schedule.items:
+            slots = self.cache.reserve(item.request.seq, item.count)
+            assert slots.start == item.start, "something is skipped or fed twice"
+        for item in schedule.items:
+            if item.completes:
+                item.request.tokens.append(7)
+            self.cache.index_prefix(item.request.seq, item.request.tokens)
+            if item.request.num_output == item.request.params.max_tokens:
+                item.request.finish_reason = "length"
+                self.scheduler.remove(item.request)
+        self.check()
+        return schedule
+
+    def check(self) -> None:
+        """Assert that those who wait hold nothing."""
+        self.cache.check()
+        assert all(self.cache.length(request.seq) == 0 for request in self.scheduler.waiting)
+
+    def steps_until(self, done: Callable[[], bool], most: int = 1000) -> int:
+        """Step until something is so; return how many steps that took."""
+        for count in range(most):
+            if done():
+                return count
+            self.step()
+        raise AssertionError(f"it is not so after {most} steps")
+
+    def finish(self) -> None:
+        """Step until nobody waits or runs."""
+        self.steps_until(lambda: not self.scheduler.waiting + self.scheduler.running)
+
+
+def counts(schedule: Schedule) -> dict[int, int]:
+    """Return how many tokens each sequence feeds, in their order."""
+    return {item.request.seq: item.count for item in schedule.items}

@@ -1,0 +1,173 @@
+"""The parts of an engine under schedules: a model that breaks on demand, drafters and a cache that are watched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache, Slots
+from speculant.cache.paged import PagedKVCache
+from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.draft_model import ModelDrafter
+from speculant.models.base import Batch
+from speculant.types import DraftTree, Request
+from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled
+
+
+class InjectedError(Exception):
+    """What a broken pass raises."""
+
+
+@dataclass
+class Fault:
+    """Passes that raise: so many of those over `victim`, or over anyone; before they write (early) or behind it."""
+
+    error: Callable[[], BaseException]
+    times: int
+    early: bool
+    victim: int | None
+
+
+Raised = tuple[BaseException, list[int]]  # and the sequences of the pass that raised it
+
+
+class FragileModel(OracleModel):
+    """An oracle model that breaks when it is told so, and notes in `raised` over which sequences."""
+
+    def __init__(self, max_positions: int, raised: list[Raised], astray: int = 0) -> None:
+        super().__init__(max_positions, astray)
+        self.fault: Fault | None = None
+        self.num_passes = 0
+        self._raised = raised
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """See `CausalLM.forward`."""
+        self.num_passes += 1
+        self._strike(batch, early=True)
+        hidden = super().forward(batch, cache)
+        self._strike(batch, early=False)
+        return hidden
+
+    def _strike(self, batch: Batch, *, early: bool) -> None:
+        fault = self.fault
+        if fault is None or fault.early != early:
+            return
+        seqs = [segment.slots.seq for segment in batch.segments]
+        if fault.victim is None or fault.victim in seqs:
+            fault.times -= 1
+            self.fault = fault if fault.times else None
+            self._raised.append((fault.error(), seqs))
+            raise self._raised[-1][0]
+
+
+class CountedCache(PagedKVCache):
+    """A paged cache that counts what happens in it, and knows which prefixes may be adopted: committed ones.
+
+    `live` has the requests by sequence.
+    """
+
+    def __init__(
+        self, shape: CacheShape, size: tuple[int, int], keeps: bool, live: Mapping[int, Request], tally: Counter[str]
+    ) -> None:
+        super().__init__(shape, *size, keeps)
+        self._live, self._tally = live, tally
+        self._committed: set[tuple[str, tuple[int, ...]]] = set()  # whole blocks of tokens, by salt
+        self._forget = self._index.remove
+        self._index.remove = self._evict  # type: ignore[method-assign]
+
+    def _evict(self, block: int) -> list[int]:
+        self._tally["evictions"] += 1
+        return self._forget(block)
+
+    def reserve(self, seq: int, n: int) -> Slots:
+        """See `KVCache.reserve`; what it takes beyond new blocks are copies."""
+        held = -(-self.length(seq) // self.block_size)
+        needed = -(-(self.length(seq) + n) // self.block_size) if n else held
+        self._tally["copies on write"] += self.missing(seq, n) - (needed - held)
+        return super().reserve(seq, n)
+
+    def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
+        """See `KVCache.keep_path`."""
+        self._tally["compactions"] += list(path) != list(range(len(path)))
+        super().keep_path(seq, base, path)
+
+    def fork(self, src: int, dst: int) -> None:
+        """See `KVCache.fork`."""
+        self._tally["forks"] += self.length(src) > 0
+        super().fork(src, dst)
+
+    def adopt_prefix(self, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+        """See `KVCache.adopt_prefix`."""
+        adopted = super().adopt_prefix(seq, tokens, salt)
+        self._tally["prefix hits"] += adopted > 0
+        blocks = (self._live[seq].salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
+        require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
+        return adopted
+
+    def index_prefix(self, seq: int, tokens: Sequence[int]) -> None:
+        """See `KVCache.index_prefix`."""
+        super().index_prefix(seq, tokens)
+        request = self._live[seq]
+        for end in range(self.block_size, min(self.length(seq), len(tokens)) + 1, self.block_size):
+            require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
+            self._committed.add((request.salt, tuple(tokens[:end])))
+
+
+class WatchedDrafter(ModelDrafter):
+    """The real drafter over an oracle model: each draft must come from the request's tokens and its own."""
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        trees = super().propose(seqs, limits)
+        for seq, tree, limit in zip(seqs, trees, limits, strict=True):
+            require(tree.size <= limit, "a draft beyond its limit")
+            if tree.size:
+                self._assert_fed(seq.seq, [*seq.tokens, *tree.token_list[:-1]])
+        return trees
+
+    def _assert_fed(self, seq: int, tokens: Sequence[int]) -> None:
+        assert isinstance(self._model, OracleModel)
+        require(self.cache.length(seq) == len(tokens), "the draft cache holds more or less than was drafted from")
+        require(self._model.fed[seq] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
+
+
+class Guesser:
+    """Proposes the greedy text with errors; if it branches, siblings stand before and behind the child that goes on."""
+
+    def __init__(self, branches: bool) -> None:
+        self.needs = DrafterNeeds(emits_tree=branches)
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        return [self._guess(prefix_hashes(seq.tokens)[-1], limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def _guess(self, prefix: int, limit: int) -> DraftTree:
+        tokens, parents, parent = list[int](), list[int](), -1
+        while len(tokens) < limit:
+            children, chosen = self._children(prefix)
+            parents += [parent] * len(children)
+            parent, prefix = len(tokens) + chosen, extended(prefix, children[chosen])
+            tokens += children
+        return DraftTree(torch.tensor(tokens[:limit], dtype=torch.int64), torch.tensor(parents[:limit]))
+
+    def _children(self, prefix: int) -> tuple[list[int], int]:
+        """Return different tokens, and the place of the one that goes on."""
+        whim = scrambled(prefix)
+        token = (likeliest(prefix) + (whim % 5 == 0)) % V
+        if not self.needs.emits_tree:
+            return [token], 0
+        before, behind = whim // 5 % 3, whim // 15 % 2
+        return [(token + 3 * place) % V for place in range(-before, behind + 1)], before
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """See `Drafter.observe`."""
+
+    def end(self, seq: Request) -> None:
+        """See `Drafter.end`."""
