@@ -36,6 +36,7 @@ from tests.watched import CountedCache, Fault, FragileModel, Guesser, InjectedEr
 
 PATIENCE = 400  # steps in which whoever is left at the end must end
 RULES = load_rules()
+USUAL = SamplingParams()
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     InjectedError,
@@ -205,7 +206,7 @@ class Machine:
         self.engine.abort("nobody")
         if request_id != "none":
             with pytest.raises(RequestError):
-                self.engine.add_request(prompt, SamplingParams(), request_id)
+                self.engine.add_request(prompt, USUAL, request_id)
 
     def close(self) -> None:
         """Let all requests end, or end them: then nothing is held."""
@@ -248,7 +249,7 @@ class Machine:
 
 # each as often as it is named
 ACTIONS = (
-    *(Machine.step,) * 17,
+    *(Machine.step,) * 14,
     *(Machine.add,) * 7,
     *(Machine.abort,) * 2,
     *(Machine.break_passes,) * 2,
@@ -275,6 +276,5 @@ def run_schedule(kind: Kind, data: bytes, tally: Counter[str]) -> None:
 def _in_words(part: object) -> str:
     if not isinstance(part, SamplingParams):
         return str(part)
-    usual = SamplingParams()
     fields = ((field.name, getattr(part, field.name)) for field in dataclasses.fields(part))
-    return " ".join(f"{name}={value}" for name, value in fields if value != getattr(usual, name))
+    return " ".join(f"{name}={value}" for name, value in fields if value != getattr(USUAL, name))
