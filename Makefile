@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/exactness
 CHECKED := src tests $(wildcard benchmarks examples tools)
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all soak check format bench clean

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
+from speculant.kernels.native import usable_sets
 
 STEMS = [
     "def read(path):", "class Stack:", "import os\nimport sys\n", "for name in names:", "def main(argv=None):",
@@ -48,7 +49,7 @@ def run(llm: LLM, prompts: list[str], laws: list[SamplingParams]) -> list[list[i
     return tokens_of(llm.generate(prompts, laws))
 
 
-def speculative(drafter: str, spec_length: int, batch: int, dtype: str = "float64") -> LLM:
+def speculative(drafter: str, spec_length: int, batch: int, dtype: str = "float64", **engine: str) -> LLM:
     """The embedded pair with any drafter."""
     uses_model = plugins.load("speculant.drafting", drafter).METHOD.uses_model
     return LLM(
@@ -59,17 +60,26 @@ def speculative(drafter: str, spec_length: int, batch: int, dtype: str = "float6
         dtype=dtype,
         max_num_seqs=batch,
         max_model_len=256,
+        **engine,
     )
 
 
-def check_identity(drafter: str, law: dict[str, float], lengths: list[int], prompts: list[str], tokens: int) -> None:
+def check_identity(
+    drafter: str,
+    law: dict[str, float],
+    lengths: list[int],
+    prompts: list[str],
+    tokens: int,
+    dtype: str = "float64",
+    **engine: str,
+) -> None:
     """Compare plain texts with those of one drafter at every draft length, alone and 8 at a time."""
     laws = params(law, tokens, len(prompts))
-    plain = run(LLM("demo", dtype="float64", max_num_seqs=1, max_model_len=256), prompts, laws)
+    plain = run(LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, **engine), prompts, laws)
     assert len({tuple(text) for text in plain}) > len(prompts) // 2, "the texts hardly differ: a weak test"
     for spec_length in lengths:
         for batch in (1, 8):
-            llm = speculative(drafter, spec_length, batch)
+            llm = speculative(drafter, spec_length, batch, dtype, **engine)
             if plugins.load("speculant.drafting", drafter).METHOD.learns:
                 assert run(llm, prompts, laws) == plain
             outputs = llm.generate(prompts, laws)
@@ -91,12 +101,40 @@ def test_text_is_identical_in_float64_in_full(drafter: str, law: dict[str, float
     check_identity(drafter, law, [1, 2, 4, 8], PROMPTS, tokens=128)
 
 
+NATIVE = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.parametrize("law", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("weights", NATIVE)
+def test_text_is_identical_on_the_native_kernels(weights: str, drafter: str, law: dict[str, float]) -> None:
+    """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
+    check_identity(drafter, law, [1, 4], PROMPTS[::5], tokens=40, kernels="native", **NATIVE[weights])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.parametrize("law", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("weights", NATIVE)
+def test_text_is_identical_on_the_native_kernels_in_full(weights: str, drafter: str, law: dict[str, float]) -> None:
+    check_identity(drafter, law, [1, 2, 4, 8], PROMPTS, tokens=128, kernels="native", **NATIVE[weights])
+
+
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])
 def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) -> None:
     """The first token that differs is one that the plain run held for as likely, up to `near` nats."""
     laws = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)] * 10
-    plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256).generate(PROMPTS[::5], laws)
-    drafted = speculative("draft_model", 4, 8, dtype).generate(PROMPTS[::5], laws)
+    plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, kernels="reference").generate(
+        PROMPTS[::5], laws
+    )
+    drafted = speculative("draft_model", 4, 8, dtype, kernels="reference").generate(PROMPTS[::5], laws)
     for one, other in zip(plain, drafted, strict=True):
         chosen, entries = one.outputs[0].token_ids, one.outputs[0].logprobs or []
         for mine, token, entry in zip(chosen, other.outputs[0].token_ids, entries, strict=True):

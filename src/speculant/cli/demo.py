@@ -30,7 +30,7 @@ PROMPTS = (
     "import os\nimport sys\n\n\ndef main(argv=None):",
     "def is_valid(value):",
 )
-TOP_P = 0.95
+TOP_P = 1.0
 DTYPE = "float32"
 WARM_UP_TOKENS = 8
 ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
@@ -39,7 +39,7 @@ ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 80,
     spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
     seed: Annotated[int, typer.Option(help="Fixes the text when the temperature is above 0.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:

@@ -128,7 +128,9 @@ class EngineFlags(FlagGroup):
     enable_prefix_caching: Annotated[bool, "Keep the keys and values of prompts that may come again."]
     scheduling_policy: Annotated[str, "Who is served first: first-come, decode-first or shortest-prompt."]
     max_waiting: Annotated[int, "Sequences that may wait; more are refused."]
-    kernels: Annotated[str, "Which kernels compute: auto or reference."]
+    kernels: Annotated[str, "Which kernels compute: auto, native or reference."]
+    quantization: Annotated[str, "Weights of the target in int8 or int4."]
+    draft_quantization: Annotated[str, "Weights of the draft model in int8 or int4."]
     seed: Annotated[int, "Seeds the requests that bring no seed of their own."]
 
     def values(self) -> dict[str, Any]:

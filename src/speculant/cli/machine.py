@@ -67,7 +67,7 @@ def inspect_machine() -> Machine:
         memory=_memory(),
         torch=_torch(),
         cuda=cuda,
-        kernels={"in_use": "reference", "native": "not built"},
+        kernels=_kernels(),
         packages=packages,
         embedded_models=_embedded_models(),
         findings=[*_package_findings(packages), *_model_findings(), *_kernel_findings(), _cuda_finding(cuda)],
@@ -185,13 +185,27 @@ def _model_findings() -> list[Finding]:
     ]
 
 
+def _kernels() -> dict[str, Any]:
+    """What computes on the processor: the native kernels' instruction set and threads, if they were built."""
+    from speculant.kernels.native import open_kernels, usable_sets
+
+    kernels = open_kernels()
+    if kernels is None:
+        return {"in_use": "reference", "native": "not built"}
+    return {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
+
+
 def _kernel_findings() -> list[Finding]:
+    from speculant.kernels.native import usable_sets
+
+    if usable_sets():
+        return [Finding("ok", "the native kernels are built: the same bits for any batch, with or without speculation")]
     return [
         Finding(
-            "note",
-            "this version computes with torch's kernels; there are no native ones yet",
+            "missing",
+            "the native kernels were not built; everything runs on torch's",
             "speed, and in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
-            "use dtype float64 where the same tokens are needed bit for bit",
+            "install a C++ compiler (g++ or clang++ with OpenMP) and install speculant again",
         )
     ]
 

@@ -36,7 +36,9 @@ class Built:
 
 def build_engine(config: EngineConfig) -> Built:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
-    target = load_model(config.model, config.dtype, config.device)
+    target = load_model(
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
+    )
     tokenizer = Tokenizer.from_folder(target.folder)
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative()
@@ -96,7 +98,10 @@ def _build_drafter(
     memory: CacheMemory,
 ) -> Drafter:
     def load_draft(source: str) -> CausalLM:
-        draft = load_model(source, config.dtype, config.device, role="draft")
+        draft = load_model(
+            source, config.dtype, config.device, role="draft",
+            kernels=config.kernels, quantization=config.draft_quantization,
+        )  # fmt: skip
         compare_vocabularies(tokenizer, Tokenizer.from_folder(draft.folder))
         return draft.model
 

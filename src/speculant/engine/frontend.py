@@ -57,6 +57,11 @@ class Frontend:
         return self._built.speculation
 
     @property
+    def kernels(self) -> str:
+        """What computes the target, and why it is not the native kernels if it is not."""
+        return self._built.checkpoint.kernels
+
+    @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
         return SamplingParams.from_mapping(generation_defaults(self._built.checkpoint))

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError, suggest
+from speculant.kernels.native import QUANTIZED, open_kernels
 from speculant.models.base import CausalLM
 from speculant.models.decoder import Decoder
+from speculant.models.native_decoder import NativeDecoder, why_not_native
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles, check_tensors
 
@@ -33,12 +35,23 @@ class Checkpoint:
     eos_token_ids: frozenset[int]  # empty when the checkpoint names none
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
     name: str
+    kernels: str = "reference"  # what computes it, and why not the native ones if they were wanted
 
 
 def load_model(
-    source: str, dtype: str = "auto", device: str = "cpu", *, role: str = "target", revision: str | None = None
+    source: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    *,
+    role: str = "target",
+    revision: str | None = None,
+    kernels: str = "reference",
+    quantization: str | None = None,
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` picks a half).
+
+    kernels is reference, native, or auto: native where they can compute the model. quantization is
+    int8, int4 or None, and needs the native ones.
 
     dtype "auto" takes the checkpoint's own type; float16 becomes float32 on the CPU. No code and no
     pickle from a checkpoint is ever run. Raises ModelError for whatever is wrong with the checkpoint,
@@ -52,9 +65,10 @@ def load_model(
     check_tensors(tensors, _shapes(model), config)
     chosen = _choose_dtype(dtype, config, tensors, device)
     _fill(model, tensors.read(chosen, torch.device(device)))
+    computing, says = _choose_kernels(model, kernels, quantization)
     generation = _read_optional(folder / "generation_config.json")
     ends = _eos_token_ids(generation, config)
-    return Checkpoint(model, config, folder, chosen, ends, generation, name=_name(source, role, folder))
+    return Checkpoint(computing, config, folder, chosen, ends, generation, _name(source, role, folder), says)
 
 
 def _check_choices(dtype: str, device: str) -> None:
@@ -106,6 +120,28 @@ def _fill(model: Decoder, state: dict[str, Tensor]) -> None:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_head()
     model.eval().requires_grad_(False)
+
+
+def _choose_kernels(decoder: Decoder, wanted: str, quantization: str | None) -> tuple[CausalLM, str]:
+    """Return the model on the kernels that are wanted and possible, and what to say about them."""
+    if wanted == "reference":
+        return decoder, "reference"
+    shape = decoder.cache_shape
+    kernels, why = open_kernels(), why_not_native(decoder.config, shape.dtype, shape.device)
+    if kernels is None:
+        why = "they were not built"
+    if kernels is not None and why is None:
+        weights = f", {quantization} weights" if quantization else ""
+        says = f"native ({kernels.isa}, {kernels.threads} threads{weights})"
+        return NativeDecoder(decoder, kernels, QUANTIZED[quantization] if quantization else None), says
+    if wanted == "native" or quantization:
+        raise ConfigError(f"the native kernels can't compute this model: {why}", _NATIVE_FIX)
+    return decoder, f"reference (not the native ones: {why})"
+
+
+_NATIVE_FIX = (
+    'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
+)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+// Passes calls on to the translation unit of an instruction set.
+#include "table.h"
+
+extern const SpTable sp_table_portable;
+static bool always() { return true; }
+
+#if defined(__x86_64__)
+extern const SpTable sp_table_avx2, sp_table_avx512, sp_table_avx512vnni;
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+static bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
+static const struct {
+  const char *name;
+  const SpTable *table;
+  bool (*usable)();
+} SETS[] = {
+#if defined(__x86_64__)
+    {"avx512vnni", &sp_table_avx512vnni, has_avx512vnni},
+    {"avx512", &sp_table_avx512, has_avx512},
+    {"avx2", &sp_table_avx2, has_avx2},
+#endif
+    {"portable", &sp_table_portable, always},
+};
+static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
+
+extern "C" {
+
+int sp_version(void) { return 1; }
+
+const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
+
+int sp_usable(int set) { return SETS[set].usable(); }
+
+int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k) { return SETS[set].table->packed_bytes(type, n, k); }
+
+void sp_pack(int set, int threads, int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed) {
+  SETS[set].table->pack(type, source, weight, second, n, k, packed, threads);
+}
+
+void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }
+
+double sp_read(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->read(data, bytes, threads); }
+
+}  // extern "C"

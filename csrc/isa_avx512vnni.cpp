@@ -1,0 +1,5 @@
+#define SP_AVX512
+#define SP_VNNI
+#define SP_NAMESPACE avx512vnni
+#define SP_TABLE_NAME sp_table_avx512vnni
+#include "isa.h"

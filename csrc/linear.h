@@ -1,0 +1,190 @@
+// Linear layers over packed weights: y = x W^T, one summation order per row, always.
+//
+//   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, k by k:   [k][WIDTH]        float32
+//                                                                   [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
+//
+// An output is one accumulator that runs over k in order, whatever the number of rows beside it; rows are only taken
+// together so that a weight is loaded once for several.
+#pragma once
+#include "simd.h"
+#include "speculant.h"
+#include "team.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int VECS = 2;                 // vectors across a panel
+constexpr int WIDTH = VECS * LANES;     // outputs of a panel
+constexpr int MOST_ROWS = 12;           // rows taken together: MOST_ROWS * VECS accumulators fit the registers
+constexpr int64_t DEPTH = 512;          // of k taken at a time when there are many rows, so that x stays in the nearest cache
+constexpr int AHEAD = 2048;             // bytes to prefetch ahead
+
+static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
+
+static inline int64_t panel_bytes(int type, int64_t k) {
+  return type == SP_F32 ? k * WIDTH * 4 : (k + 1) / 2 * WIDTH * 4;
+}
+
+template <int ROWS>
+static inline void add_f32(const char *weight, const float *x, int64_t stride, int64_t depth, Vec acc[ROWS][VECS]) {
+  for (int64_t k = 0; k < depth; k++, weight += WIDTH * 4) {
+    Vec w[VECS];
+    for (int v = 0; v < VECS; v++) {
+      prefetch(weight + v * LANES * 4 + AHEAD);
+      w[v] = load((const float *)weight + v * LANES);
+    }
+    for (int r = 0; r < ROWS; r++) {
+      Vec a = splat(x[r * stride + k]);
+      for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, w[v], acc[r][v]);
+    }
+  }
+}
+
+template <int ROWS>
+static inline void add_bf16(const char *weight, const float *x, int64_t stride, int64_t depth, Vec acc[ROWS][VECS]) {
+  for (int64_t k = 0; k + 1 < depth; k += 2, weight += WIDTH * 4) {
+    Vec low[VECS], high[VECS];
+    for (int v = 0; v < VECS; v++) {
+      prefetch(weight + v * LANES * 4 + AHEAD);
+      Ints pair = load_ints(weight + v * LANES * 4);
+      low[v] = low_bf16(pair), high[v] = high_bf16(pair);
+    }
+    for (int r = 0; r < ROWS; r++) {
+      Vec a = splat(x[r * stride + k]), b = splat(x[r * stride + k + 1]);
+      for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, low[v], acc[r][v]);
+      for (int v = 0; v < VECS; v++) acc[r][v] = fma(b, high[v], acc[r][v]);
+    }
+  }
+  if (depth % 2)
+    for (int v = 0; v < VECS; v++) {
+      Vec low = low_bf16(load_ints(weight + v * LANES * 4));
+      for (int r = 0; r < ROWS; r++) acc[r][v] = fma(splat(x[r * stride + depth - 1]), low, acc[r][v]);
+    }
+}
+
+// Sum k .. k + depth of ROWS rows into sums[ROWS][WIDTH], which hold what came before (or are begun, at k = 0).
+template <int ROWS>
+static void sum_tile(int type, const char *panel, const float *x, int64_t stride, int64_t from, int64_t depth, float *sums) {
+  Vec acc[ROWS][VECS];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) acc[r][v] = from ? load(sums + r * WIDTH + v * LANES) : zero();
+  const char *weight = panel + (type == SP_F32 ? from * WIDTH * 4 : from / 2 * WIDTH * 4);
+  if (type == SP_F32)
+    add_f32<ROWS>(weight, x + from, stride, depth, acc);
+  else
+    add_bf16<ROWS>(weight, x + from, stride, depth, acc);
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
+}
+
+typedef void (*SumTile)(int, const char *, const float *, int64_t, int64_t, int64_t, float *);
+static const SumTile SUM_TILES[MOST_ROWS + 1] = {nullptr,      sum_tile<1>, sum_tile<2>, sum_tile<3>,  sum_tile<4>,
+                                                 sum_tile<5>,  sum_tile<6>, sum_tile<7>, sum_tile<8>,  sum_tile<9>,
+                                                 sum_tile<10>, sum_tile<11>, sum_tile<12>};
+
+// sums[rows][WIDTH] of one panel, for rows up to MOST_ROWS.
+static inline void sum_panel(const SpOp &op, int64_t panel, const float *x, int64_t rows, float *sums) {
+  const char *weight = (const char *)op.weight + panel * panel_bytes(op.type, op.k);
+  int64_t step = rows > 4 ? DEPTH : op.k;
+  for (int64_t from = 0; from < op.k; from += step)
+    SUM_TILES[rows](op.type, weight, x, op.k, from, op.k - from < step ? op.k - from : step, sums);
+  if (op.k == 0) memset(sums, 0, rows * WIDTH * sizeof(float));
+}
+
+static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
+  int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
+  for (int64_t r = 0; r < rows; r++) {
+    float *out = op.out + (row + r) * op.n + first;
+    const float *sum = sums + r * WIDTH;
+    for (int64_t i = 0; i < count; i++) {
+      float y = op.bias ? sum[i] + op.bias[first + i] : sum[i];
+      out[i] = op.flags & SP_ADD ? out[i] + y : y;
+    }
+  }
+}
+
+static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *gates, const float *ups) {
+  int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
+  for (int64_t r = 0; r < rows; r++) {
+    float gated[WIDTH];
+    for (int v = 0; v < VECS; v++) {
+      Vec gate = load(gates + r * WIDTH + v * LANES);
+      store(gated + v * LANES, mul(divide(gate, add(splat(1.0f), exp(sub(zero(), gate)))), load(ups + r * WIDTH + v * LANES)));
+    }
+    memcpy(op.out + (row + r) * op.n + first, gated, count * sizeof(float));
+  }
+}
+
+// One piece of work is a panel (or gate and up of one) for a share of the rows.
+static inline int64_t linear_pieces(const SpOp &op, int64_t rows, int64_t together) {
+  return panels_of(op.n) * ((rows + 16 * together - 1) / (16 * together));
+}
+
+// Sum one piece, `together` rows at a time, by sum(panel, row, rows, sums).
+template <typename Sum>
+static inline void linear_piece(const SpOp &op, int64_t all_rows, int64_t together, int64_t piece, float *sums, Sum sum) {
+  const int64_t panel = piece % panels_of(op.n), begin = piece / panels_of(op.n) * 16 * together;
+  const int64_t end = begin + 16 * together < all_rows ? begin + 16 * together : all_rows;
+  float *ups = sums + together * WIDTH;
+  for (int64_t row = begin; row < end; row += together) {
+    const int64_t rows = end - row < together ? end - row : together;
+    if (op.flags & SP_SILU) {
+      sum(2 * panel, row, rows, sums), sum(2 * panel + 1, row, rows, ups);
+      put_gated(op, panel, row, rows, sums, ups);
+    } else {
+      sum(panel, row, rows, sums);
+      put_sums(op, panel, row, rows, sums);
+    }
+  }
+}
+
+static void run_linear(const SpOp &op, const SpPass &pass, int64_t piece) {
+  alignas(64) float sums[2 * MOST_ROWS * WIDTH];
+  linear_piece(op, pass.rows, MOST_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
+    sum_panel(op, panel, op.in + row * op.k, rows, to);
+  });
+}
+
+static inline float read_bf16(uint16_t stored) {
+  uint32_t bits = (uint32_t)stored << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline float read_weight(int source, const void *weight, int64_t i) {
+  return source == SP_F32 ? ((const float *)weight)[i] : read_bf16(((const uint16_t *)weight)[i]);
+}
+
+// Round to nearest even; a NaN stays one.
+static inline uint16_t to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static void pack_panel(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
+  for (int64_t i = 0; i < WIDTH; i++) {
+    const int64_t row = panel * WIDTH + i;
+    for (int64_t j = 0; j < k; j++) {
+      const float value = row < n ? read_weight(source, weight, row * k + j) : 0.0f;
+      if (type == SP_F32)
+        ((float *)packed)[j * WIDTH + i] = value;
+      else
+        ((uint16_t *)packed)[(j / 2 * WIDTH + i) * 2 + j % 2] = to_bf16(value);
+    }
+    if (type == SP_BF16 && k % 2) ((uint16_t *)packed)[(k / 2 * WIDTH + i) * 2 + 1] = 0;
+  }
+}
+
+// A row of the packed table: what pack_panel put there.
+static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
+  const int64_t token = pass.tokens[t], width = op.n;  // the table is [vocabulary, n]: packed with k = n
+  const char *panel = (const char *)op.weight + token / WIDTH * panel_bytes(op.type, width);
+  const int64_t i = token % WIDTH;
+  for (int64_t j = 0; j < width; j++)
+    op.out[t * width + j] = op.type == SP_F32 ? ((const float *)panel)[j * WIDTH + i]
+                                              : read_weight(SP_BF16, panel, (j / 2 * WIDTH + i) * 2 + j % 2);
+}
+
+}  // namespace SP_NAMESPACE

@@ -1,0 +1,33 @@
+// How weights are laid out for the kernels: once, when a model is loaded.
+#pragma once
+#include "quantized.h"
+
+namespace SP_NAMESPACE {
+
+static inline int64_t bytes_of_panel(int type, int64_t k) {
+  return type == SP_F32 || type == SP_BF16 ? panel_bytes(type, k) : quantized_panel_bytes(type, k);
+}
+
+static int64_t packed_bytes(int type, int64_t n, int64_t k) { return panels_of(n) * bytes_of_panel(type, k); }
+
+static void pack_any(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
+  if (type == SP_INT8)
+    pack_int8(source, weight, n, k, panel, packed);
+  else if (type == SP_INT4)
+    pack_int4(source, weight, n, k, panel, packed);
+  else
+    pack_panel(type, source, weight, n, k, panel, packed);
+}
+
+static void pack(int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed, int threads) {
+  const int64_t bytes = bytes_of_panel(type, k);
+  Pieces pieces = {0, 0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  pieces.run(panels_of(n), [&](int64_t panel) {
+    char *to = (char *)packed + panel * bytes * (second ? 2 : 1);
+    pack_any(type, source, weight, n, k, panel, to);
+    if (second) pack_any(type, source, second, n, k, panel, to + bytes);
+  });
+}
+
+}  // namespace SP_NAMESPACE

@@ -1,0 +1,79 @@
+// Runs a recorded program. Every thread goes through the same stages in order and takes what pieces are left of each.
+#pragma once
+#include "attention.h"
+#include "pack.h"
+#include "table.h"
+
+namespace SP_NAMESPACE {
+
+// Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
+struct Kept {
+  Plan plan;
+  Quantized x;
+  List<Pieces> stages;  // two per operation
+};
+
+static inline bool is_quantized(const SpOp &op) { return op.code == SP_LINEAR && (op.type == SP_INT8 || op.type == SP_INT4); }
+
+static void prepare(const SpOp *ops, int count, const SpPass &pass, int threads, Kept &kept) {
+  kept.stages.resize(2 * count);
+  memset((void *)kept.stages.items, 0, 2 * count * sizeof(Pieces));
+  bool planned = false;  // all layers have the same shape
+  for (int i = 0; i < count; i++) {
+    if (ops[i].code == SP_ATTEND && !planned) plan_attention(ops[i], pass, threads, kept.plan), planned = true;
+    if (is_quantized(ops[i])) kept.x.resize(pass.rows, ops[i].k);
+  }
+}
+
+static inline void run_linear_op(const SpOp &op, const SpPass &pass, Kept &kept, Pieces &first, Pieces &second) {
+  if (is_quantized(op)) {
+    first.run(pass.rows, [&](int64_t t) { run_quantize(op, kept.x, t); });
+    second.run(linear_pieces(op, pass.rows, MOST_QUANTIZED_ROWS), [&](int64_t p) { run_quantized(op, pass, kept.x, p); });
+  } else {
+    first.run(linear_pieces(op, pass.rows, MOST_ROWS), [&](int64_t p) { run_linear(op, pass, p); });
+  }
+}
+
+static inline void run_op(const SpOp &op, const SpPass &pass, Kept &kept, Pieces &first, Pieces &second) {
+  switch (op.code) {
+    case SP_EMBED: return first.run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
+    case SP_NORM: return first.run(pass.rows, [&](int64_t t) { run_norm(op, t); });
+    case SP_LINEAR: return run_linear_op(op, pass, kept, first, second);
+    case SP_ROTATE: return first.run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });
+    case SP_ATTEND:
+      first.run(attend_pieces(op, kept.plan), [&](int64_t p) { run_attend(op, pass, kept.plan, p); });
+      if (kept.plan.split) second.run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, kept.plan, p); });
+  }
+}
+
+static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
+  static thread_local Kept own;
+  Kept &kept = own;  // the caller's, in every thread of the team
+  prepare(ops, count, *pass, threads, kept);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int i = 0; i < count; i++) run_op(ops[i], *pass, kept, kept.stages[2 * i], kept.stages[2 * i + 1]);
+}
+
+static double read_all(const void *data, int64_t bytes, int threads) {
+  const int64_t size = 1 << 20;
+  const double started = omp_get_wtime();
+  Pieces pieces = {0, 0};
+  float total = 0.0f;
+#pragma omp parallel num_threads(threads) reduction(+ : total) if (threads > 1)
+  pieces.run(bytes / size, [&](int64_t piece) {
+    const char *from = (const char *)data + piece * size;
+    Vec sums[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t i = 0; i < size; i += 4 * LANES * 4)
+      for (int v = 0; v < 4; v++) {
+        prefetch(from + i + v * LANES * 4 + 4096);
+        sums[v] = max(sums[v], load((const float *)(from + i) + v * LANES));
+      }
+    total += first_lane(max(max(sums[0], sums[1]), max(sums[2], sums[3])));
+  });
+  const double seconds = omp_get_wtime() - started;
+  return total == -1.0f ? -seconds : seconds;  // the sum must be used, or nothing would be read
+}
+
+}  // namespace SP_NAMESPACE
+
+extern const SpTable SP_TABLE_NAME = {SP_NAMESPACE::run, SP_NAMESPACE::pack, SP_NAMESPACE::packed_bytes, SP_NAMESPACE::read_all};

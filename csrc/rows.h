@@ -1,0 +1,66 @@
+// What a row goes through by itself: norms, rotary embedding, and the way into the cache.
+#pragma once
+#include "linear.h"
+
+namespace SP_NAMESPACE {
+
+static inline float mean_square(const float *x, int64_t n) {
+  Vec sum = zero();
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) sum = fma(load(x + i), load(x + i), sum);
+  if (i < n) {
+    Vec rest = load_part(x + i, n - i);
+    sum = fma(rest, rest, sum);
+  }
+  return sum_lanes(sum) / (float)n;
+}
+
+// out may be x.
+static inline void norm_row(const float *x, const float *scale, float eps, int64_t n, float *out) {
+  const Vec factor = splat(1.0f / sqrtf(mean_square(x, n) + eps));
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(out + i, mul(load(scale + i), mul(load(x + i), factor)));
+  if (i < n) store_part(out + i, mul(load_part(scale + i, n - i), mul(load_part(x + i, n - i), factor)), n - i);
+}
+
+static void run_norm(const SpOp &op, int64_t t) { norm_row(op.in + t * op.n, op.scale, op.eps, op.n, op.out + t * op.n); }
+
+// Dimension i is paired with i + dim / 2.
+static inline void rotate_head(float *x, const float *cosine, const float *sine, int64_t half) {
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cosine[i] - b * sine[i];
+    x[i + half] = b * cosine[i] + a * sine[i];
+  }
+}
+
+static inline void put_cache(const SpOp &op, void *storage, int64_t slot, int64_t head, const float *x) {
+  const int64_t at = (slot * op.kv_heads + head) * op.dim;
+  if (op.type == SP_F32) {
+    memcpy((float *)storage + at, x, op.dim * sizeof(float));
+  } else {
+    uint16_t *to = (uint16_t *)storage + at;
+    for (int64_t i = 0; i < op.dim; i++) to[i] = to_bf16(x[i]);
+  }
+}
+
+static inline void *layer_of(void *storage, const SpOp &op, const SpPass &pass) {
+  return (char *)storage + op.layer * pass.layer_stride;
+}
+
+// One row: queries and keys are normed (if the family does) and rotated in place; keys and values go to the cache.
+static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
+  const int64_t half = op.dim / 2;
+  const float *cosine = pass.cosines + pass.positions[t] * half, *sine = pass.sines + pass.positions[t] * half;
+  float *x = (float *)op.in + t * (op.heads + 2 * op.kv_heads) * op.dim;
+  for (int64_t head = 0; head < op.heads + op.kv_heads; head++, x += op.dim) {
+    const float *scale = head < op.heads ? op.scale : op.bias;
+    if (scale) norm_row(x, scale, op.eps, op.dim, x);
+    rotate_head(x, cosine, sine, half);
+    if (head >= op.heads) put_cache(op, layer_of(pass.keys, op, pass), pass.slots[t], head - op.heads, x);
+  }
+  for (int64_t head = 0; head < op.kv_heads; head++, x += op.dim)
+    put_cache(op, layer_of(pass.values, op, pass), pass.slots[t], head, x);
+}
+
+}  // namespace SP_NAMESPACE

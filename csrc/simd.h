@@ -1,0 +1,228 @@
+// One vector type per instruction set. Everything a kernel computes goes through these functions, so that its
+// arithmetic (order and rounding) is written once. No contraction by the compiler: multiply-add is always explicit.
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+
+static inline void prefetch(const void *p) { __builtin_prefetch(p); }
+
+#if defined(SP_AVX512)
+#include <immintrin.h>
+namespace SP_NAMESPACE {
+constexpr int LANES = 16;
+typedef __m512 Vec;
+typedef __m512i Ints;
+static inline Vec zero() { return _mm512_setzero_ps(); }
+static inline Vec splat(float x) { return _mm512_set1_ps(x); }
+static inline Vec load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void store(float *p, Vec v) { _mm512_storeu_ps(p, v); }
+static inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+static inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+static inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+static inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if one of them is NaN
+static inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline Vec times_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }  // a * 2^n for whole n
+static inline Ints load_ints(const void *p) { return _mm512_loadu_si512(p); }
+static inline Ints no_ints() { return _mm512_setzero_si512(); }
+static inline Ints splat_ints(int32_t x) { return _mm512_set1_epi32(x); }
+static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+static inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+static inline Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+// Adds the products of four unsigned bytes of w and four signed ones of x to each dword, exactly.
+static inline Ints add_products(Ints sum, Ints w, Ints x) {
+#if defined(SP_VNNI)
+  return _mm512_dpbusd_epi32(sum, w, x);
+#else
+  const Ints even = _mm512_and_si512(w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w, 8);
+  const Ints x_even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), x_odd = _mm512_srai_epi16(x, 8);
+  return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd)));
+#endif
+}
+static inline Vec low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+static inline Vec high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000))); }
+static inline Vec load_bf16(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+static inline float first_lane(Vec v) { return _mm512_cvtss_f32(v); }
+static inline Vec pick(Vec a, Vec b, bool high) {
+  return high ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88);
+}
+// to[j][i] = from[i][j] for LANES x LANES floats whose rows are `stride` and `to_stride` apart.
+static inline void turn(const float *from, int64_t stride, float *to, int64_t to_stride) {
+  __m512d t[16];
+  for (int i = 0; i < 16; i += 4) {
+    Vec a = load(from + i * stride), b = load(from + (i + 1) * stride);
+    Vec c = load(from + (i + 2) * stride), d = load(from + (i + 3) * stride);
+    __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+    t[i] = _mm512_unpacklo_pd(ab, cd), t[i + 1] = _mm512_unpackhi_pd(ab, cd);
+    ab = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+    t[i + 2] = _mm512_unpacklo_pd(ab, cd), t[i + 3] = _mm512_unpackhi_pd(ab, cd);
+  }
+  for (int c = 0; c < 4; c++)
+    for (int odd = 0; odd < 2; odd++) {
+      Vec x = pick(_mm512_castpd_ps(t[c]), _mm512_castpd_ps(t[4 + c]), odd);
+      Vec y = pick(_mm512_castpd_ps(t[8 + c]), _mm512_castpd_ps(t[12 + c]), odd);
+      store(to + (4 * odd + c) * to_stride, pick(x, y, false));
+      store(to + (4 * odd + 8 + c) * to_stride, pick(x, y, true));
+    }
+}
+}  // namespace SP_NAMESPACE
+
+#elif defined(SP_AVX2)
+#include <immintrin.h>
+namespace SP_NAMESPACE {
+constexpr int LANES = 8;
+typedef __m256 Vec;
+typedef __m256i Ints;
+static inline Vec zero() { return _mm256_setzero_ps(); }
+static inline Vec splat(float x) { return _mm256_set1_ps(x); }
+static inline Vec load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void store(float *p, Vec v) { _mm256_storeu_ps(p, v); }
+static inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+static inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+static inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+static inline Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+static inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+static inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline Vec times_power(Vec a, Vec n) {  // in two steps, so that 2^n itself need not be a float
+  __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+  __m256i one = _mm256_set1_epi32(127);
+  a = mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23)));
+  return mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
+}
+static inline Ints load_ints(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline Ints no_ints() { return _mm256_setzero_si256(); }
+static inline Ints splat_ints(int32_t x) { return _mm256_set1_epi32(x); }
+static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+static inline Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
+static inline Ints low_halves(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+static inline Ints high_halves(Ints a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+static inline Ints add_products(Ints sum, Ints w, Ints x) {
+  const Ints even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
+  const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
+  return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
+}
+static inline Vec low_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+static inline Vec high_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff0000))); }
+static inline Vec load_bf16(const uint16_t *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+static inline float first_lane(Vec v) { return _mm256_cvtss_f32(v); }
+static inline void turn(const float *from, int64_t stride, float *to, int64_t to_stride) {
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 4) {
+    Vec a = load(from + i * stride), b = load(from + (i + 1) * stride);
+    Vec c = load(from + (i + 2) * stride), d = load(from + (i + 3) * stride);
+    Vec ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+    t[i] = _mm256_shuffle_ps(ab, cd, 0x44), t[i + 1] = _mm256_shuffle_ps(ab, cd, 0xee);
+    ab = _mm256_unpackhi_ps(a, b), cd = _mm256_unpackhi_ps(c, d);
+    t[i + 2] = _mm256_shuffle_ps(ab, cd, 0x44), t[i + 3] = _mm256_shuffle_ps(ab, cd, 0xee);
+  }
+  for (int c = 0; c < 4; c++) {
+    store(to + c * to_stride, _mm256_permute2f128_ps(t[c], t[4 + c], 0x20));
+    store(to + (4 + c) * to_stride, _mm256_permute2f128_ps(t[c], t[4 + c], 0x31));
+  }
+}
+}  // namespace SP_NAMESPACE
+
+#else  // portable: loops over lanes that the compiler turns into what there is
+namespace SP_NAMESPACE {
+constexpr int LANES = 8;
+struct Vec { float at[LANES]; };
+struct Ints { uint32_t at[LANES]; };
+#define SP_EACH(result, expression) \
+  result out;                       \
+  for (int i = 0; i < LANES; i++) out.at[i] = (expression); \
+  return out;
+static inline float from_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+static inline Vec zero() { SP_EACH(Vec, 0.0f) }
+static inline Vec splat(float x) { SP_EACH(Vec, x) }
+static inline Vec load(const float *p) { Vec out; memcpy(&out, p, sizeof out); return out; }
+static inline void store(float *p, Vec v) { memcpy(p, &v, sizeof v); }
+static inline Vec add(Vec a, Vec b) { SP_EACH(Vec, a.at[i] + b.at[i]) }
+static inline Vec sub(Vec a, Vec b) { SP_EACH(Vec, a.at[i] - b.at[i]) }
+static inline Vec mul(Vec a, Vec b) { SP_EACH(Vec, a.at[i] * b.at[i]) }
+static inline Vec divide(Vec a, Vec b) { SP_EACH(Vec, a.at[i] / b.at[i]) }
+static inline Vec max(Vec a, Vec b) { SP_EACH(Vec, a.at[i] > b.at[i] ? a.at[i] : b.at[i]) }
+static inline Vec min(Vec a, Vec b) { SP_EACH(Vec, a.at[i] < b.at[i] ? a.at[i] : b.at[i]) }
+static inline Vec fma(Vec a, Vec b, Vec c) { SP_EACH(Vec, a.at[i] * b.at[i] + c.at[i]) }
+static inline Vec nearest(Vec a) { SP_EACH(Vec, nearbyintf(a.at[i])) }
+static inline Vec times_power(Vec a, Vec n) { SP_EACH(Vec, ldexpf(a.at[i], n.at[i] == n.at[i] ? (int)n.at[i] : 0)) }
+static inline Ints load_ints(const void *p) { Ints out; memcpy(&out, p, sizeof out); return out; }
+static inline Ints no_ints() { SP_EACH(Ints, 0) }
+static inline Ints splat_ints(int32_t x) { SP_EACH(Ints, (uint32_t)x) }
+static inline Ints sub_ints(Ints a, Ints b) { SP_EACH(Ints, a.at[i] - b.at[i]) }
+static inline Vec to_floats(Ints a) { SP_EACH(Vec, (float)(int32_t)a.at[i]) }
+static inline Ints low_halves(Ints a) { SP_EACH(Ints, a.at[i] & 0x0f0f0f0fu) }
+static inline Ints high_halves(Ints a) { SP_EACH(Ints, a.at[i] >> 4 & 0x0f0f0f0fu) }
+static inline int32_t products(uint32_t w, uint32_t x) {
+  int32_t sum = 0;
+  for (int i = 0; i < 32; i += 8) sum += (int32_t)(w >> i & 255) * (int8_t)(x >> i & 255);
+  return sum;
+}
+static inline Ints add_products(Ints sum, Ints w, Ints x) { SP_EACH(Ints, sum.at[i] + (uint32_t)products(w.at[i], x.at[i])) }
+static inline Vec low_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] << 16)) }
+static inline Vec high_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] & 0xffff0000u)) }
+static inline Vec load_bf16(const uint16_t *p) { SP_EACH(Vec, from_bits((uint32_t)p[i] << 16)) }
+static inline float first_lane(Vec v) { return v.at[0]; }
+static inline void turn(const float *from, int64_t stride, float *to, int64_t to_stride) {
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i * stride + j];
+}
+}  // namespace SP_NAMESPACE
+#endif
+
+namespace SP_NAMESPACE {
+
+// The first `count` < LANES floats, zeros behind them.
+static inline Vec load_part(const float *p, int64_t count) {
+  alignas(64) float lanes[LANES] = {0};
+  memcpy(lanes, p, count * sizeof(float));
+  return load(lanes);
+}
+static inline void store_part(float *p, Vec v, int64_t count) {
+  alignas(64) float lanes[LANES];
+  store(lanes, v);
+  memcpy(p, lanes, count * sizeof(float));
+}
+
+// Across the lanes, always in the same order.
+static inline float sum_lanes(Vec v) {
+  alignas(64) float lanes[LANES];
+  store(lanes, v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+static inline float max_lanes(Vec v) {
+  alignas(64) float lanes[LANES];
+  store(lanes, v);
+  float best = lanes[0];
+  for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+
+// e^x to about 1e-7, 0 and infinity beyond float32's range, NaN for NaN (Cephes' polynomial).
+static inline Vec exp(Vec x) {
+  x = min(splat(89.0f), max(splat(-104.0f), x));
+  Vec n = nearest(mul(x, splat(1.44269504088896341f)));
+  Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+  Vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  return times_power(add(fma(mul(r, r), p, r), splat(1.0f)), n);
+}
+
+}  // namespace SP_NAMESPACE

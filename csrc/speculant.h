@@ -1,0 +1,83 @@
+/* The native kernels' interface: plain C, raw pointers, no ownership. Written for Python's ctypes.
+ *
+ * A *program* is a list of operations over fixed buffers, recorded once for a model. A *pass* says what it is run on:
+ * so many rows of so many sequences, and where their keys and values are. One call runs a whole forward pass.
+ *
+ * Every row's result depends on that row (and the keys it sees) alone, bit for bit: sums run in one fixed order, tiles of
+ * keys begin at absolute positions, and how the work is cut among threads or rows never shows.
+ *
+ * All activations are float32. T = rows of the pass.
+ */
+#ifndef SPECULANT_H
+#define SPECULANT_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+enum SpType { SP_F32 = 0, SP_BF16 = 1, SP_INT8 = 2, SP_INT4 = 3 };
+
+enum SpCode {
+  SP_EMBED = 0,    /* out[T, n] = rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens */
+  SP_NORM = 1,     /* out[T, n] = in[T, n] / rms(in) * scale[n] */
+  SP_LINEAR = 2,   /* out[T, n] (+)= in[T, k] weight[n, k]^T + bias[n] */
+  SP_ROTATE = 3,   /* qkv[T, (heads + 2 kv_heads) dim]: norm and rotate queries and keys; store keys and values */
+  SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
+};
+
+enum SpFlag {
+  SP_ADD = 1,      /* SP_LINEAR: add to out (a residual) */
+  SP_SILU = 2,     /* SP_LINEAR: weight holds gate and up in turn; out[T, n] = silu(gate) * up */
+};
+
+typedef struct {
+  int32_t code, type;        /* SpCode; SpType of weight, or of the cache */
+  int32_t flags, layer;
+  int64_t n, k;
+  const void *weight;        /* packed by sp_pack */
+  const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim, or NULL */
+  const float *bias;         /* SP_LINEAR: n; SP_ROTATE: the keys' norm, dim, or NULL */
+  const float *in;
+  float *out;
+  int32_t heads, kv_heads, dim, window; /* window 0 = none */
+  float eps, factor;         /* of norms; of attention scores */
+} SpOp;
+
+/* One sequence of a pass: rows first .. first + rows - 1; its cache held `start` positions before. The first `chain` rows are
+ * committed tokens, the others nodes of a tree whose parents (-1 = the last of the chain) begin at parents[tree]; tree -1 = all
+ * is one chain. Position p lives in storage row table[p / block] * block + p % block. All fields are 64 bits wide. */
+typedef struct {
+  int64_t first, rows, start, chain, tree;
+  const int64_t *table;
+} SpSegment;
+
+typedef struct {
+  int64_t rows, num_segments, block;
+  const int64_t *tokens, *positions, *slots; /* [T]; slots = storage rows to write */
+  const SpSegment *segments;
+  const int64_t *parents;
+  const float *cosines, *sines;              /* [positions, dim / 2] */
+  void *keys, *values;                       /* layer 0's storage [rows, kv_heads, dim] */
+  int64_t layer_stride;                      /* bytes from a layer's keys to the next one's; the same for values */
+} SpPass;
+
+int sp_version(void);
+/* Instruction sets are numbered from 0, the best first; NULL behind the last. A number is an argument of whatever computes:
+ * weights are packed for one set and only it can read them. */
+const char *sp_name(int set);
+int sp_usable(int set);                      /* whether this processor has it */
+
+int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
+/* Pack weights [n, k] in `source` (SP_F32 or SP_BF16) as `type`; `second` (or NULL) is packed in turn with the first: gate and up,
+ * panel by panel. Memory is 64-byte aligned. */
+void sp_pack(int set, int threads, int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed);
+void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
+double sp_read(int set, int threads, const void *data, int64_t bytes); /* read it once; returns seconds */
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,11 @@
+// What each instruction set's translation unit offers to the dispatcher.
+#pragma once
+#include "speculant.h"
+
+struct SpTable {
+  void (*run)(const SpOp *ops, int count, const SpPass *pass, int threads);
+  void (*pack)(int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed,
+               int threads);
+  int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
+  double (*read)(const void *data, int64_t bytes, int threads);
+};

@@ -1,0 +1,61 @@
+// How threads share the work, and memory that outlives a run. No templates of the standard library: they would be shared among
+// translation units that are compiled for different processors.
+#pragma once
+#include <omp.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+namespace SP_NAMESPACE {
+
+static inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// The pieces of one stage, taken by whoever is free. Nobody waits for a thread, only for pieces: one that the system has put
+// aside between two pieces holds nobody up.
+struct alignas(64) Pieces {
+  int64_t taken, done;
+
+  template <typename Work>
+  void run(int64_t count, Work work) {
+    for (int64_t piece; (piece = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < count;) {
+      work(piece);
+      __atomic_fetch_add(&done, 1, __ATOMIC_RELEASE);
+    }
+    for (int64_t turns = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; turns++) {
+      if (turns % 1024 == 1023)
+        sched_yield();
+      else
+        relax();
+    }
+  }
+};
+
+// A list that keeps its memory when it is cleared.
+template <typename T>
+struct List {
+  T *items = nullptr;
+  int64_t size = 0, room = 0;
+  ~List() { free((void *)items); }
+  void resize(int64_t n) {
+    if (n > room) {
+      room = n > 2 * room ? n : 2 * room;
+      T *moved = (T *)aligned_alloc(64, (room * sizeof(T) + 63) / 64 * 64);
+      if (!moved) abort();
+      if (items) __builtin_memcpy((void *)moved, (const void *)items, size * sizeof(T));
+      free((void *)items);
+      items = moved;
+    }
+    size = n;
+  }
+  void push(const T &item) {
+    resize(size + 1);
+    items[size - 1] = item;
+  }
+  T &operator[](int64_t i) { return items[i]; }
+};
+
+}  // namespace SP_NAMESPACE

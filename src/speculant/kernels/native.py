@@ -1,0 +1,200 @@
+"""The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h).
+
+It is loaded when it is first asked for, and chooses the best instruction set that the processor has;
+SPECULANT_ISA names another one. Without the library everything runs on `reference`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch  # before the library: both use the threads of torch's libgomp
+from torch import Tensor
+
+from speculant.errors import ConfigError, suggest
+
+VERSION = 1
+ALIGNMENT = 64  # bytes
+MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
+
+
+class Type(IntEnum):
+    """How weights or cached keys are stored."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
+QUANTIZED = {"int8": Type.INT8, "int4": Type.INT4}
+
+
+class Code(IntEnum):
+    """What an operation does; csrc/speculant.h has the shapes."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROTATE = 3
+    ATTEND = 4
+
+
+class Flag(IntFlag):
+    """Variants of LINEAR."""
+
+    NONE = 0
+    ADD = 1
+    SILU = 2
+
+
+class Op(Structure):
+    """One operation of a program."""
+
+    _fields_: ClassVar[Any] = [
+        ("code", c_int32), ("type", c_int32), ("flags", c_int32), ("layer", c_int32),
+        ("n", c_int64), ("k", c_int64),
+        ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("source", c_void_p), ("out", c_void_p),
+        ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
+        ("eps", c_float), ("factor", c_float),
+    ]  # fmt: skip
+
+
+class Pass(Structure):
+    """What a program is run on."""
+
+    _fields_: ClassVar[Any] = [
+        ("rows", c_int64), ("num_segments", c_int64), ("block", c_int64),
+        ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
+        ("segments", c_void_p), ("parents", c_void_p), ("cosines", c_void_p), ("sines", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix [n, k] (or two, in turn) packed for one instruction set."""
+
+    memory: Tensor
+    type: Type
+    n: int
+    k: int
+
+    @property
+    def address(self) -> int:
+        """Where the first panel is."""
+        return self.memory.data_ptr()
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The library with an instruction set and a number of threads."""
+
+    library: ctypes.CDLL
+    isa: str
+    index: int
+    threads: int
+
+    def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
+        """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, panel by panel in turn."""
+        n, k = weight.shape
+        size = self.library.sp_packed_bytes(self.index, type_, n, k) * (1 if second is None else 2)
+        memory = aligned(size)
+        matrices = [matrix.detach().contiguous() for matrix in (weight, second) if matrix is not None]
+        pointers = [matrix.data_ptr() for matrix in matrices] + [None]
+        self.library.sp_pack(
+            self.index, self.threads, type_, TYPES[weight.dtype], pointers[0], pointers[1], n, k, memory.data_ptr()
+        )
+        return Weight(memory, type_, n, k)
+
+    def run(self, ops: ctypes.Array[Op], pass_: Pass) -> None:
+        """Run a program; whatever it points to must be alive."""
+        self.library.sp_run(self.index, self.threads, ops, len(ops), ctypes.byref(pass_))
+
+    def read_seconds(self, memory: Tensor) -> float:
+        """Return how long it takes to read a tensor's memory once."""
+        size = memory.numel() * memory.element_size()
+        return float(self.library.sp_read(self.index, self.threads, memory.data_ptr(), size))
+
+
+def aligned(size: int) -> Tensor:
+    """Return `size` bytes of memory that begin at a cache line."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:size]
+
+
+def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels | None:
+    """Return the native kernels; None if the library was not built.
+
+    isa None = what SPECULANT_ISA says, else the best one. Raises ConfigError for one that this
+    processor does not have.
+    """
+    library = load_library()
+    if library is None:
+        return None
+    usable = {name: index for index, name in enumerate(_names(library)) if library.sp_usable(index)}
+    wanted = isa or os.environ.get("SPECULANT_ISA") or next(iter(usable))
+    if wanted not in usable:
+        raise ConfigError(f"instruction set {wanted!r} is unknown, or this processor lacks it", suggest(wanted, usable))
+    return Kernels(library, wanted, usable[wanted], threads or torch.get_num_threads())
+
+
+def usable_sets() -> list[str]:
+    """Return the instruction sets that both the build and the processor have, the best first."""
+    library = load_library()
+    if library is None:
+        return []
+    return [name for index, name in enumerate(_names(library)) if library.sp_usable(index)]
+
+
+def _names(library: ctypes.CDLL) -> Iterator[str]:
+    index = 0
+    while (name := library.sp_name(index)) is not None:
+        yield name.decode()
+        index += 1
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Load the library once; None if it was not built."""
+    path = library_path()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    for name, result, arguments in _FUNCTIONS:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if library.sp_version() != VERSION:
+        raise ConfigError(
+            f"{path} is version {library.sp_version()} of the native kernels and this package needs {VERSION}",
+            "install the package again.",
+        )
+    return library
+
+
+def library_path() -> Path | None:
+    """Return where the library was built to, if it was."""
+    path = files("speculant.kernels") / "libspeculant.so"
+    return Path(str(path)) if path.is_file() else None
+
+
+_MATRIX = [c_int64, c_int64]
+_FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("sp_version", c_int, []),
+    ("sp_name", c_char_p, [c_int]),
+    ("sp_usable", c_int, [c_int]),
+    ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
+    ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, *_MATRIX, c_void_p]),
+    ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
+    ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
+)

@@ -1,0 +1,157 @@
+"""A decoder's pass as a program for the native kernels: recorded once over fixed buffers, replayed in one call.
+
+x      the residual stream               [T, hidden]
+y      x behind a norm                   [T, hidden]
+qkv    queries, keys and values          [T, (heads + 2 kv_heads) head_dim]
+heads  what attention brought together   [T, heads head_dim]
+gated  the feed-forward's inside         [T, intermediate]
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.kernels.native import TYPES, Code, Flag, Kernels, Op, Type, Weight
+from speculant.models.config import DecoderConfig
+from speculant.models.decoder import Decoder, Layer
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One layer's weights; vectors are float32, None = the family has none."""
+
+    input_norm: Tensor
+    qkv: Weight
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Weight
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Weight
+    down: Weight
+    down_bias: Tensor | None
+
+    @classmethod
+    def pack(cls, layer: Layer, kernels: Kernels, type_: Type) -> PackedLayer:
+        """Pack a layer's weights."""
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights: list[Tensor] = [projection.weight for projection in projections]
+        biases: list[Tensor | None] = [projection.bias for projection in projections]
+        return cls(
+            input_norm=_vector(layer.input_layernorm.weight),
+            qkv=kernels.pack(type_, torch.cat(weights)),
+            qkv_bias=_vector(torch.cat(given)) if (given := [bias for bias in biases if bias is not None]) else None,
+            query_norm=_vector(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            key_norm=_vector(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            out=kernels.pack(type_, attention.o_proj.weight),
+            out_bias=_optional(attention.o_proj.bias),
+            mlp_norm=_vector(layer.post_attention_layernorm.weight),
+            gate_up=kernels.pack(type_, mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=kernels.pack(type_, mlp.down_proj.weight),
+            down_bias=_optional(mlp.down_proj.bias),
+        )
+
+
+@dataclass(frozen=True)
+class PackedDecoder:
+    """All weights of a decoder. The table that tokens are looked up in is never quantised."""
+
+    config: DecoderConfig
+    cache_type: Type
+    table: Weight
+    head: Weight
+    norm: Tensor
+    layers: list[PackedLayer]
+
+    @classmethod
+    def take(cls, decoder: Decoder, kernels: Kernels, quantization: Type | None) -> PackedDecoder:
+        """Pack a decoder's weights and drop its own, layer by layer: it can't be run afterwards."""
+        plain = TYPES[decoder.cache_shape.dtype]
+        type_ = plain if quantization is None else quantization
+        backbone = decoder.model
+        table = kernels.pack(plain, backbone.embed_tokens.weight)
+        tied = decoder.config.tie_embeddings and type_ == plain
+        head = table if tied else kernels.pack(type_, decoder.lm_head.weight)
+        norm = _vector(backbone.norm.weight)
+        del decoder.lm_head, backbone.embed_tokens
+        layers = []
+        while len(backbone.layers):
+            layer = backbone.layers[0]
+            assert isinstance(layer, Layer)
+            layers.append(PackedLayer.pack(layer, kernels, type_))
+            del backbone.layers[0]
+        return cls(decoder.config, plain, table, head, norm, layers)
+
+
+class Program:
+    """A pass of up to `room` rows, recorded; `hidden` [room, hidden] is where it leaves its result."""
+
+    def __init__(self, weights: PackedDecoder, room: int) -> None:
+        config = weights.config
+        self.room = room
+        self._x, self.hidden = torch.empty(room, config.hidden_size), torch.empty(room, config.hidden_size)
+        self._qkv = torch.empty(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        self._heads = torch.empty(room, config.num_heads * config.head_dim)
+        self._gated = torch.empty(room, config.intermediate_size)
+        self._weights = weights
+        recorded = list(self._record())
+        self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
+
+    def _record(self) -> Iterator[Op]:
+        weights, x, y = self._weights, self._x, self.hidden
+        yield _op(Code.EMBED, weights.table.type, n=weights.table.k, k=weights.table.n, weight=weights.table, out=x)
+        for index, layer in enumerate(weights.layers):
+            yield self._norm(layer.input_norm)
+            yield linear(layer.qkv, y, self._qkv, layer.qkv_bias)
+            yield self._attention(Code.ROTATE, index, scale=layer.query_norm, bias=layer.key_norm)
+            yield self._attention(Code.ATTEND, index, out=self._heads, window=weights.config.windows[index] or 0)
+            yield linear(layer.out, self._heads, x, layer.out_bias, Flag.ADD)
+            yield self._norm(layer.mlp_norm)
+            yield linear(layer.gate_up, y, self._gated, None, Flag.SILU)
+            yield linear(layer.down, self._gated, x, layer.down_bias, Flag.ADD)
+        yield self._norm(weights.norm)
+
+    def _norm(self, scale: Tensor) -> Op:
+        config = self._weights.config
+        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=self._x, out=self.hidden, eps=config.norm_eps)
+
+    def _attention(self, code: Code, layer: int, **fields: Tensor | int | None) -> Op:
+        config = self._weights.config
+        return _op(
+            code, self._weights.cache_type, layer=layer, source=self._qkv,
+            heads=config.num_heads, kv_heads=config.num_kv_heads, dim=config.head_dim,
+            eps=config.norm_eps, factor=config.head_dim**-0.5, **fields,
+        )  # fmt: skip
+
+
+def linear(weight: Weight, source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE) -> Op:
+    """Return the operation out (+)= source weight^T + bias."""
+    return _op(
+        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias, flags=flags
+    )
+
+
+def _op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:
+    values = {name: _address(value) for name, value in fields.items() if value is not None}
+    return Op(code=code, type=type_, **values)
+
+
+def _address(value: Tensor | Weight | float) -> float:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.address if isinstance(value, Weight) else value
+
+
+def _vector(values: Tensor) -> Tensor:
+    return values.detach().float().contiguous().clone()
+
+
+def _optional(values: Tensor | None) -> Tensor | None:
+    return None if values is None else _vector(values)

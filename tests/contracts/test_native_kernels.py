@@ -1,0 +1,150 @@
+"""Every native kernel, on every instruction set here: close to the reference, and the same bits in any company."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from speculant.errors import ConfigError
+from speculant.kernels import reference
+from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
+from speculant.models.decoder_program import linear
+
+SETS = usable_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+KERNELS = {(isa, threads): open_kernels(isa, threads) for isa in SETS for threads in (1, 2)}
+EXACT_TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16}
+SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 513, 1030]))
+
+
+@pytest.fixture(params=KERNELS, ids=lambda key: f"{key[0]}-{key[1]}")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found = KERNELS[request.param]
+    assert found is not None
+    return found
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_linear(
+    kernels: Kernels, type_: Type, x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+) -> Tensor:
+    """Return x weight^T (+ bias) (+ added)."""
+    packed = kernels.pack(type_, weight)
+    out = torch.empty(len(x), len(weight)) if added is None else added.clone()
+    flags = Flag.NONE if added is None else Flag.ADD
+    kernels.run((Op * 1)(linear(packed, x, out, bias, flags)), Pass(rows=len(x)))
+    return out
+
+
+def bound(x: Tensor, weight: Tensor) -> Tensor:
+    """Return how far off float32 sums may be, in any order."""
+    return 1e-6 * math.sqrt(x.shape[1] + 1) * (x.double().abs() @ weight.double().abs().T) + 1e-30
+
+
+@settings(max_examples=25)
+@given(rows=st.integers(0, 40), n=SIZES, k=SIZES, exact=st.sampled_from(list(EXACT_TYPES)), seed=st.integers(0, 99))
+@pytest.mark.parametrize("isa", SETS)
+def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Type, seed: int) -> None:
+    kernels = KERNELS[isa, 2]
+    assert kernels is not None
+    x, weight = random(rows, k, seed=seed), random(n, k, seed=seed + 1).to(EXACT_TYPES[exact])
+    bias, added = random(n, seed=seed + 2), random(rows, n, seed=seed + 3)
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    slack = bound(x, weight)
+    assert bool(((run_linear(kernels, exact, x, weight) - expected).abs() <= slack).all())
+    both = run_linear(kernels, exact, x, weight, bias, added) - expected - bias - added
+    assert bool((both.abs() <= slack + 1e-5).all())
+
+
+@pytest.mark.parametrize("type_", list(Type))
+def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, type_: Type) -> None:
+    x, weight = random(300, 100), random(67, 100, seed=1)
+    together = run_linear(kernels, type_, x, weight)
+    for first, rows in ((0, 1), (7, 1), (299, 1), (3, 2), (11, 5), (100, 17), (200, 64), (1, 299)):
+        alone = run_linear(kernels, type_, x[first : first + rows].contiguous(), weight)
+        assert torch.equal(alone, together[first : first + rows])
+
+
+@pytest.mark.parametrize("type_", list(Type))
+def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type) -> None:
+    x, gate, up = random(21, 40), random(50, 40, seed=1), random(50, 40, seed=2)
+    packed = kernels.pack(type_, gate, up)
+    out = torch.empty(21, 50)
+    kernels.run((Op * 1)(linear(packed, x, out, flags=Flag.SILU)), Pass(rows=21))
+    halves = [run_linear(kernels, type_, x, half) for half in (gate, up)]
+    assert torch.allclose(out, reference.silu_gate(*halves), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
+@pytest.mark.parametrize("type_", list(Type))
+def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:
+    x, weight = random(9, 33), random(20, 33, seed=1)
+    clean = run_linear(kernels, type_, x, weight)
+    x[4, 5] = value
+    dirty = run_linear(kernels, type_, x, weight)
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(dirty[others], clean[others])
+    assert bool(dirty[4].isfinite().all()) == math.isfinite(value) or value == 3e38
+    if not math.isfinite(value):
+        assert not bool(dirty[4].isfinite().any()), "an overflow must not vanish"
+
+
+@pytest.mark.parametrize(("type_", "error"), [(Type.INT8, 0.012), (Type.INT4, 0.12)])
+def test_quantised_weights_are_close(kernels: Kernels, type_: Type, error: float) -> None:
+    x, weight = random(16, 256), random(64, 256, seed=1)
+    exact = x @ weight.T
+    difference = run_linear(kernels, type_, x, weight) - exact
+    assert float(difference.norm() / exact.norm()) < error
+
+
+@pytest.mark.parametrize(("type_", "levels", "group"), [(Type.INT8, 127, 0), (Type.INT4, 7, 32)])
+def test_a_quantised_layer_is_exact_where_everything_is_a_level(
+    kernels: Kernels, type_: Type, levels: int, group: int
+) -> None:
+    """Whole weights with their largest level present, and whole inputs with a 127: nothing has to be rounded."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randint(-levels, levels + 1, (40, 64), generator=generator).float()
+    weight[:, :: group or 64] = float(levels) if type_ == Type.INT8 else -8.0
+    x = torch.randint(-127, 128, (11, 64), generator=generator).float()
+    x[:, 0] = 127.0
+    assert torch.allclose(run_linear(kernels, type_, x, weight), x @ weight.T, rtol=1e-6, atol=1e-3)
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(0, 30), n=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e15]))
+@pytest.mark.parametrize("isa", SETS)
+def test_norm_is_the_reference(isa: str, rows: int, n: int, scale: float) -> None:
+    kernels = KERNELS[isa, 2]
+    assert kernels is not None
+    x, weight = random(rows, n, scale=scale), random(n, seed=1)
+    out = torch.empty(rows, n)
+    op = Op(code=Code.NORM, n=n, scale=weight.data_ptr(), source=x.data_ptr(), out=out.data_ptr(), eps=1e-6)
+    kernels.run((Op * 1)(op), Pass(rows=rows))
+    assert torch.allclose(out, reference.rms_norm(x, weight, 1e-6), rtol=3e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("type_", list(EXACT_TYPES))
+def test_tokens_are_looked_up(kernels: Kernels, type_: Type) -> None:
+    table = random(101, 37).to(EXACT_TYPES[type_])
+    tokens = torch.tensor([0, 100, 31, 32, 33, 64, 0])
+    packed, out = kernels.pack(type_, table), torch.empty(7, 37)
+    op = Op(code=Code.EMBED, type=type_, n=37, k=101, weight=packed.address, out=out.data_ptr())
+    kernels.run((Op * 1)(op), Pass(rows=7, tokens=tokens.data_ptr()))
+    assert torch.equal(out, table[tokens].float())
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="avx9"):
+        open_kernels("avx9")
+    monkeypatch.setenv("SPECULANT_ISA", "portable")
+    found = open_kernels()
+    assert found is not None
+    assert found.isa == "portable"

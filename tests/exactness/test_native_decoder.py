@@ -1,0 +1,151 @@
+"""Whole models on the native kernels: the reference's logits, the same bits for any batch, chunk, cache and tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.paged import PagedKVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
+from speculant.models.base import Feed, build_batch
+from speculant.models.config import DecoderConfig, RopeConfig
+from speculant.models.decoder import Decoder
+from speculant.models.native_decoder import NativeDecoder
+from speculant.types import DraftTree
+
+SETS = usable_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+CPU = torch.device("cpu")
+NUM_TOKENS = 640  # beyond one span of 512 keys
+VARIANTS: dict[str, dict[str, object]] = {
+    "grouped": {},
+    "biases": {"qkv_bias": True, "output_bias": True},
+    "normed": {"qk_norm": True, "head_dim": 24},
+    "windowed": {"windows": (None, 100)},
+    "tied": {"tie_embeddings": True, "num_kv_heads": 4},
+    "odd": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 6},
+}
+MakeCache = Callable[[CacheShape], KVCache]
+CACHES: dict[str, MakeCache] = {
+    "slotted": lambda shape: SlottedKVCache(shape, 4, 1024),
+    "paged": lambda shape: PagedKVCache(shape, 4 * 1024 // 16, 16),
+    "paged by 5": lambda shape: PagedKVCache(shape, 1024, 5),
+}
+
+
+def make_config(**changes: object) -> DecoderConfig:
+    fields: dict[str, object] = {
+        "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "norm_eps": 1e-6, "max_positions": 2048,
+        "rope": RopeConfig(10000.0), "windows": (None, None),
+    }  # fmt: skip
+    return DecoderConfig(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_decoder(dtype: torch.dtype = torch.float32, **changes: object) -> Decoder:
+    torch.manual_seed(0)
+    decoder = Decoder(make_config(**changes)).requires_grad_(False).eval()
+    for name, parameter in decoder.named_parameters():
+        parameter.copy_((1 if name.endswith("norm.weight") else 0) + 0.2 * torch.randn(parameter.shape))
+    decoder.tie_head()
+    return decoder.to(dtype)
+
+
+def make_native(isa: str = SETS[0] if SETS else "", quantization: Type | None = None, threads: int = 2,
+                dtype: torch.dtype = torch.float32, **changes: object) -> NativeDecoder:  # fmt: skip
+    kernels = open_kernels(isa, threads)
+    assert isinstance(kernels, Kernels)
+    return NativeDecoder(make_decoder(dtype, **changes), kernels, quantization)
+
+
+def tokens_of(seed: int, vocab_size: int = 96) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(t) for t in torch.randint(0, vocab_size, (NUM_TOKENS,), generator=generator).tolist()]
+
+
+@torch.inference_mode()
+def feed(
+    model: Decoder | NativeDecoder, cache: KVCache, seq: int, tokens: Sequence[int], chunks: Sequence[int]
+) -> Tensor:
+    """Feed tokens in chunks; return the logits of all rows."""
+    rows, first = [], 0
+    for count in chunks:
+        batch = build_batch([Feed(seq, tokens[first : first + count], DraftTree.empty())], cache, CPU)
+        rows.append(model.logits(model.forward(batch, cache)))
+        first += count
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_the_reference_s(isa: str, variant: str) -> None:
+    decoder = make_decoder(**VARIANTS[variant])
+    native = make_native(isa, **VARIANTS[variant])
+    tokens = tokens_of(1, decoder.vocab_size)
+    shape = decoder.cache_shape
+    expected = feed(decoder, CACHES["slotted"](shape), 1, tokens, [NUM_TOKENS])
+    seen = feed(native, CACHES["paged"](shape), 1, tokens, [NUM_TOKENS])
+    assert float((seen - expected).abs().max()) < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_chunks_caches_and_threads_change_no_bit(variant: str, dtype: torch.dtype, quantization: Type | None) -> None:
+    native = make_native(quantization=quantization, dtype=dtype, **VARIANTS[variant])
+    alone = make_native(quantization=quantization, dtype=dtype, threads=1, **VARIANTS[variant])
+    tokens, shape = tokens_of(2, native.vocab_size), native.cache_shape
+    whole = feed(native, CACHES["slotted"](shape), 1, tokens, [NUM_TOKENS])
+    for name, chunks in (("paged", [1] * 40 + [600]), ("paged by 5", [7, 13, 80, 540]), ("slotted", [600] + [1] * 40)):
+        assert torch.equal(feed(native, CACHES[name](shape), 1, tokens, chunks), whole), (name, chunks[:3])
+    assert torch.equal(feed(alone, CACHES["paged"](shape), 1, tokens, [320, 319, 1]), whole)
+
+
+@pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
+@pytest.mark.parametrize("num_others", [1, 4, 16, 63])
+@torch.inference_mode()
+def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Type | None) -> None:
+    native = make_native(quantization=quantization, dtype=torch.bfloat16)
+    shape, tokens = native.cache_shape, tokens_of(3)
+    expected = feed(native, CACHES["slotted"](shape), 1, tokens[:40], [39, 1])[39:]
+    cache = PagedKVCache(shape, 1024, 16)
+    feeds = [Feed(seq, tokens_of(seq)[: 1 + seq % 7], DraftTree.empty()) for seq in range(10, 10 + num_others)]
+    batch = build_batch([Feed(1, tokens[:39], DraftTree.empty())], cache, CPU)
+    native.forward(batch, cache)
+    place = num_others // 2
+    batch = build_batch([*feeds[:place], Feed(1, tokens[39:40], DraftTree.empty()), *feeds[place:]], cache, CPU)
+    row = sum(len(other.tokens) for other in feeds[:place])
+    assert torch.equal(native.logits(native.forward(batch, cache))[row : row + 1], expected)
+
+
+@pytest.mark.parametrize("committed", [1, 3])
+@pytest.mark.parametrize("context", [5, 62, 511, 600])
+@pytest.mark.parametrize("variant", ["grouped", "windowed"])
+@torch.inference_mode()
+def test_a_path_of_a_tree_is_a_chain(variant: str, context: int, committed: int) -> None:
+    """The logits along a path, and whatever follows once it is kept, equal those of the path alone."""
+    native = make_native(dtype=torch.bfloat16, **VARIANTS[variant])
+    shape, tokens = native.cache_shape, tokens_of(4)
+    context -= committed
+    path = tokens[context + committed : context + committed + 4]
+    other = [(token + 1) % 96 for token in path]
+    tree = DraftTree(
+        torch.tensor([other[0], path[0], other[1], path[1], other[2], path[2], path[3]]),
+        torch.tensor([-1, -1, 1, 1, 2, 3, 5]),
+    )
+    nodes = (1, 3, 5, 6)
+    chain = feed(native, CACHES["slotted"](shape), 1, tokens, [context + committed, 4, 1])
+    cache = PagedKVCache(shape, 256, 5)
+    feed(native, cache, 1, tokens, [context])
+    batch = build_batch([Feed(1, tokens[context : context + committed], tree)], cache, CPU)
+    logits = native.logits(native.forward(batch, cache))
+    seen = logits[[committed - 1, *(committed + node for node in nodes)]]
+    assert torch.equal(seen, chain[context + committed - 1 : context + committed + 4])
+    cache.keep_path(1, context + committed, nodes)
+    after = feed(native, cache, 1, tokens[context + committed + 4 :], [1])
+    assert torch.equal(after, chain[-1:])
