@@ -30,7 +30,7 @@ static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
 extern "C" {
 
-int sp_version(void) { return 1; }
+int sp_version(void) { return 2; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -43,6 +43,18 @@ void sp_pack(int set, int threads, int type, int source, const void *weight, con
 }
 
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }
+
+void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft) {
+  SETS[set].table->draft(ops, count, head, pass, draft, threads);
+}
+
+void sp_laws(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *laws, double *out) {
+  SETS[set].table->laws(logits, rows, given, width, laws, out, threads);
+}
+
+int64_t sp_draw(int set, const double *weights, int64_t n, int coupled, uint64_t chance) {
+  return SETS[set].table->draw(weights, n, coupled, chance);
+}
 
 double sp_read(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->read(data, bytes, threads); }
 

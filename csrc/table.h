@@ -7,5 +7,8 @@ struct SpTable {
   void (*pack)(int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed,
                int threads);
   int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
+  void (*draft)(const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft, int threads);
+  void (*laws)(const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *laws, double *out, int threads);
+  int64_t (*draw)(const double *weights, int64_t n, int coupled, uint64_t chance);
   double (*read)(const void *data, int64_t bytes, int threads);
 };

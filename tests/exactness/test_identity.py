@@ -8,6 +8,8 @@ it: there a text may differ, but only where two tokens are as good as equally li
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -22,9 +24,33 @@ STEMS = [
 BODIES = ["", "\n", '\n    """Return', " x = 1\n", "\n    self.assertEqual("]
 PROMPTS = [stem + body for stem in STEMS for body in BODIES]  # 50
 
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
+LAWS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
+}
+FLOAT64 = {"dtype": "float64"}
+NATIVE = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
 DRAFTERS = plugins.names("speculant.drafting")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts that are run, and how far."""
+
+    every: int
+    tokens: int
+
+    @property
+    def prompts(self) -> list[str]:
+        return PROMPTS[:: self.every]
+
+
+REDUCED, FULL = Work(every=5, tokens=40), Work(every=1, tokens=128)
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +61,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def params(law: dict[str, float], tokens: int, count: int) -> list[SamplingParams]:
+def params(law: str, work: Work) -> list[SamplingParams]:
     """One set per prompt; seeded ones get a seed each."""
-    seeds = [None if law is GREEDY else 1000 + i for i in range(count)]
-    return [SamplingParams(**law, seed=seed, max_tokens=tokens, ignore_eos=True) for seed in seeds]
+    seeds = [None if law == "greedy" else 1000 + i for i in range(len(work.prompts))]
+    return [SamplingParams(**LAWS[law], seed=seed, max_tokens=work.tokens, ignore_eos=True) for seed in seeds]
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [out.outputs[0].token_ids for out in outputs]
 
 
-def run(llm: LLM, prompts: list[str], laws: list[SamplingParams]) -> list[list[int]]:
-    return tokens_of(llm.generate(prompts, laws))
+@cache
+def plain_texts(law: str, work: Work, engine: tuple[tuple[str, str], ...]) -> list[list[int]]:
+    """What every drafter's texts are compared with: each prompt alone, without speculation."""
+    llm = LLM("demo", max_num_seqs=1, max_model_len=256, **dict(engine))
+    plain = tokens_of(llm.generate(work.prompts, params(law, work)))
+    assert len({tuple(text) for text in plain}) > len(plain) // 2, "the texts hardly differ: a weak test"
+    return plain
 
 
-def speculative(drafter: str, spec_length: int, batch: int, dtype: str = "float64", **engine: str) -> LLM:
+def speculative(drafter: str, spec_length: int, batch: int, **engine: str) -> LLM:
     """The embedded pair with any drafter."""
     uses_model = plugins.load("speculant.drafting", drafter).METHOD.uses_model
     return LLM(
@@ -57,74 +88,60 @@ def speculative(drafter: str, spec_length: int, batch: int, dtype: str = "float6
         draft_model="demo" if uses_model else None,
         speculative_config={"method": drafter},
         spec_length=spec_length,
-        dtype=dtype,
         max_num_seqs=batch,
         max_model_len=256,
         **engine,
     )
 
 
-def check_identity(
-    drafter: str,
-    law: dict[str, float],
-    lengths: list[int],
-    prompts: list[str],
-    tokens: int,
-    dtype: str = "float64",
-    **engine: str,
-) -> None:
-    """Compare plain texts with those of one drafter at every draft length, alone and 8 at a time."""
-    laws = params(law, tokens, len(prompts))
-    plain = run(LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, **engine), prompts, laws)
-    assert len({tuple(text) for text in plain}) > len(prompts) // 2, "the texts hardly differ: a weak test"
-    for spec_length in lengths:
-        for batch in (1, 8):
-            llm = speculative(drafter, spec_length, batch, dtype, **engine)
-            if plugins.load("speculant.drafting", drafter).METHOD.learns:
-                assert run(llm, prompts, laws) == plain
-            outputs = llm.generate(prompts, laws)
-            assert tokens_of(outputs) == plain, f"{drafter}, {spec_length} drafts, {batch} at a time"
-            accepted = sum(out.metrics.speculative_decoding.num_accepted_draft_tokens for out in outputs)
-            assert accepted > 0, "nothing was ever accepted, so nothing was shown"
+def check_identity(drafter: str, law: str, spec_length: int, work: Work, engine: dict[str, str]) -> None:
+    """Compare plain texts with those of one drafter at one draft length, alone and 8 at a time."""
+    laws, plain = params(law, work), plain_texts(law, work, tuple(engine.items()))
+    for batch in (1, 8):
+        llm = speculative(drafter, spec_length, batch, **engine)
+        if plugins.load("speculant.drafting", drafter).METHOD.learns:
+            assert tokens_of(llm.generate(work.prompts, laws)) == plain
+        outputs = llm.generate(work.prompts, laws)
+        assert tokens_of(outputs) == plain, f"{drafter}, {spec_length} drafts, {batch} at a time"
+        accepted = sum(out.metrics.speculative_decoding.num_accepted_draft_tokens for out in outputs)
+        assert accepted > 0, "nothing was ever accepted, so nothing was shown"
 
 
-@pytest.mark.parametrize("law", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_text_is_identical_in_float64(drafter: str, law: dict[str, float]) -> None:
-    check_identity(drafter, law, [1, 4], PROMPTS[::5], tokens=40)
+@pytest.mark.parametrize("spec_length", [1, 4])
+def test_text_is_identical_in_float64(drafter: str, law: str, spec_length: int) -> None:
+    check_identity(drafter, law, spec_length, REDUCED, FLOAT64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_text_is_identical_in_float64_in_full(drafter: str, law: dict[str, float]) -> None:
-    check_identity(drafter, law, [1, 2, 4, 8], PROMPTS, tokens=128)
-
-
-NATIVE = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-}
+@pytest.mark.parametrize("spec_length", [1, 2, 4, 8])
+def test_text_is_identical_in_float64_in_full(drafter: str, law: str, spec_length: int) -> None:
+    check_identity(drafter, law, spec_length, FULL, FLOAT64)
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("law", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("spec_length", [1, 4])
 @pytest.mark.parametrize("weights", NATIVE)
-def test_text_is_identical_on_the_native_kernels(weights: str, drafter: str, law: dict[str, float]) -> None:
+def test_text_is_identical_on_the_native_kernels(weights: str, drafter: str, law: str, spec_length: int) -> None:
     """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
-    check_identity(drafter, law, [1, 4], PROMPTS[::5], tokens=40, kernels="native", **NATIVE[weights])
+    check_identity(drafter, law, spec_length, REDUCED, {"kernels": "native", **NATIVE[weights]})
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("law", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("spec_length", [1, 2, 4, 8])
 @pytest.mark.parametrize("weights", NATIVE)
-def test_text_is_identical_on_the_native_kernels_in_full(weights: str, drafter: str, law: dict[str, float]) -> None:
-    check_identity(drafter, law, [1, 2, 4, 8], PROMPTS, tokens=128, kernels="native", **NATIVE[weights])
+def test_text_is_identical_on_the_native_kernels_in_full(
+    weights: str, drafter: str, law: str, spec_length: int
+) -> None:
+    check_identity(drafter, law, spec_length, FULL, {"kernels": "native", **NATIVE[weights]})
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])
@@ -134,7 +151,7 @@ def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) ->
     plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, kernels="reference").generate(
         PROMPTS[::5], laws
     )
-    drafted = speculative("draft_model", 4, 8, dtype, kernels="reference").generate(PROMPTS[::5], laws)
+    drafted = speculative("draft_model", 4, 8, dtype=dtype, kernels="reference").generate(PROMPTS[::5], laws)
     for one, other in zip(plain, drafted, strict=True):
         chosen, entries = one.outputs[0].token_ids, one.outputs[0].logprobs or []
         for mine, token, entry in zip(chosen, other.outputs[0].token_ids, entries, strict=True):

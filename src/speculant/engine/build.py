@@ -48,10 +48,10 @@ def build_engine(config: EngineConfig) -> Built:
     drafter_caches = tuple(memory.made)
     length = _draft_length(spec, name) if spec and name else 0
     engine = Engine(
-        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto"),
+        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", target.native),
         target.model,
         memory.make_target(),
-        KeyedChances(),
+        KeyedChances(target.native),
         load_rules(),
         Fixed(length),
         drafter,
@@ -110,7 +110,8 @@ def _build_drafter(
         model=spec.model,
         vocab_size=target.model.vocab_size,
         device=target.model.cache_shape.device,
-        chances=KeyedChances(),
+        chances=KeyedChances(target.native),
+        kernels=target.native,
         max_num_batched_tokens=config.max_num_batched_tokens,
         load_draft=load_draft,
         make_cache=memory.make,

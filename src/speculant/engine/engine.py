@@ -13,6 +13,7 @@ from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, fail
 from speculant.engine.step import Parts, step
 from speculant.errors import ConfigError, RequestError, suggest
+from speculant.kernels.native import Kernels
 from speculant.metrics import EngineMetrics, RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
@@ -26,12 +27,16 @@ from speculant.verification.base import Verifier
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine itself must know: sizes, seed, end tokens and the configured rule ("auto" or a name)."""
+    """What the engine itself must know: sizes, seed, end tokens and the configured rule ("auto" or a name).
+
+    kernels None = laws are made by the reference ones.
+    """
 
     limits: Limits
     seed: int
     end_token_ids: frozenset[int]
     verification: str = "auto"
+    kernels: Kernels | None = None
 
 
 class Engine:
@@ -51,7 +56,7 @@ class Engine:
         self._options = options
         self._caches = (cache, *drafter_caches)
         self._scheduler = Scheduler(options.limits, self._caches)
-        self._parts = Parts(options.limits, target, cache, drafter, draft_length, rules, chances)
+        self._parts = Parts(options.limits, target, cache, drafter, draft_length, rules, chances, options.kernels)
         self._requests: dict[int, Request] = {}
         self._next_seq = 0
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks)

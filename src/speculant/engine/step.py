@@ -15,6 +15,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, commit, fail, record_prompt, take_back
 from speculant.engine.runner import Fed, run_target
+from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
@@ -26,7 +27,7 @@ from speculant.verification.base import Verifier
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works with. `drafter` None = no speculation; `rules` by name."""
+    """What a step works with. `drafter` None = no speculation; `rules` by name; `kernels` make the laws."""
 
     limits: Limits
     target: CausalLM
@@ -35,6 +36,7 @@ class Parts:
     draft_length: DraftLength
     rules: dict[str, Verifier]
     chances: Chances
+    kernels: Kernels | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict]:
     if not ready:
         return {}
     nodes = [Node(fed.item.request, fed.tree.tokens_to(i)) for fed in ready for i in range(-1, fed.tree.size)]
-    laws = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes)
+    laws = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, parts.kernels)
     verdicts, first = {}, 0
     for fed in ready:
         end = first + fed.tree.size + 1

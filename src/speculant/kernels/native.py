@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
-from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Iterator, Sequence
+from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from importlib.resources import files
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speculant.errors import ConfigError, suggest
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
 
@@ -81,6 +81,24 @@ class Pass(Structure):
     ]  # fmt: skip
 
 
+class Law(Structure):
+    """How a row's law is made; the temperature 0 puts everything on the best token."""
+
+    _fields_: ClassVar[Any] = [
+        ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("top_k", c_int64),
+    ]  # fmt: skip
+
+
+class Draft(Structure):
+    """What is drawn by `Kernels.draft`."""
+
+    _fields_: ClassVar[Any] = [
+        ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
+        ("limits", c_void_p), ("laws", c_void_p), ("coupled", c_void_p), ("chances", c_void_p),
+        ("slots", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Weight:
     """A matrix [n, k] (or two, in turn) packed for one instruction set."""
@@ -120,6 +138,25 @@ class Kernels:
     def run(self, ops: ctypes.Array[Op], pass_: Pass) -> None:
         """Run a program; whatever it points to must be alive."""
         self.library.sp_run(self.index, self.threads, ops, len(ops), ctypes.byref(pass_))
+
+    def draft(self, ops: ctypes.Array[Op], head: Op, pass_: Pass, draft: Draft) -> None:
+        """Run a program and draw, again and again; whatever is pointed to must be alive."""
+        byref = ctypes.byref
+        self.library.sp_draft(self.index, self.threads, ops, len(ops), byref(head), byref(pass_), byref(draft))
+
+    def laws(self, logits: Tensor, laws: Sequence[Law]) -> Tensor:
+        """Return the laws [r, V] in float64 that logits [r, V] in float32 make."""
+        logits = logits.contiguous()
+        out = torch.empty(logits.shape, dtype=torch.float64)
+        rows, width = logits.shape
+        by = (Law * rows)(*laws)
+        self.library.sp_laws(self.index, self.threads, logits.data_ptr(), rows, width, width, by, out.data_ptr())
+        return out
+
+    def draw(self, weights: Tensor, coupled: bool, chance: int) -> int:
+        """Return a token drawn in proportion to weights [V] in float64; see csrc/speculant.h for `chance`."""
+        weights = weights.contiguous()
+        return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), coupled, chance))
 
     def read_seconds(self, memory: Tensor) -> float:
         """Return how long it takes to read a tensor's memory once."""
@@ -196,5 +233,8 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, *_MATRIX, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
+    ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
+    ("sp_laws", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p]),
+    ("sp_draw", c_int64, [c_int, c_void_p, c_int64, c_int, c_uint64]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, Slots
-from speculant.types import DraftTree
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Request
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,21 @@ class Feed:
     tree: DraftTree
 
 
+@dataclass
+class Chain:
+    """One sequence's share of a draft: feed what its cache has not seen, then draw `limit` tokens (0 = none).
+
+    All of them are fed but the last. laws [limit, V] are those the tokens were drawn from.
+    """
+
+    request: Request
+    feed: list[int]
+    limit: int
+    chance: Chance
+    tokens: list[int] = field(default_factory=list)
+    laws: Tensor | None = None
+
+
 class CausalLM(Protocol):
     """A decoder whose cache is an argument."""
 
@@ -98,3 +114,8 @@ def build_batch(feeds: Sequence[Feed], cache: KVCache, device: torch.device) -> 
         torch.cat([segment.slots.rows for segment in segments]),
         tuple(segments),
     )
+
+
+def known(tokens: Sequence[int], model: CausalLM) -> list[int]:
+    """Replace tokens beyond the model's own vocabulary by its first one: any guess is legal, no lookup is."""
+    return [token if token < model.vocab_size else 0 for token in tokens]

@@ -131,7 +131,9 @@ class Program:
         )  # fmt: skip
 
 
-def linear(weight: Weight, source: Tensor, out: Tensor, bias: Tensor | None = None, flags: Flag = Flag.NONE) -> Op:
+def linear(
+    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Op:
     """Return the operation out (+)= source weight^T + bias."""
     return _op(
         Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias, flags=flags

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape, KVCache, Slots
 from speculant.errors import CapacityError
-from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
-from speculant.models.base import Batch, Segment
+from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Draft, Kernels, Law, Op, Pass, Type
+from speculant.models.base import Batch, Chain, Feed, Segment, build_batch, known
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import PackedDecoder, Program, linear
 from speculant.models.rotary import Rotary
+from speculant.sampling.chance import KeyedNoise, Stream
+from speculant.sampling.distribution import edits, native_law
+from speculant.types import DraftTree
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a program is run on, and what must live as long: it is pointed to."""
+
+    on: Pass
+    kept: tuple[object, ...]
 
 
 class NativeDecoder:
@@ -26,46 +40,68 @@ class NativeDecoder:
         self.cache_shape: CacheShape = decoder.cache_shape
         self.vocab_size, self.max_positions = decoder.vocab_size, decoder.max_positions
         self._rotary = Rotary(decoder.config.rope, decoder.config.head_dim)
-        self._kernels = kernels
+        self.kernels = kernels
         self._weights = PackedDecoder.take(decoder, kernels, quantization)
         self._program = Program(self._weights, FEWEST_ROWS)
+        self._head = linear(self._weights.head, None, None)
         self._cosines = self._sines = torch.empty(0)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """See `CausalLM.forward`; hidden states are float32."""
+        layout = self._layout(batch, cache, [segment.slots for segment in batch.segments])
+        self.kernels.run(self._program.ops, layout.on)
+        return self._program.hidden[: len(batch.tokens)].clone()
+
+    def _layout(self, batch: Batch, cache: KVCache, reserved: Sequence[Slots]) -> _Layout:
+        """Say what the program is run on; `reserved` is all that will be written."""
         rows = len(batch.tokens)
         if rows > self._program.room:
             self._program = Program(self._weights, _next_power(rows))
-        segments, parents, _tables = _segments(batch, cache)
-        self._make_angles(max(segment.slots.end for segment in batch.segments))
+        self._make_angles(max(slots.end for slots in reserved))
+        segments, parents, tables = _segments(batch, cache)
         keys, values = cache.layer(0)
-        self._kernels.run(
-            self._program.ops,
-            Pass(
-                rows=rows,
-                num_segments=len(batch.segments),
-                block=cache.block_size,
-                tokens=batch.tokens.data_ptr(),
-                positions=batch.positions.data_ptr(),
-                slots=batch.rows.data_ptr(),
-                segments=segments.buffer_info()[0],
-                parents=parents.buffer_info()[0],
-                cosines=self._cosines.data_ptr(),
-                sines=self._sines.data_ptr(),
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
-                layer_stride=_layer_stride(self.cache_shape, cache),
-            ),
+        on = Pass(
+            rows=rows,
+            num_segments=len(batch.segments),
+            block=cache.block_size,
+            tokens=batch.tokens.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.rows.data_ptr(),
+            segments=segments.buffer_info()[0],
+            parents=parents.buffer_info()[0],
+            cosines=self._cosines.data_ptr(),
+            sines=self._sines.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            layer_stride=_layer_stride(self.cache_shape, cache),
         )
-        return self._program.hidden[:rows].clone()
+        return _Layout(on, (batch, segments, parents, tables))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`; float32."""
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.vocab_size)
         ops = (Op * 1)(linear(self._weights.head, hidden, out))
-        self._kernels.run(ops, Pass(rows=len(hidden)))
+        self.kernels.run(ops, Pass(rows=len(hidden)))
         return out
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
+        """Draw the tokens of chains that can be replayed, all in one call; see `chains.grow`."""
+        chains = sorted(chains, key=lambda chain: -chain.limit)
+        batch = build_batch(
+            [Feed(chain.request.seq, known(chain.feed, self), DraftTree.empty()) for chain in chains],
+            cache,
+            self.cache_shape.device,
+        )
+        drawing = [chain for chain in chains if chain.limit]
+        later = [cache.reserve(chain.request.seq, chain.limit - 1) for chain in drawing]
+        layout = self._layout(batch, cache, [*(segment.slots for segment in batch.segments), *later])
+        if drawing:
+            draft = _Drawn(drawing, later, vocab_size)
+            self.kernels.draft(self._program.ops, self._head, layout.on, draft.asked)
+            draft.give(drawing)
+        else:
+            self.kernels.run(self._program.ops, layout.on)
 
     def _make_angles(self, positions: int) -> None:
         """Make sure that the tables of angles reach that far."""
@@ -73,6 +109,52 @@ class NativeDecoder:
             cosines, sines = self._rotary.angles(torch.arange(_next_power(positions)), torch.float32)
             half = cosines.shape[-1] // 2
             self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
+
+
+def can_replay(chain: Chain) -> bool:
+    """Whether a chain's draws can be foreseen, and its laws are no matter of single tokens or their history."""
+    return isinstance(chain.chance, Stream | KeyedNoise) and not edits(chain.request.params)
+
+
+class _Drawn:
+    """Room for what chains draw, longest first; `asked` points to it."""
+
+    def __init__(self, chains: Sequence[Chain], later: Sequence[Slots], vocab_size: int) -> None:
+        count, steps = len(chains), chains[0].limit
+        self._tokens = torch.empty(count, steps, dtype=torch.int64)
+        self._laws = torch.empty(count, steps, vocab_size, dtype=torch.float64)
+        slots = torch.zeros(count, steps, dtype=torch.int64)
+        chances = array("Q", bytes(8 * count * steps))
+        for row, (chain, slots_of) in enumerate(zip(chains, later, strict=True)):
+            slots[row, : chain.limit - 1] = slots_of.rows
+            for step, chance in enumerate(_ahead(chain)):
+                chances[row * steps + step] = chance
+        limits = array("q", [chain.limit for chain in chains])
+        coupled = array("q", [chain.request.coupled for chain in chains])
+        laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
+        self._kept = (slots, chances, limits, coupled, laws)
+        self.asked = Draft(
+            sequences=count,
+            steps=steps,
+            width=vocab_size,
+            limits=limits.buffer_info()[0],
+            laws=ctypes.addressof(laws),
+            coupled=coupled.buffer_info()[0],
+            chances=chances.buffer_info()[0],
+            slots=slots.data_ptr(),
+            drawn=self._tokens.data_ptr(),
+            out=self._laws.data_ptr(),
+        )
+
+    def give(self, chains: Sequence[Chain]) -> None:
+        """Tell the chains what they drew."""
+        for chain, tokens, laws in zip(chains, self._tokens.tolist(), self._laws, strict=True):
+            chain.tokens, chain.laws = tokens[: chain.limit], laws[: chain.limit]
+
+
+def _ahead(chain: Chain) -> list[int]:
+    assert isinstance(chain.chance, Stream | KeyedNoise)
+    return chain.chance.ahead(chain.limit)
 
 
 def why_not_native(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:

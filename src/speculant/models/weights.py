@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError, suggest
-from speculant.kernels.native import QUANTIZED, open_kernels
+from speculant.kernels.native import QUANTIZED, Kernels, open_kernels
 from speculant.models.base import CausalLM
 from speculant.models.decoder import Decoder
 from speculant.models.native_decoder import NativeDecoder, why_not_native
@@ -36,6 +36,7 @@ class Checkpoint:
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
     name: str
     kernels: str = "reference"  # what computes it, and why not the native ones if they were wanted
+    native: Kernels | None = None  # the native kernels, if they compute it
 
 
 def load_model(
@@ -66,9 +67,10 @@ def load_model(
     chosen = _choose_dtype(dtype, config, tensors, device)
     _fill(model, tensors.read(chosen, torch.device(device)))
     computing, says = _choose_kernels(model, kernels, quantization)
+    native = computing.kernels if isinstance(computing, NativeDecoder) else None
     generation = _read_optional(folder / "generation_config.json")
     ends = _eos_token_ids(generation, config)
-    return Checkpoint(computing, config, folder, chosen, ends, generation, _name(source, role, folder), says)
+    return Checkpoint(computing, config, folder, chosen, ends, generation, _name(source, role, folder), says, native)
 
 
 def _check_choices(dtype: str, device: str) -> None:

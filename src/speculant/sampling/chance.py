@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speculant.kernels.native import Kernels
 from speculant.types import Request
 
 _MASK = (1 << 64) - 1
@@ -55,7 +56,12 @@ class Purpose(IntEnum):
 class Stream:
     """Independent uniforms, keyed by (seed, purpose, round) and counted from 0."""
 
-    def __init__(self, seed: int, purposes: tuple[Purpose, Purpose], round_: int) -> None:
+    coupled = False
+
+    def __init__(
+        self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, kernels: Kernels | None = None
+    ) -> None:
+        self._kernels = kernels
         self._accept_key = mix(seed, purposes[0], round_)
         self._draw_key = mix(seed, purposes[1], round_)
         self._count = 0
@@ -66,10 +72,17 @@ class Stream:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
+        if self._kernels is not None and weights.dtype == torch.float64:
+            return self._kernels.draw(weights, self.coupled, self.ahead(1)[0])
         cumulative = weights.to(torch.float64).cumsum(0)
         point = cumulative[-1:] * self._uniform(self._draw_key)
         index = int(torch.searchsorted(cumulative, point, right=True))
         return index if index < len(weights) else int(weights.nonzero()[-1])
+
+    def ahead(self, n: int) -> list[int]:
+        """Use up n draws without weights: 64 random bits for each."""
+        self._count += n
+        return [mix(self._draw_key, count) for count in range(self._count - n + 1, self._count + 1)]
 
     def _uniform(self, key: int) -> float:
         self._count += 1
@@ -83,9 +96,10 @@ class KeyedNoise:
     (`match`); a draw depends on its own position alone. Never pair it with a ratio rule.
     """
 
-    def __init__(self, seed: int, position: int) -> None:
-        self._seed = seed
-        self._position = position
+    coupled = True
+
+    def __init__(self, seed: int, position: int, kernels: Kernels | None = None) -> None:
+        self._seed, self._position, self._kernels = seed, position, kernels
 
     def accept(self, probability: float) -> bool:
         """See `Chance.accept`; a matching rule has no use for it."""
@@ -93,28 +107,39 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
-        support, position = weights.nonzero().flatten(), self._position
-        self._position += 1
+        key = self.ahead(1)[0]
+        if self._kernels is not None and weights.dtype == torch.float64:
+            return self._kernels.draw(weights, self.coupled, key)
+        support = weights.nonzero().flatten()
         if len(support) == 1:  # a point mass leaves nothing to chance
             return int(support)
-        noise = gumbel(mix(self._seed, Purpose.NOISE, position), support)
+        noise = gumbel(key, support)
         return int(support[(weights[support].to(torch.float64).log() + noise).argmax()])
+
+    def ahead(self, n: int) -> list[int]:
+        """Use up n draws without weights: the key of each one's noise."""
+        self._position += n
+        return [mix(self._seed, Purpose.NOISE, place) for place in range(self._position - n, self._position)]
 
 
 class KeyedChances:
     """The production source: keyed noise where draft and target are coupled, else separate streams."""
 
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        """Draw with the native kernels, or else the reference ones."""
+        self._kernels = kernels
+
     def draft(self, request: Request) -> Chance:
         """See `Chances.draft`."""
         if request.coupled:
-            return KeyedNoise(request.seed, len(request.tokens))
-        return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds)
+            return KeyedNoise(request.seed, len(request.tokens), self._kernels)
+        return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds, self._kernels)
 
     def verify(self, request: Request) -> Chance:
         """See `Chances.verify`."""
         if request.coupled:
-            return KeyedNoise(request.seed, len(request.tokens))
-        return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds)
+            return KeyedNoise(request.seed, len(request.tokens), self._kernels)
+        return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._kernels)
 
 
 def mix(*values: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculant.kernels.native import Kernels, Law
 from speculant.params import SamplingParams
 from speculant.types import Request
 
@@ -31,12 +32,15 @@ class Node:
         return self.request.params
 
 
-def distribution(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+def distribution(logits: Tensor, nodes: Sequence[Node], kernels: Kernels | None = None) -> Tensor:
     """Return laws [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
 
-    Order: bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p.
+    Order: bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. With
+    native kernels, float32 logits are theirs.
     """
     scores = _edited(logits, nodes)
+    if kernels is not None and scores.dtype == torch.float32:
+        return kernels.laws(scores, [native_law(node.params) for node in nodes])
     laws = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
     for make, indices in _by_kind(nodes):
         if len(indices) == len(nodes):
@@ -44,6 +48,11 @@ def distribution(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
         rows = torch.tensor(indices, device=scores.device)
         laws[rows] = make(scores[rows], [nodes[i].params for i in indices])
     return laws
+
+
+def native_law(params: SamplingParams) -> Law:
+    """Return what the native kernels make a law by, once the logits are edited."""
+    return Law(0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.top_k)
 
 
 def _by_kind(nodes: Sequence[Node]) -> list[tuple[Callable[[Tensor, Sequence[SamplingParams]], Tensor], list[int]]]:
@@ -58,15 +67,15 @@ def _by_kind(nodes: Sequence[Node]) -> list[tuple[Callable[[Tensor, Sequence[Sam
 
 def _edited(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
     scores = logits if logits.dtype == torch.float64 else logits.float()
-    if any(_edits(node) for node in nodes):
+    if any(edits(node.params) for node in nodes):
         scores = scores.clone() if scores is logits else scores
         for row, node in zip(scores, nodes, strict=True):
             _edit(row, node)
     return scores
 
 
-def _edits(node: Node) -> bool:
-    params = node.params
+def edits(params: SamplingParams) -> bool:
+    """Whether these settings change the logits of single tokens."""
     return bool(params.logit_bias) or params.penalised or params.min_tokens > 0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.exactness.mutants.mutant import (
     AUTO,
+    CHAINS,
     CHANCE,
     COMMIT,
-    DRAFT,
     END,
     ENGINE,
     INDEPENDENT,
@@ -125,33 +125,33 @@ RANDOMNESS = [
 LAWS = [
     Mutant(
         "q reported raw while drafts are drawn after top-k",
-        DRAFT,
-        "draft.laws.append(law)",
-        "draft.laws.append(torch.softmax(logits[drafts.index(draft)].double(), -1))",
+        CHAINS,
+        "            chain.laws = law[None]",
+        "            law = torch.softmax(logits[chains.index(chain)].double(), -1)\n            chain.laws = law[None]",
         TRANSFORM.format("top_k"),
     ),
     Mutant(
         "unlikely drafts thrown away before a ratio test",
-        DRAFT,
-        "            draft.laws.append(law)\n",
-        "            draft.laws.append(law)\n"
-        "            if law[draft.tokens[-1]] < 0.4:\n"
-        "                draft.tokens, draft.laws = draft.tokens[:-1], draft.laws[:-1]\n"
-        "                draft.limit = len(draft.tokens)\n",
+        CHAINS,
+        "torch.cat([chain.laws, law[None]])\n",
+        "torch.cat([chain.laws, law[None]])\n"
+        "            if law[chain.tokens[-1]] < 0.4:\n"
+        "                chain.tokens, chain.laws = chain.tokens[:-1], chain.laws[:-1]\n"
+        "                chain.limit = len(chain.tokens)\n",
         "test_laws.py::test_rejection_keeps_the_law[2-1]",
     ),
     Mutant(
         "sampling parameters not applied to p",
         STEP,
-        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes)",
+        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, parts.kernels)",
         "torch.softmax(torch.cat([fed.logits for fed in ready if fed.logits is not None]).double(), -1)",
         TRANSFORM.format("temperature"),
     ),
     Mutant(
         "draft law blind to drafted ancestors",
-        DRAFT,
-        "Node(draft.request, draft.tokens)",
-        "Node(draft.request, [])",
+        CHAINS,
+        "Node(chain.request, chain.tokens)",
+        "Node(chain.request, [])",
         TRANSFORM.format("frequency"),
     ),
     Mutant(

@@ -17,7 +17,7 @@ class Mutant:
 
 
 CHANCE, LAW = "sampling/chance.py", "sampling/distribution.py"
-DRAFT, ATTENTION = "drafting/draft_model.py", "models/attention.py"
+DRAFT, CHAINS, ATTENTION = "drafting/draft_model.py", "models/chains.py", "models/attention.py"
 CACHES = {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.exactness.mutants.mutant import (
     ATTENTION,
     CACHES,
+    CHAINS,
     COMMIT,
     DRAFT,
     END,
@@ -182,9 +183,9 @@ DRAFTING = [
     ),
     Mutant(
         "drafts drawn from a neighbour's row",
-        DRAFT,
-        "return hidden[rows]",
-        "return hidden[rows[::-1]]",
+        CHAINS,
+        "hidden[[end for _, end in drawing]]",
+        "hidden[[end for _, end in drawing[::-1]]]",
         DRAFTS.format("paged"),
     ),
 ]

@@ -12,8 +12,9 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
-from speculant.drafting.draft_model import ModelDrafter, fit_vocabulary
+from speculant.drafting.draft_model import ModelDrafter
 from speculant.models.base import Batch, CausalLM
+from speculant.models.chains import fit_vocabulary
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances

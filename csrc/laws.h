@@ -1,0 +1,311 @@
+// From logits to the law that a token is drawn from, and the draw itself: what sampling/distribution.py and
+// sampling/chance.py define. Laws are doubles. A row is cut into chunks of fixed size; sums run within a chunk, then over
+// the chunks, always in the same order.
+#pragma once
+#include "reals.h"
+#include "speculant.h"
+#include "team.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int64_t CHUNK = 4096;
+constexpr double FIRST_LOOK = 8.0;  // nats below the best: where the cut of a filtered row is looked for first
+
+static inline int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
+
+struct Share {  // what a chunk contributes to its row
+  float max;
+  int64_t at;    // of the largest score; of the winner of a race
+  double sum, best;
+};
+
+struct Candidate {
+  float score;
+  int32_t token;
+  double weight;
+};
+
+// Rows of logits and where their laws go.
+struct LawJob {
+  const float *logits;
+  int64_t rows, given, width;  // tokens that have a logit, tokens that a law is over
+  const SpLaw *laws;
+  double *out;
+  int64_t stride;
+  Share *shares;  // [rows, chunks]
+
+  int64_t chunks() const { return chunks_of(width); }
+  int64_t known() const { return given < width ? given : width; }
+  const float *scores(int64_t row) const { return logits + row * given; }
+  double *law(int64_t row) const { return out + row * stride; }
+  Share *of(int64_t row) const { return shares + row * chunks(); }
+};
+
+static inline bool is_filtered(const SpLaw &law) {
+  return law.temperature > 0 && (law.top_k > 0 || law.top_p < 1.0 || law.min_p > 0.0);
+}
+
+static void find_best(const LawJob &job, int64_t row, int64_t chunk) {
+  const float *scores = job.scores(row);
+  const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.known() ? begin + CHUNK : job.known();
+  Vec most = splat(-INFINITY);
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) most = max(most, load(scores + i));
+  float best = most_lane(most);
+  for (; i < end; i++) best = scores[i] > best ? scores[i] : best;
+  int64_t at = begin;
+  while (at < end && scores[at] != best) at++;
+  job.of(row)[chunk] = {best, at, 0.0, 0.0};
+}
+
+static inline const Share *best_share(const LawJob &job, int64_t row) {
+  const Share *best = job.of(row);
+  for (int64_t chunk = 1; chunk < job.chunks(); chunk++)
+    if (job.of(row)[chunk].max > best->max) best = job.of(row) + chunk;
+  return best;
+}
+
+static void weigh(const LawJob &job, int64_t row, int64_t chunk) {
+  if (job.laws[row].top_k > 0 && job.laws[row].temperature > 0) return;  // few are looked at, and they are weighed there
+  const Share *best = best_share(job, row);
+  const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
+  const int64_t known = end < job.known() ? end : job.known();
+  double *law = job.law(row);
+  Share &share = job.of(row)[chunk];
+  share.sum = 0.0;
+  if (job.laws[row].temperature <= 0) {
+    memset(law + begin, 0, (end - begin) * sizeof(double));
+    if (begin <= best->at && best->at < end) law[best->at] = share.sum = 1.0;
+    return;
+  }
+  const Reals top = splat_reals(best->max), temperature = splat_reals(job.laws[row].temperature);
+  Reals sum = splat_reals(0.0);
+  int64_t i = begin;
+  for (; i + REALS <= known; i += REALS) {
+    const Reals weight = exp_reals((load_floats(job.scores(row) + i) - top) / temperature);
+    store_reals(law + i, weight);
+    sum += weight;
+  }
+  for (; i < end; i += REALS) {  // the last ones, and what no logit was given for
+    const int64_t count = end - i < REALS ? end - i : REALS;
+    float scores[REALS];
+    for (int64_t j = 0; j < REALS; j++) scores[j] = i + j < known ? job.scores(row)[i + j] : -INFINITY;
+    const Reals weight = exp_reals((load_floats(scores) - top) / temperature);
+    memcpy(law + i, &weight, count * sizeof(double));
+    sum += weight;
+  }
+  share.sum = sum_reals(sum);
+}
+
+static inline double total(const LawJob &job, int64_t row) {
+  double sum = 0.0;
+  for (int64_t chunk = 0; chunk < job.chunks(); chunk++) sum += job.of(row)[chunk].sum;
+  return sum;
+}
+
+static inline bool before(const Candidate &a, const Candidate &b) {
+  return a.score > b.score || (a.score == b.score && a.token < b.token);
+}
+
+static inline void swap(Candidate &a, Candidate &b) {
+  const Candidate c = a;
+  a = b, b = c;
+}
+
+// Bring the candidates that stay (the first ones, in order of score) to the front and return how many they are.
+// `stays(count, sum, weight)` says whether one of that weight stays that has `count` others before it, which weigh `sum`.
+template <typename Stays>
+static int64_t keep_first(Candidate *items, int64_t size, Stays stays) {
+  int64_t begin = 0, end = size;  // what is before `begin` stays, what is from `end` on goes
+  double sum = 0.0;
+  while (begin < end) {
+    const int64_t last = end - 1, middle = begin + (last - begin) / 2;  // the pivot is the median of three
+    if (before(items[middle], items[begin])) swap(items[middle], items[begin]);
+    if (before(items[last], items[begin])) swap(items[last], items[begin]);
+    if (before(items[middle], items[last])) swap(items[middle], items[last]);
+    const Candidate pivot = items[last];
+    int64_t split = begin;
+    double inside = 0.0;
+    for (int64_t at = begin; at < last; at++)
+      if (before(items[at], pivot)) inside += items[at].weight, swap(items[at], items[split++]);
+    swap(items[split], items[last]);
+    if (stays(split, sum + inside, pivot.weight))
+      begin = split + 1, sum += inside + pivot.weight;
+    else
+      end = split;
+  }
+  return begin;
+}
+
+// Collect the tokens of a row that are at most `look` nats below its best.
+static void collect(const LawJob &job, int64_t row, double look, List<Candidate> &found) {
+  const float *scores = job.scores(row), top = best_share(job, row)->max;
+  const double temperature = job.laws[row].temperature;
+  const float least = (float)(top - look * temperature);
+  found.resize(0);
+  for (int64_t chunk = 0; chunk < job.chunks(); chunk++) {
+    if (!(job.of(row)[chunk].max >= least)) continue;
+    const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.known() ? begin + CHUNK : job.known();
+    for (int64_t i = begin; i < end; i++)
+      if (scores[i] >= least) {
+        const double weight = exp_reals(splat_reals(((double)scores[i] - (double)top) / temperature))[0];
+        if (weight > 0) found.push({scores[i], (int32_t)i, weight});
+      }
+  }
+}
+
+// Whether the cut of a row falls among these candidates, so that further ones need not be looked at.
+static bool is_enough(const SpLaw &law, const List<Candidate> &found, double look, double all) {
+  if (law.top_k > 0) return found.size >= law.top_k;
+  if (law.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: the look was rounded
+  double sum = 0.0;
+  for (int64_t i = 0; i < found.size; i++) sum += found.items[i].weight;
+  return law.top_p < 1.0 && sum >= law.top_p * all;
+}
+
+// Top-k, then top-p of what that leaves, then min-p; of equal scores those with the lowest ids stay.
+static void filter(const LawJob &job, int64_t row) {
+  static thread_local List<Candidate> found;
+  const SpLaw &law = job.laws[row];
+  double all = law.top_k > 0 ? 0.0 : total(job, row);
+  for (double look = FIRST_LOOK;; look = look < 32.0 ? 4.0 * look : INFINITY) {
+    collect(job, row, look, found);
+    if (look == INFINITY || is_enough(law, found, look, all)) break;
+  }
+  int64_t kept = found.size;
+  if (law.top_k > 0) {
+    kept = keep_first(found.items, kept, [&](int64_t count, double, double) { return count < law.top_k; });
+    all = 0.0;
+    for (int64_t i = 0; i < kept; i++) all += found[i].weight;
+  }
+  kept = keep_first(found.items, kept, [&](int64_t, double sum, double weight) {
+    return (law.top_p >= 1.0 || sum < law.top_p * all) && weight >= law.min_p;
+  });
+  double sum = 0.0;
+  for (int64_t i = 0; i < kept; i++) sum += found[i].weight;
+  memset(job.law(row), 0, job.width * sizeof(double));
+  for (int64_t i = 0; i < kept; i++) job.law(row)[found[i].token] = found[i].weight / sum;
+}
+
+static void normalise(const LawJob &job, int64_t row, int64_t chunk) {
+  if (is_filtered(job.laws[row]) || job.laws[row].temperature <= 0) return;  // it is normal
+  const double sum = total(job, row);
+  const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
+  double *law = job.law(row);
+  for (int64_t i = begin; i < end; i++) law[i] /= sum;
+}
+
+// Every thread of a team calls this; stages are four.
+static void make_laws(const LawJob &job, Pieces *stages) {
+  const int64_t pieces = job.rows * job.chunks();
+  stages[0].run(pieces, [&](int64_t p) { find_best(job, p / job.chunks(), p % job.chunks()); });
+  stages[1].run(pieces, [&](int64_t p) { weigh(job, p / job.chunks(), p % job.chunks()); });
+  stages[2].run(job.rows, [&](int64_t row) { if (is_filtered(job.laws[row])) filter(job, row); });
+  stages[3].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
+}
+
+// The hash of sampling/chance.py, for the tokens from `first` on.
+static inline Reals uniforms(uint64_t key, int64_t first) {
+  Words token;
+  for (int i = 0; i < REALS; i++) token[i] = (uint64_t)(first + i);
+  Words x = token * 0x9E3779B97F4A7C15u + key;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  x = x ^ (x >> 31);
+  return ((Reals)(x >> 12 | 0x4330000000000000u) - 0x1p52 + 0.5) * 0x1p-52;
+}
+
+// Weights in a race: w / E with E = -log u. The greatest of them is where log w + G is greatest, with G = -log E: Gumbel noise.
+static void race(const double *weights, int64_t begin, int64_t end, uint64_t key, Share &share) {
+  constexpr int64_t STRETCH = 8 * REALS;  // looked at together: most of a filtered law is zeros
+  Reals best = {};
+  Longs at = Longs{} - 1;
+  for (int64_t from = begin; from < end; from += STRETCH) {
+    Reals weight[8] = {};
+    memcpy(weight, weights + from, (end - from < STRETCH ? end - from : STRETCH) * sizeof(double));
+    Reals most = {};
+    for (int v = 0; v < 8; v++) most = weight[v] > most ? weight[v] : most;
+    if (sum_reals(most) == 0.0) continue;
+    for (int v = 0; v < 8; v++) {
+      const Reals value = weight[v] / -log_reals(uniforms(key, from + v * REALS));
+      const Longs better = value > best;
+      best = better ? value : best;
+      at = better ? Longs{} + (from + v * REALS) : at;
+    }
+  }
+  share.best = 0.0, share.at = -1;
+  for (int j = 0; j < REALS; j++)
+    if (best[j] > share.best || (best[j] == share.best && at[j] >= 0 && at[j] + j < share.at))
+      share.best = best[j], share.at = at[j] + j;
+}
+
+static void add_up(const double *weights, int64_t begin, int64_t end, Share &share) {
+  Reals sum = {};
+  int64_t i = begin;
+  for (; i + REALS <= end; i += REALS) sum += load_reals(weights + i);
+  share.sum = sum_reals(sum);
+  for (; i < end; i++) share.sum += weights[i];
+}
+
+static int64_t winner(const Share *shares, int64_t chunks) {
+  const Share *best = shares;
+  for (int64_t chunk = 1; chunk < chunks; chunk++)
+    if (shares[chunk].best > best->best) best = shares + chunk;
+  return best->at < 0 ? 0 : best->at;
+}
+
+// The token at a share u of all weight, or the last one with any.
+static int64_t at_share(const double *weights, int64_t n, double u, const Share *shares, int64_t chunks) {
+  double all = 0.0, reached = 0.0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) all += shares[chunk].sum;
+  const double point = all * u;
+  int64_t last = 0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    if (reached + shares[chunk].sum <= point) {
+      reached += shares[chunk].sum;
+      continue;
+    }
+    const int64_t end = (chunk + 1) * CHUNK < n ? (chunk + 1) * CHUNK : n;
+    for (int64_t i = chunk * CHUNK; i < end; i++) {
+      if (weights[i] > 0) last = i;
+      reached += weights[i];
+      if (reached > point) return i;
+    }
+  }
+  if (!(weights[last] > 0))
+    for (int64_t i = 0; i < n; i++)
+      if (weights[i] > 0) last = i;
+  return last;
+}
+
+// One draw: `chance` is the key of a race, or 64 bits of which the highest 53 make a uniform. Stages are two.
+static inline void share_draw(const double *weights, int64_t n, bool coupled, uint64_t chance, int64_t chunk, Share &share) {
+  const int64_t begin = chunk * CHUNK, end = begin + CHUNK < n ? begin + CHUNK : n;
+  if (coupled)
+    race(weights, begin, end, chance, share);
+  else
+    add_up(weights, begin, end, share);
+}
+
+static inline int64_t finish_draw(const double *weights, int64_t n, bool coupled, uint64_t chance, const Share *shares) {
+  if (coupled) return winner(shares, chunks_of(n));
+  return at_share(weights, n, (chance >> 11) * 0x1p-53, shares, chunks_of(n));
+}
+
+static int64_t draw(const double *weights, int64_t n, int coupled, uint64_t chance) {
+  static thread_local List<Share> shares;
+  shares.resize(chunks_of(n));
+  for (int64_t chunk = 0; chunk < shares.size; chunk++) share_draw(weights, n, coupled, chance, chunk, shares[chunk]);
+  return finish_draw(weights, n, coupled, chance, shares.items);
+}
+
+static void laws(const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *by, double *out, int threads) {
+  static thread_local List<Share> kept;
+  kept.resize(rows * chunks_of(width));
+  const LawJob job = {logits, rows, given, width, by, out, width, kept.items};
+  Pieces stages[4] = {};
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * width > CHUNK)
+  make_laws(job, stages);
+}
+
+}  // namespace SP_NAMESPACE

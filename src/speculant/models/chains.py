@@ -1,0 +1,72 @@
+"""Chains of tokens that a model draws one by one, many sequences side by side: what a draft model does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.kernels.native import Kernels
+from speculant.models.base import CausalLM, Chain, Feed, build_batch, known
+from speculant.models.native_decoder import NativeDecoder, can_replay
+from speculant.sampling.distribution import Node, distribution
+from speculant.types import DraftTree
+
+
+def grow(
+    model: CausalLM, chains: Sequence[Chain], cache: KVCache, vocab_size: int, kernels: Kernels | None = None
+) -> None:
+    """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
+
+    A chain's tokens and laws are the same in any company, on the kernels that have invariant rows.
+    """
+    stepwise = _Stepwise(model, cache, vocab_size, kernels)
+    by_itself = [chain for chain in chains if isinstance(model, NativeDecoder) and can_replay(chain)]
+    growing = [(chain, chain.feed) for chain in chains if chain not in by_itself]
+    if isinstance(model, NativeDecoder) and by_itself:
+        model.grow(by_itself, cache, vocab_size)
+    while growing:
+        growing = stepwise.feed(growing)
+
+
+@dataclass(frozen=True)
+class _Stepwise:
+    """One pass per token; the definition of what a model may do by itself."""
+
+    model: CausalLM
+    cache: KVCache
+    vocab_size: int
+    kernels: Kernels | None
+
+    def feed(self, feeds: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
+        """Feed each chain's tokens, draw one for each that wants any, and return what has to be fed next."""
+        batch = build_batch(
+            [Feed(chain.request.seq, known(tokens, self.model), DraftTree.empty()) for chain, tokens in feeds],
+            self.cache,
+            self.model.cache_shape.device,
+        )
+        hidden = self.model.forward(batch, self.cache)
+        last = -1
+        ends = [last := last + len(tokens) for _, tokens in feeds]
+        drawing = [(chain, end) for (chain, _), end in zip(feeds, ends, strict=True) if chain.limit]
+        if drawing:
+            self._draw([chain for chain, _ in drawing], hidden[[end for _, end in drawing]])
+        return [(chain, chain.tokens[-1:]) for chain, _ in drawing if len(chain.tokens) < chain.limit]
+
+    def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> None:
+        logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
+        laws = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.kernels)
+        for chain, law in zip(chains, laws, strict=True):
+            chain.tokens = [*chain.tokens, chain.chance.draw(law)]
+            chain.laws = law[None] if chain.laws is None else torch.cat([chain.laws, law[None]])
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Cut or pad logits [r, v] to [r, vocab_size]; padding is impossible to draw."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[:, :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -1,0 +1,132 @@
+"""Native laws and draws, on every instruction set here: those of the reference, and the same bits in any company."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from speculant.kernels.native import Kernels, open_kernels, usable_sets
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedNoise, Purpose, Stream
+from speculant.sampling.distribution import Node, distribution
+from tests.models import make_request
+
+SETS = usable_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+TINY = 1e-300  # below it a share may as well be none
+SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 4095, 4096, 4097, 9000]))
+STEPS = st.sampled_from([0.0, 0.5])
+LAWS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
+        "top_k": st.sampled_from([0, 0, 1, 2, 5, 50, 100_000]),
+        "top_p": st.sampled_from([1.0, 1.0, 1e-6, 0.3, 0.5, 0.95]),
+        "min_p": st.sampled_from([0.0, 0.0, 1e-30, 0.05, 1.0]),
+    }
+)
+
+
+@pytest.fixture(params=[(isa, threads) for isa in SETS for threads in (1, 2)], ids=lambda key: f"{key[0]}-{key[1]}")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found = open_kernels(*request.param)
+    assert found is not None
+    return found
+
+
+def nodes_of(*laws: dict[str, float]) -> list[Node]:
+    return [Node(make_request([1], params=SamplingParams(**law))) for law in laws]  # type: ignore[arg-type]
+
+
+def random_logits(rows: int, vocab_size: int, seed: int, step: float = 0.0, scale: float = 3.0) -> Tensor:
+    """Return random logits; with a step many of them are equal."""
+    logits = scale * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+    return (logits / step).round() * step if step else logits
+
+
+@settings(max_examples=150)
+@given(laws=st.lists(LAWS, min_size=1, max_size=4), size=SIZES, seed=st.integers(0, 999), step=STEPS)
+@pytest.mark.parametrize("isa", SETS)
+def test_laws_are_the_reference(isa: str, laws: list[dict[str, float]], size: int, seed: int, step: float) -> None:
+    logits, nodes = random_logits(len(laws), size, seed, step), nodes_of(*laws)
+    expected, found = distribution(logits, nodes), distribution(logits, nodes, open_kernels(isa, 2))
+    assert torch.equal(found > TINY, expected > TINY)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=TINY)
+
+
+MIXED = [
+    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 7},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.5, "min_p": 0.1},
+]  # fmt: skip
+
+
+def test_a_law_never_sees_its_neighbours(kernels: Kernels) -> None:
+    logits, nodes = random_logits(60, 5000, seed=1), nodes_of(*MIXED * 10)
+    together = distribution(logits, nodes, kernels)
+    for first, rows in ((0, 1), (1, 1), (2, 1), (3, 2), (7, 5), (20, 17), (1, 59)):
+        alone = distribution(logits[first : first + rows], nodes[first : first + rows], kernels)
+        assert torch.equal(alone, together[first : first + rows])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, bad: float) -> None:
+    logits, nodes = random_logits(6, 5000, seed=1), nodes_of(*MIXED)
+    clean = distribution(logits, nodes, kernels)
+    for row in range(6):
+        dirty = logits.clone()
+        dirty[row, 17] = bad
+        found = distribution(dirty, nodes, kernels)
+        others = [other for other in range(6) if other != row]
+        assert torch.equal(found[others], clean[others])
+        assert 0 <= kernels.draw(found[row], True, 5) < 5000
+        assert 0 <= kernels.draw(found[row], False, 5 << 60) < 5000
+
+
+def test_forbidden_tokens_have_no_share(kernels: Kernels) -> None:
+    logits, nodes = random_logits(6, 5000, seed=2), nodes_of(*MIXED)
+    logits[:, ::3] = -math.inf
+    laws = distribution(logits, nodes, kernels)
+    assert not bool((laws[:, ::3] > 0).any())
+    assert torch.allclose(laws.sum(-1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=150)
+@given(size=SIZES, seed=st.integers(0, 9999), zeros=st.sampled_from([0.0, 0.5, 0.99]))
+@pytest.mark.parametrize("isa", SETS)
+def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -> None:
+    """The same hash, the same noise, the same order: the same token, alone or many ahead."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(size, generator=generator, dtype=torch.float64) ** 8
+    weights[torch.rand(size, generator=generator) < zeros] = 0.0
+    weights[seed % size] = 0.5
+    native = open_kernels(isa, 1)
+    assert native is not None
+    noise, streams = KeyedNoise(seed, 3), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1)
+    expected = [source.draw(weights) for source in (noise, noise, streams, streams)]
+    noise, streams = KeyedNoise(seed, 3, native), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1, native)
+    assert [source.draw(weights) for source in (noise, noise, streams, streams)] == expected
+    keys = [*KeyedNoise(seed, 3).ahead(2), *Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1).ahead(2)]
+    coupled = [True, True, False, False]
+    assert [native.draw(weights, *draw) for draw in zip(coupled, keys, strict=True)] == expected
+
+
+@pytest.mark.parametrize("size", [1, 5, 4097])
+def test_the_last_share_of_a_sum_is_a_token_with_weight(kernels: Kernels, size: int) -> None:
+    weights = torch.zeros(size + 4, dtype=torch.float64)
+    weights[:size] = 0.1
+    assert kernels.draw(weights, False, (1 << 64) - 1) == size - 1
+    assert kernels.draw(weights, False, 0) == 0
+    weights[0] = 0.0
+    assert kernels.draw(weights, False, 0) == (1 if size > 1 else 0)
+
+
+def test_equal_weights_race_by_the_noise_alone(kernels: Kernels) -> None:
+    """Two laws over the same tokens take the same token unless the weights say otherwise."""
+    weights = torch.full((9000,), 1 / 9000, dtype=torch.float64)
+    drawn = [kernels.draw(weights * scale, True, key) for key in range(20) for scale in (1.0, 1e-3)]
+    assert drawn[::2] == drawn[1::2]
+    assert len(set(drawn)) > 15

@@ -1,0 +1,111 @@
+"""A draft in one native call is the draft made token by token: the same tokens from the same laws, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.paged import PagedKVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.kernels.native import QUANTIZED
+from speculant.models import chains as chains_module
+from speculant.models.base import Chain, Feed, build_batch
+from speculant.models.chains import grow
+from speculant.models.native_decoder import NativeDecoder
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedChances
+from speculant.types import DraftTree
+from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
+from tests.models import make_request
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+
+LAWS = [
+    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 2.0, "top_k": 7},
+    {"temperature": 1.0, "min_p": 0.02},
+]  # fmt: skip
+LIMITS = [3, 0, 5, 1, 4]  # tokens to draw; 0 = a backlog that is only fed
+CACHES = {
+    "slotted": lambda shape: SlottedKVCache(shape, 8, 64),
+    "paged": lambda shape: PagedKVCache(shape, 100, 4),
+}
+
+
+def cache_of(shape: CacheShape, kind: str) -> KVCache:
+    """Make a cache in which somebody else has been at work."""
+    made: KVCache = CACHES[kind](shape)
+    made.reserve(99, 3)
+    return made
+
+
+def make_chains(model: NativeDecoder, coupled: bool) -> list[Chain]:
+    """Make five chains at different places in different texts; every second one has a backlog."""
+    chances, made = KeyedChances(model.kernels), []
+    for seq, (law, limit) in enumerate(zip(LAWS, LIMITS, strict=True)):
+        tokens = tokens_of(seq, model.vocab_size)[: 9 + 5 * seq]
+        params = SamplingParams(**law)  # type: ignore[arg-type]
+        request = make_request(tokens, params=params, seq=seq, coupled=coupled)
+        made.append(Chain(request, tokens[-1:] if seq % 2 else tokens[5:], limit, chances.draft(request)))
+    return made
+
+
+@torch.inference_mode()
+def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None:
+    """Feed what comes before each chain."""
+    feeds = [Feed(chain.request.seq, chain.request.tokens[: -len(chain.feed)], DraftTree.empty()) for chain in made]
+    model.forward(build_batch(feeds, cache, torch.device("cpu")), cache)
+
+
+@torch.inference_mode()
+def grown(model: NativeDecoder, kind: str, coupled: bool, vocab_size: int, together: bool = True) -> list[Chain]:
+    """Let the chains grow, all at once or one after the other."""
+    cache, made = cache_of(model.cache_shape, kind), make_chains(model, coupled)
+    feed_before(model, made, cache)
+    for share in [made] if together else [[chain] for chain in made]:
+        grow(model, share, cache, vocab_size, model.kernels)
+    for chain in made:
+        assert cache.length(chain.request.seq) == len(chain.request.tokens) + max(chain.limit - 1, 0)
+    cache.check()
+    return made
+
+
+def assert_same(some: list[Chain], others: list[Chain]) -> None:
+    assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
+    assert [len(chain.tokens) for chain in some] == LIMITS
+    for one, other in zip(some, others, strict=True):
+        assert (one.laws is None) == (other.laws is None) == (one.limit == 0)
+        if one.laws is not None and other.laws is not None:
+            assert torch.equal(one.laws, other.laws)
+
+
+@pytest.mark.parametrize("vocab_size", [96, 80, 130])
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZED])
+@pytest.mark.parametrize("isa", SETS)
+def test_one_call_is_many(
+    isa: str, quantization: str | None, kind: str, coupled: bool, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_native(isa, QUANTIZED[quantization] if quantization else None)
+    at_once = grown(model, kind, coupled, vocab_size)
+    alone = grown(model, kind, coupled, vocab_size, together=False)
+    monkeypatch.setattr(chains_module, "can_replay", lambda chain: False)
+    stepwise = grown(model, kind, coupled, vocab_size)
+    assert_same(at_once, stepwise)
+    assert_same(alone, stepwise)
+    assert len({token for chain in stepwise for token in chain.tokens}) > 5
+
+
+def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> None:
+    """Penalties are counted in Python; the neighbour is none the worse."""
+    model = make_native()
+    plain = grown(model, "paged", True, 96)
+    cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, True)
+    penalised = make_request(tokens_of(0)[:9], params=SamplingParams(repetition_penalty=1.3), seq=50)
+    extra = Chain(penalised, penalised.tokens, 4, KeyedChances(model.kernels).draft(penalised))
+    feed_before(model, made, cache)
+    with torch.inference_mode():
+        grow(model, [extra, *made], cache, 96, model.kernels)
+    assert len(extra.tokens) == 4
+    assert_same(made, plain)
