@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
@@ -30,10 +30,11 @@ class DraftTree:
         """Make a tree without branches."""
         return cls(torch.tensor(tokens, dtype=torch.int64), torch.arange(-1, len(tokens) - 1), probs)
 
-    @classmethod
-    def empty(cls) -> DraftTree:
-        """Make a tree of no nodes: plain decoding."""
-        return cls.chain([])
+    @staticmethod
+    @cache
+    def empty() -> DraftTree:
+        """Return the tree of no nodes: plain decoding."""
+        return DraftTree.chain([])
 
     @property
     def size(self) -> int:

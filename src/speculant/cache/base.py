@@ -46,7 +46,7 @@ class Slots:
     @property
     def end(self) -> int:
         """The sequence's length once these positions are written."""
-        return self.start + len(self.rows)
+        return self.start + self.rows.shape[0]
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ def run_target(
         spans.append((len(rows), len(rows) + len(wanted)))
         rows += wanted
         first += item.count + tree.size
-    logits = model.logits(hidden[rows]) if rows else hidden[:0]
-    if bool(logits.isnan().any()):
+    chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
+    logits = model.logits(chosen) if rows else chosen
+    if bool(logits.sum().isnan()):  # one number to look at; -inf stays what it is
         raise SpeculantError("the target model produced NaN logits", "check the checkpoint, or load it in float32.")
     return [
         _fed(item, tree, logits[start:end]) for item, tree, (start, end) in zip(scheduled, trees, spans, strict=True)

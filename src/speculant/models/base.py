@@ -27,7 +27,7 @@ class Segment:
     @property
     def num_rows(self) -> int:
         """Rows of this sequence in the batch."""
-        return len(self.slots.rows)
+        return self.slots.rows.shape[0]
 
     @property
     def num_committed(self) -> int:

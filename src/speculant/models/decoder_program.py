@@ -89,6 +89,12 @@ class PackedDecoder:
             del backbone.layers[0]
         return cls(decoder.config, plain, table, head, norm, layers)
 
+    @property
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass reads, whatever it is run on: the floor of its time."""
+        matrices = [weight for layer in self.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return sum(weight.memory.numel() for weight in [*matrices, self.head])
+
 
 class Program:
     """A pass of up to `room` rows, recorded; `hidden` [room, hidden] is where it leaves its result."""

@@ -26,7 +26,7 @@ FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """What a program is run on, and what must live as long: it is pointed to."""
 
     on: Pass
@@ -42,21 +42,26 @@ class NativeDecoder:
         self._rotary = Rotary(decoder.config.rope, decoder.config.head_dim)
         self.kernels = kernels
         self._weights = PackedDecoder.take(decoder, kernels, quantization)
-        self._program = Program(self._weights, FEWEST_ROWS)
+        self.program = Program(self._weights, FEWEST_ROWS)
         self._head = linear(self._weights.head, None, None)
         self._cosines = self._sines = torch.empty(0)
 
+    @property
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass reads."""
+        return self._weights.bytes_per_pass
+
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """See `CausalLM.forward`; hidden states are float32."""
-        layout = self._layout(batch, cache, [segment.slots for segment in batch.segments])
-        self.kernels.run(self._program.ops, layout.on)
-        return self._program.hidden[: len(batch.tokens)].clone()
+        layout = self.layout(batch, cache, [segment.slots for segment in batch.segments])
+        self.kernels.run(self.program.ops, layout.on)
+        return self.program.hidden[: batch.tokens.shape[0]].clone()
 
-    def _layout(self, batch: Batch, cache: KVCache, reserved: Sequence[Slots]) -> _Layout:
+    def layout(self, batch: Batch, cache: KVCache, reserved: Sequence[Slots]) -> Layout:
         """Say what the program is run on; `reserved` is all that will be written."""
-        rows = len(batch.tokens)
-        if rows > self._program.room:
-            self._program = Program(self._weights, _next_power(rows))
+        rows = batch.tokens.shape[0]
+        if rows > self.program.room:
+            self.program = Program(self._weights, _next_power(rows))
         self._make_angles(max(slots.end for slots in reserved))
         segments, parents, tables = _segments(batch, cache)
         keys, values = cache.layer(0)
@@ -75,7 +80,7 @@ class NativeDecoder:
             values=values.data_ptr(),
             layer_stride=_layer_stride(self.cache_shape, cache),
         )
-        return _Layout(on, (batch, segments, parents, tables))
+        return Layout(on, (batch, segments, parents, tables))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`; float32."""
@@ -95,13 +100,13 @@ class NativeDecoder:
         )
         drawing = [chain for chain in chains if chain.limit]
         later = [cache.reserve(chain.request.seq, chain.limit - 1) for chain in drawing]
-        layout = self._layout(batch, cache, [*(segment.slots for segment in batch.segments), *later])
+        layout = self.layout(batch, cache, [*(segment.slots for segment in batch.segments), *later])
         if drawing:
             draft = _Drawn(drawing, later, vocab_size)
-            self.kernels.draft(self._program.ops, self._head, layout.on, draft.asked)
+            self.kernels.draft(self.program.ops, self._head, layout.on, draft.asked)
             draft.give(drawing)
         else:
-            self.kernels.run(self._program.ops, layout.on)
+            self.kernels.run(self.program.ops, layout.on)
 
     def _make_angles(self, positions: int) -> None:
         """Make sure that the tables of angles reach that far."""

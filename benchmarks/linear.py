@@ -1,0 +1,147 @@
+"""Linear layers of a 1B shape: the native kernels, torch's linear and oneDNN's prepacked one, beside reading memory.
+
+    python benchmarks/linear.py [--rounds 7]
+
+16 Llama layers of Llama 3.2 1B's sizes, every one with weights of its own (973M parameters), in one run and in turn.
+`of_probe` is the weights' bytes over the time, as a share of what a plain read of the same bytes reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from measuring import interleave, spread, write
+from torch import Tensor
+from torch.nn import functional
+
+from speculant.kernels.native import Flag, Kernels, Op, Pass, Type, Weight, aligned, open_kernels
+from speculant.models.decoder_program import linear
+
+HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
+SHAPES = [
+    (QKV, HIDDEN),
+    (HIDDEN, HIDDEN),
+    (INSIDE, HIDDEN),
+    (INSIDE, HIDDEN),
+    (HIDDEN, INSIDE),
+]  # q/k/v, out, gate, up, down
+TYPES = {"bfloat16": Type.BF16, "int8": Type.INT8, "int4": Type.INT4}
+ROWS = {"bfloat16": (1, 2, 4, 8, 16), "int8": (1, 4, 8), "int4": (1, 4, 8)}
+PREDICTED = (
+    "bfloat16 at 1 row: 2.5 x torch, 1.4 x oneDNN, 85% of the probe; 8 rows 1.15 x the time of 1 (without a bfloat16 "
+    "instruction weights are widened). int8: 80%, 8 rows 1.3. int4: 65%, 4 rows 1.4."
+)
+
+
+@dataclass(frozen=True)
+class Native:
+    """All layers packed as one type, and programs for some numbers of rows."""
+
+    kernels: Kernels
+    weights: list[Weight]
+    ops: dict[int, Any]
+    buffers: list[Tensor]
+
+    @classmethod
+    def pack(cls, kernels: Kernels, type_: Type, matrices: list[Tensor], rows: tuple[int, ...]) -> Native:
+        """Pack every layer."""
+        weights: list[Weight] = []
+        for first in range(0, len(matrices), len(SHAPES)):
+            qkv, out, gate, up, down = matrices[first : first + len(SHAPES)]
+            weights += [kernels.pack(type_, qkv), kernels.pack(type_, out), kernels.pack(type_, gate, up)]
+            weights.append(kernels.pack(type_, down))
+        buffers = [torch.randn(max(rows), width) for width in (HIDDEN, QKV, INSIDE)]
+        return cls(kernels, weights, {count: cls._program(weights, buffers) for count in rows}, buffers)
+
+    @staticmethod
+    def _program(weights: list[Weight], buffers: list[Tensor]) -> Any:
+        x, qkv, inside = buffers
+        ops: list[Op] = []
+        for first in range(0, len(weights), 4):
+            of = weights[first : first + 4]
+            ops += [linear(of[0], x, qkv), linear(of[1], x, x), linear(of[2], x, inside, None, Flag.SILU)]
+            ops.append(linear(of[3], inside, x))
+        return (Op * len(ops))(*ops)
+
+    def run(self, rows: int) -> None:
+        """Run all layers once."""
+        self.buffers[0].fill_(0.01)
+        self.kernels.run(self.ops[rows], Pass(rows=rows))
+
+    def read(self, memory: Tensor) -> None:
+        """Read as much of this memory as there are weights."""
+        self.kernels.read_seconds(memory[: self.num_bytes])
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes a pass reads."""
+        return sum(weight.memory.numel() for weight in self.weights)
+
+
+def run_plain(x: Tensor, matrices: list[Tensor], apply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Run the layers as five linears each."""
+    for first in range(0, len(matrices), len(SHAPES)):
+        qkv, out, gate, up, down = matrices[first : first + len(SHAPES)]
+        apply(x, qkv), apply(x, out)
+        apply(functional.silu(apply(x, gate)) * apply(x, up), down)
+
+
+def onednn(x: Tensor, packed: Tensor) -> Tensor:
+    """Apply a weight that oneDNN has reordered."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return result
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and write results/linear.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    kernels = open_kernels()
+    assert kernels is not None, "the native kernels are not built"
+    matrices = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(LAYERS) for shape in SHAPES]
+    native = {name: Native.pack(kernels, type_, matrices, ROWS[name]) for name, type_ in TYPES.items()}
+    packed = [torch.ops.mkldnn._reorder_linear_weight(matrix, 1) for matrix in matrices]
+    probe = aligned(native["bfloat16"].num_bytes).fill_(1)
+    x = torch.full((1, HIDDEN), 0.01, dtype=torch.bfloat16)
+    subjects: dict[str, Callable[[], Any]] = {
+        "torch, 1 row": partial(run_plain, x, matrices, functional.linear),
+        "oneDNN prepacked, 1 row": partial(run_plain, x, packed, onednn),
+    }
+    for name, layers in native.items():
+        subjects[f"{name}, read"] = partial(layers.read, probe)
+        subjects |= {f"{name}, rows {rows}": partial(layers.run, rows) for rows in ROWS[name]}
+    times = interleave(subjects, rounds)
+    write("linear", PREDICTED, figures(times, native, kernels))
+
+
+def figures(times: dict[str, list[float]], native: dict[str, Native], kernels: Kernels) -> dict[str, Any]:
+    """Put the times beside each other, round by round."""
+
+    def ratio(above: str, below: str) -> dict[str, float]:
+        return spread([a / b for a, b in zip(times[above], times[below], strict=True)])
+
+    one = "bfloat16, rows 1"
+    seen: dict[str, Any] = {
+        "instruction_set": kernels.isa,
+        "seconds": {name: spread(values) for name, values in times.items()},
+        "torch_over_native": ratio("torch, 1 row", one),
+        "onednn_over_native": ratio("oneDNN prepacked, 1 row", one),
+    }
+    for name, layers in native.items():
+        seen[name] = {
+            "probe_gb_per_s": layers.num_bytes / spread(times[f"{name}, read"])["median"] / 1e9,
+            "of_probe": {rows: ratio(f"{name}, read", f"{name}, rows {rows}") for rows in ROWS[name]},
+            "rows_over_one": {rows: ratio(f"{name}, rows {rows}", f"{name}, rows 1") for rows in ROWS[name][1:]},
+        }
+    return seen
+
+
+if __name__ == "__main__":
+    main()

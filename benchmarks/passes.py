@@ -1,0 +1,109 @@
+"""What a pass of a 1B shape is made of, attention over a long context, and a prompt beside the reference path.
+
+    python benchmarks/passes.py [--rounds 7]
+
+One row after 256 tokens: the whole pass and its linear layers alone. One row after 8,192 tokens: attention alone,
+beside one read of its keys and values. A prompt of 1,024 tokens in one pass: native and reference. All bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from measuring import interleave, spread, write
+from shapes import COMMON, TARGET, VOCABULARY, tensors
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.cache.paged import PagedKVCache
+from speculant.kernels.native import Code, Op, open_kernels
+from speculant.models.base import Batch, Feed, build_batch
+from speculant.models.decoder import Decoder
+from speculant.models.llama import read_config
+from speculant.models.native_decoder import NativeDecoder
+from speculant.types import DraftTree
+
+SHORT, LONG, PROMPT, BLOCK = 256, 8192, 1024, 16
+PREDICTED = (
+    "All but the linear layers 8% of a pass after 256 tokens; attention over 8,192 tokens 1.5 x a read of its keys and "
+    "values; a prompt of 1,024 tokens in 0.8 of the reference's time."
+)
+
+
+def make_decoder() -> Decoder:
+    """Make the model that benchmarks/shapes.py writes."""
+    with torch.device("meta"):
+        model = Decoder(read_config({**COMMON, **TARGET}))
+    model.load_state_dict(tensors(TARGET, torch.arange(VOCABULARY)), strict=False, assign=True)
+    return model.to(torch.bfloat16).requires_grad_(False).eval()
+
+
+def row_after(cache: KVCache, seq: int, count: int) -> Batch:
+    """Reserve `count` positions, as if they had been fed, and one more row."""
+    cache.reserve(seq, count)
+    return build_batch([Feed(seq, [5], DraftTree.empty())], cache, torch.device("cpu"))
+
+
+def some(model: NativeDecoder, batch: Batch, cache: KVCache, wanted: Callable[[Op], bool]) -> Callable[[], None]:
+    """Return a run of those operations of a pass."""
+    chosen = [op for op in model.program.ops if wanted(op)]
+    ops, layout = (Op * len(chosen))(*chosen), model.layout(batch, cache, [segment.slots for segment in batch.segments])
+    return lambda: model.kernels.run(ops, layout.on)
+
+
+def prompt_pass(model: Decoder | NativeDecoder, tokens: list[int], cache: KVCache) -> Tensor:
+    """Feed a prompt to an empty sequence, and forget it."""
+    batch = build_batch([Feed(9, tokens, DraftTree.empty())], cache, torch.device("cpu"))
+    hidden = model.forward(batch, cache)
+    cache.release(9)
+    return hidden
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and write results/passes.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    kernels = open_kernels()
+    assert kernels is not None, "the native kernels are not built"
+    reference, native = make_decoder(), NativeDecoder(make_decoder(), kernels)
+    caches = [PagedKVCache(native.cache_shape, (LONG + 4 * PROMPT) // BLOCK, BLOCK) for _ in range(2)]
+    for cache in caches:
+        for layer in range(TARGET["num_hidden_layers"]):
+            for stored in cache.layer(layer):
+                stored.normal_()
+    short, long = row_after(caches[0], 1, SHORT), row_after(caches[0], 2, LONG)
+    tokens = torch.randint(VOCABULARY, (PROMPT,)).tolist()
+    prompt_pass(native, tokens, caches[0])  # makes room for the rows
+    size = LONG * native.cache_shape.bytes_per_token
+    stored = torch.ones(size, dtype=torch.uint8)
+    subjects: dict[str, Callable[[], Any]] = {
+        "pass": some(native, short, caches[0], lambda op: True),
+        "linear": some(native, short, caches[0], lambda op: op.code == Code.LINEAR),
+        "attention, 8k": some(native, long, caches[0], lambda op: op.code == Code.ATTEND),
+        "read, 8k": partial(kernels.read_seconds, stored),
+        "prompt, native": partial(prompt_pass, native, tokens, caches[0]),
+        "prompt, reference": partial(prompt_pass, reference, tokens, caches[1]),
+    }
+    times = interleave(subjects, rounds)
+
+    def ratio(above: str, below: str) -> dict[str, float]:
+        return spread([a / b for a, b in zip(times[above], times[below], strict=True)])
+
+    figures = {
+        "instruction_set": kernels.isa,
+        "seconds": {name: spread(values) for name, values in times.items()},
+        "linear_over_pass": ratio("linear", "pass"),
+        "attention_over_read_at_8k": ratio("attention, 8k", "read, 8k"),
+        "native_over_reference_for_a_prompt": ratio("prompt, native", "prompt, reference"),
+    }
+    write("passes", PREDICTED, figures)
+
+
+if __name__ == "__main__":
+    main()
