@@ -12,7 +12,7 @@ CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak check format bench clean
+.PHONY: help demo test test-all soak sanitize check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,13 @@ test-all: $(VENV)/.installed-dev ## every test, slow ones too
 
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as a test run walks
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) tests/exactness/test_schedules.py
+
+sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
+	$(INSTALL) --no-deps --upgrade --target build/sanitized -C cmake.define.SANITIZE=address,undefined .
+	OMP_NUM_THREADS=1 SPECULANT_LIBRARY=build/sanitized/speculant/kernels/libspeculant.so \
+		LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+		$(BIN)/python -m pytest -q tests/contracts/test_native_kernels.py tests/contracts/test_native_laws.py \
+		tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
 
 check: $(VENV)/.installed-dev ## format, lint, types, architecture, fast tests, style figures
 	$(BIN)/ruff format --check $(CHECKED)

@@ -220,9 +220,9 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def library_path() -> Path | None:
-    """Return where the library was built to, if it was."""
-    path = files("speculant.kernels") / "libspeculant.so"
-    return Path(str(path)) if path.is_file() else None
+    """Return where the library was built to, if it was; SPECULANT_LIBRARY names another build of it."""
+    path = Path(os.environ.get("SPECULANT_LIBRARY") or str(files("speculant.kernels") / "libspeculant.so"))
+    return path if path.is_file() else None
 
 
 _MATRIX = [c_int64, c_int64]
