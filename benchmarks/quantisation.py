@@ -34,7 +34,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-PREDICTED = "Loss of the target in int8 within 0.005 nats of bfloat16, in int4 within 0.1; alpha falls by less than 0.005 and 0.02."
+PREDICTED = (
+    "The target's loss: int8 within 0.005 nats of bfloat16, int4 within 0.1; alpha falls by less than 0.005 and 0.02."
+)
 
 
 def laws_of(model: CausalLM, window: Tensor) -> Tensor:

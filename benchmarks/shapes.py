@@ -38,13 +38,15 @@ def write_pair(folder: Path, agreement: float) -> tuple[Path, Path]:
     """Write a target of 1.04 billion parameters read a pass and a draft of a twentieth; return their folders."""
     generator = torch.Generator().manual_seed(0)
     following = torch.randperm(VOCABULARY, generator=generator)
-    guessed = torch.where(torch.rand(VOCABULARY, generator=generator) < agreement, following, following.roll(1))
+    wrong = (torch.rand(VOCABULARY, generator=generator) >= agreement).nonzero().flatten()
+    guessed = following.clone()
+    guessed[wrong] = following[wrong.roll(1)]
     target = write_checkpoint(folder / "target", TARGET, following)
     return target, write_checkpoint(folder / "draft", DRAFT, guessed)
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int], following: Tensor) -> Path:
-    """Write a model after whose token t comes following[t]."""
+    """Write a model after whose token t comes following[t], a permutation."""
     folder.mkdir(parents=True)
     source = resolve_source("demo", "target")
     for name in ("tokenizer.json", "tokenizer_config.json"):

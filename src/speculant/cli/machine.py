@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import re
-import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from speculant import __version__
+from speculant.cli.probes import Speeds, measure_speeds
 from speculant.errors import ModelError
 from speculant.models.source import resolve_source
 
 MIB = 2**20
 GIB = 2**30
-BANDWIDTH_BYTES = 256 * MIB  # well beyond the caches
-BANDWIDTH_REPEATS = 5
 
 ROLES = ("target", "draft")  # of the embedded pair
 REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "rich", "typer")
@@ -58,19 +56,19 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Collect the facts; takes a second, for the bandwidth."""
-    cuda = _cuda()
+    """Collect the facts; takes a second or two, for the speeds."""
+    cuda, speeds = _cuda(), measure_speeds()
     packages = _packages()
     return Machine(
         speculant={"version": __version__, "python": platform.python_version(), "platform": platform.platform()},
         processor=_processor(),
-        memory=_memory(),
+        memory=_memory(speeds),
         torch=_torch(),
         cuda=cuda,
-        kernels=_kernels(),
+        kernels=_kernels(speeds),
         packages=packages,
         embedded_models=_embedded_models(),
-        findings=[*_package_findings(packages), *_model_findings(), *_kernel_findings(), _cuda_finding(cuda)],
+        findings=[*_package_findings(packages), *_model_findings(), _kernel_finding(speeds), _cuda_finding(cuda)],
     )
 
 
@@ -94,27 +92,14 @@ def _read(path: str) -> str:
         return ""
 
 
-def _memory() -> dict[str, Any]:
+def _memory(speeds: Speeds) -> dict[str, Any]:
     page = os.sysconf("SC_PAGE_SIZE")
     available = re.search(r"^MemAvailable:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
     return {
         "total_gib": page * os.sysconf("SC_PHYS_PAGES") / GIB,
         "available_gib": int(available.group(1)) * 1024 / GIB if available else None,
-        "read_bandwidth_gb_per_s": measure_bandwidth(),
+        "read_bandwidth_gb_per_s": speeds.read,
     }
-
-
-def measure_bandwidth() -> float:
-    """Return how fast all threads together read memory, in GB/s: the bound on decoding at batch 1."""
-    import torch
-
-    data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64)
-    best = float("inf")
-    for _ in range(BANDWIDTH_REPEATS):
-        start = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - start)
-    return BANDWIDTH_BYTES / best / 1e9
 
 
 def _torch() -> dict[str, Any]:
@@ -185,29 +170,32 @@ def _model_findings() -> list[Finding]:
     ]
 
 
-def _kernels() -> dict[str, Any]:
-    """What computes on the processor: the native kernels' instruction set and threads, if they were built."""
+def _kernels(speeds: Speeds) -> dict[str, Any]:
+    """What computes on the processor, and how fast it goes through bfloat16 weights when one row is decoded."""
     from speculant.kernels.native import open_kernels, usable_sets
 
     kernels = open_kernels()
-    if kernels is None:
-        return {"in_use": "reference", "native": "not built"}
-    return {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
+    facts: dict[str, Any] = {"in_use": "reference", "native": "not built"}
+    if kernels is not None:
+        facts = {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
+        facts["native_linear_gb_per_s"] = speeds.native_linear
+    return {**facts, "torch_linear_gb_per_s": speeds.torch_linear}
 
 
-def _kernel_findings() -> list[Finding]:
-    from speculant.kernels.native import usable_sets
-
-    if usable_sets():
-        return [Finding("ok", "the native kernels are built: the same bits for any batch, with or without speculation")]
-    return [
-        Finding(
-            "missing",
-            "the native kernels were not built; everything runs on torch's",
-            "speed, and in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
-            "install a C++ compiler (g++ or clang++ with OpenMP) and install speculant again",
+def _kernel_finding(speeds: Speeds) -> Finding:
+    if speeds.native_linear is not None:
+        return Finding(
+            "ok",
+            "the native kernels are built: the same bits for any batch, with or without speculation; one row takes "
+            f"{speeds.torch_linear / speeds.native_linear:.2f} of the time that torch needs, in bfloat16",
         )
-    ]
+    return Finding(
+        "missing",
+        "the native kernels were not built; everything runs on torch's",
+        f"speed: torch's read bfloat16 weights at {speeds.torch_linear:.1f} GB/s, memory gives {speeds.read:.1f}; int8 "
+        "and int4 weights; in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
+        "install a C++ compiler (g++ or clang++ with OpenMP) and install speculant again",
+    )
 
 
 def _cuda_finding(cuda: dict[str, Any]) -> Finding:

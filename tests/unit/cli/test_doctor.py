@@ -27,6 +27,8 @@ def test_json_has_every_section() -> None:
     assert value["memory"]["total_gib"] > 0.1
     assert 0.1 < value["memory"]["read_bandwidth_gb_per_s"] < 10_000
     assert value["kernels"]["in_use"].startswith("native" if usable_sets() else "reference")
+    assert 0.1 < value["kernels"]["torch_linear_gb_per_s"] < 10_000
+    assert ("native_linear_gb_per_s" in value["kernels"]) == bool(usable_sets())
     assert value["processor"]["cores"] >= 1
     assert value["findings"]
 
@@ -36,6 +38,15 @@ def test_text_names_every_section_and_finding() -> None:
     for title in ("Speculant", "Processor", "Memory", "Torch", "Cuda", "Kernels", "Packages", "Embedded Models"):
         assert title in result.stdout
     assert "costs: " in result.stdout
+
+
+def test_without_native_kernels_doctor_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "measure_speeds", lambda: machine.Speeds(20.0, 8.0, None))
+    findings = [finding for finding in machine.inspect_machine().findings if "native kernels" in finding.what]
+    assert [finding.status for finding in findings] == ["missing"]
+    assert "8.0 GB/s" in findings[0].cost
+    assert "20.0" in findings[0].cost
+    assert "compiler" in findings[0].fix
 
 
 def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""How fast this machine is at what decoding is made of: reading memory, and multiplying a row with a matrix."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+REPEATS = 5  # the best of them counts
+BANDWIDTH_BYTES = 256 * 2**20  # well beyond the caches
+N, K = 8192, 6144  # 96 MiB of bfloat16
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes a second, in GB/s; None where the native kernels were not built."""
+
+    read: float  # all threads together: the bound on decoding at batch 1
+    torch_linear: float  # bfloat16 weights, one row
+    native_linear: float | None
+
+
+def measure_speeds() -> Speeds:
+    """Measure; takes a second or two."""
+    import torch
+
+    from speculant.kernels.native import Op, Pass, Type, aligned, open_kernels
+    from speculant.models.decoder_program import linear
+
+    kernels = open_kernels()
+    weight, x = torch.ones(N, K, dtype=torch.bfloat16), torch.ones(1, K)
+    narrow, num_bytes = x.bfloat16(), 2 * N * K
+    with torch.inference_mode():
+        by_torch = num_bytes / _best(lambda: torch.nn.functional.linear(narrow, weight)) / 1e9
+    if kernels is None:
+        data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64)
+        return Speeds(BANDWIDTH_BYTES / _best(data.sum) / 1e9, by_torch, None)
+    memory = aligned(BANDWIDTH_BYTES).fill_(1)
+    read = BANDWIDTH_BYTES / min(kernels.read_seconds(memory) for _ in range(REPEATS)) / 1e9
+    packed, out = kernels.pack(Type.BF16, weight), torch.empty(1, N)
+    ops = (Op * 1)(linear(packed, x, out))
+    return Speeds(read, by_torch, num_bytes / _best(lambda: kernels.run(ops, Pass(rows=1))) / 1e9)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Return the shortest of some runs, in seconds."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best
