@@ -40,7 +40,7 @@ static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan
   }
   plan.padded = (op.dim + LANES - 1) / LANES * LANES;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
-  plan.split = plan.most_spans > 1 && plan.blocks.size * op.kv_heads < 4 * threads;
+  plan.split = plan.most_spans > 1 && plan.blocks.size < 4 * threads;
   if (plan.split) plan.partial.resize(pass.rows * op.heads * plan.most_spans * (plan.padded + 2));
 }
 
@@ -119,78 +119,186 @@ static inline void load_row(const SpOp &op, const void *storage, int64_t slot, i
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
-// Keys turned round, [padded][TILE], and values as they are, [TILE][padded], of positions from .. from + count.
-static void load_tile(const Keys &keys, int64_t head, int64_t from, int64_t count, int64_t padded, float *turned, float *values) {
-  alignas(64) float rows[LANES * MOST_DIM];
-  const void *key_storage = layer_of(keys.pass.keys, keys.op, keys.pass);
-  const void *value_storage = layer_of(keys.pass.values, keys.op, keys.pass);
+// Storage rows of positions from .. from + count.
+static inline void find_slots(const Keys &keys, int64_t from, int64_t count, int64_t *slots) {
+  const int64_t size = keys.pass.block;
+  int64_t block = from / size, place = from % size;
+  for (int64_t i = 0; i < count; i++) {
+    slots[i] = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
+    if (++place == size) place = 0, block++;
+  }
+}
+
+// A tile's keys turned round, so that a vector holds several positions, and where its values are.
+struct Tile {
+  alignas(64) float turned[MOST_DIM * TILE];  // [dim][TILE]; or [dim / 2][TILE], two bfloat16 in a dword
+  alignas(64) float copied[TILE * MOST_DIM];  // values that could not be read in place
+  const void *values[TILE];
+  bool pairs, narrow;  // whether keys are pairs, and values bfloat16
+};
+
+alignas(64) static const float NOTHING[MOST_DIM] = {};
+
+static inline const void *row_at(const SpOp &op, const void *storage, int64_t slot, int64_t head) {
+  return (const char *)storage + (slot * op.kv_heads + head) * op.dim * (op.type == SP_F32 ? 4 : 2);
+}
+
+// Turn `words` dwords of each key, from rows that are whole vectors.
+static inline void turn_keys(const float *const *rows, int64_t words, float *to) {
+  const float *at[LANES];
+  for (int64_t d = 0; d < words; d += LANES) {
+    for (int j = 0; j < LANES; j++) at[j] = rows[j] + d;
+    turn(at, to + d * TILE, TILE);
+  }
+}
+
+static void load_keys(const Keys &keys, int64_t head, const int64_t *slots, int64_t count, int64_t padded, Tile &tile) {
+  alignas(64) float copied[LANES * MOST_DIM];
+  const SpOp &op = keys.op;
+  const void *storage = layer_of(keys.pass.keys, op, keys.pass);
+  const int64_t words = op.type == SP_F32 ? op.dim : op.dim / 2;
+  const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else there are tails to fill up
+  tile.pairs = whole && op.type != SP_F32;
   for (int64_t i = 0; i < count; i += LANES) {
-    const int64_t some = count - i < LANES ? count - i : LANES;
-    for (int64_t j = 0; j < some; j++) {
-      const int64_t slot = keys.slot(from + i + j);
-      load_row(keys.op, key_storage, slot, head, padded, rows + j * padded);
-      load_row(keys.op, value_storage, slot, head, padded, values + (i + j) * padded);
+    const float *rows[LANES];
+    for (int64_t j = 0; j < LANES; j++) {
+      rows[j] = NOTHING;
+      if (i + j >= count) continue;
+      rows[j] = whole ? (const float *)row_at(op, storage, slots[i + j], head) : copied + j * padded;
+      if (!whole) load_row(op, storage, slots[i + j], head, padded, copied + j * padded);
     }
-    for (int64_t j = some; j < LANES; j++) memset(rows + j * padded, 0, padded * sizeof(float));
-    for (int64_t d = 0; d < padded; d += LANES) turn(rows + d, padded, turned + d * TILE + i, TILE);
+    turn_keys(rows, whole ? words : padded, tile.turned + i);
   }
 }
 
-static inline void score_tile(const float *query, const float *turned, int64_t dim, float factor, float *scores) {
-  Vec sums[TILE_VECS];
-  for (int v = 0; v < TILE_VECS; v++) sums[v] = zero();
-  for (int64_t d = 0; d < dim; d++) {
-    const Vec q = splat(query[d]);
-    for (int v = 0; v < TILE_VECS; v++) sums[v] = fma(q, load(turned + d * TILE + v * LANES), sums[v]);
+// Values are read in place where they are whole vectors; bfloat16 only if it is not widened again and again.
+static void load_values(const Keys &keys, int64_t head, const int64_t *slots, int64_t count, int64_t padded, bool again, Tile &tile) {
+  const SpOp &op = keys.op;
+  const void *storage = layer_of(keys.pass.values, op, keys.pass);
+  const bool in_place = op.dim % LANES == 0 && (op.type == SP_F32 || !again);
+  tile.narrow = in_place && op.type != SP_F32;
+  for (int64_t i = 0; i < count; i++) {
+    tile.values[i] = in_place ? row_at(op, storage, slots[i], head) : tile.copied + i * padded;
+    if (!in_place) load_row(op, storage, slots[i], head, padded, tile.copied + i * padded);
   }
-  for (int v = 0; v < TILE_VECS; v++) store(scores + v * LANES, mul(sums[v], splat(factor)));
 }
 
-// Take keys low .. high of a tile into a query's running softmax.
-static inline void add_tile(float *scores, const float *values, int64_t low, int64_t high, int64_t padded, Running run) {
+// Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own.
+template <int COUNT, bool PAIRS>
+static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, float *scores) {
+  Vec sums[COUNT][TILE_VECS];
+  for (int q = 0; q < COUNT; q++)
+    for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
+  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, turned += TILE)
+    for (int half = 0; half < (PAIRS ? 2 : 1); half++) {
+      Vec keys[TILE_VECS];
+      for (int v = 0; v < TILE_VECS; v++) {
+        const float *at = turned + v * LANES;
+        keys[v] = !PAIRS ? load(at) : half ? high_bf16(load_ints(at)) : low_bf16(load_ints(at));
+      }
+      for (int q = 0; q < COUNT; q++) {
+        const Vec query = splat(queries[q * dim + d + half]);
+        for (int v = 0; v < TILE_VECS; v++) sums[q][v] = fma(query, keys[v], sums[q][v]);
+      }
+    }
+  for (int q = 0; q < COUNT; q++)
+    for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], splat(factor)));
+}
+
+// Turn scores of keys low .. high of a tile into weights, and rescale what a query's running softmax has seen.
+static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t padded, Running run) {
   for (int64_t i = 0; i < low; i++) scores[i] = -INFINITY;
   for (int64_t i = high; i < TILE; i++) scores[i] = -INFINITY;
   Vec best = load(scores);
   for (int v = 1; v < TILE_VECS; v++) best = max(best, load(scores + v * LANES));
   const float highest = max_lanes(best), maximum = *run.maximum > highest ? *run.maximum : highest;
-  scale_values(run.values, exp_one(*run.maximum - maximum), padded);
+  const float before = exp_one(*run.maximum - maximum);
+  scale_values(run.values, before, padded);
   Vec sum = zero();
   for (int v = 0; v < TILE_VECS; v++) store(scores + v * LANES, exp(sub(load(scores + v * LANES), splat(maximum))));
   for (int64_t i = 0; i < low; i++) scores[i] = 0.0f;
   for (int64_t i = high; i < TILE; i++) scores[i] = 0.0f;
   for (int v = 0; v < TILE_VECS; v++) sum = add(sum, load(scores + v * LANES));
-  *run.sum = *run.sum * exp_one(*run.maximum - maximum) + sum_lanes(sum);
+  *run.sum = *run.sum * before + sum_lanes(sum);
   *run.maximum = maximum;
-  for (int64_t d = 0; d < padded; d += 4 * LANES) {
-    const int vecs = padded - d < 4 * LANES ? (int)((padded - d) / LANES) : 4;
-    Vec acc[4];
-    for (int v = 0; v < vecs; v++) acc[v] = load(run.values + d + v * LANES);
-    for (int64_t i = low; i < high; i++) {
-      const Vec weight = splat(scores[i]);
-      for (int v = 0; v < vecs; v++) acc[v] = fma(weight, load(values + i * padded + d + v * LANES), acc[v]);
-    }
-    for (int v = 0; v < vecs; v++) store(run.values + d + v * LANES, acc[v]);
-  }
 }
 
-// One span of one block and key head; runs[row * group + head] are begun here. `position` is the block's first row's.
-static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t head, int64_t position, int64_t span,
-                        int64_t padded, Running *runs) {
-  alignas(64) float turned[MOST_DIM * TILE], values[TILE * MOST_DIM], scores[TILE];
+// Add the values of keys low .. high, WIDE vectors of them at a time.
+template <int COUNT, int WIDE, bool NARROW>
+static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Running *runs) {
+  Vec acc[COUNT][WIDE];
+  for (int q = 0; q < COUNT; q++)
+    for (int v = 0; v < WIDE; v++) acc[q][v] = load(runs[q].values + d + v * LANES);
+  for (int64_t i = low; i < high; i++) {
+    Vec value[WIDE];
+    for (int v = 0; v < WIDE; v++) {
+      const int64_t at = d + v * LANES;
+      value[v] = NARROW ? load_bf16((const uint16_t *)tile.values[i] + at) : load((const float *)tile.values[i] + at);
+    }
+    for (int q = 0; q < COUNT; q++) {
+      const Vec weight = splat(weights[q * TILE + i]);
+      for (int v = 0; v < WIDE; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
+    }
+  }
+  for (int q = 0; q < COUNT; q++)
+    for (int v = 0; v < WIDE; v++) store(runs[q].values + d + v * LANES, acc[q][v]);
+}
+
+template <int COUNT, bool NARROW>
+static inline void add_all_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t padded, Running *runs) {
+  int64_t d = 0;
+  for (; d + 4 * LANES <= padded; d += 4 * LANES) add_values<COUNT, 4, NARROW>(weights, tile, low, high, d, runs);
+  for (; d < padded; d += LANES) add_values<COUNT, 1, NARROW>(weights, tile, low, high, d, runs);
+}
+
+template <int COUNT>
+static void attend_tile(const SpOp &op, const float *queries, const Tile &tile, int64_t low, int64_t high, int64_t padded,
+                        Running *runs) {
+  alignas(64) float scores[COUNT * TILE];
+  if (tile.pairs)
+    score_tile<COUNT, true>(queries, tile.turned, op.dim, op.factor, scores);
+  else
+    score_tile<COUNT, false>(queries, tile.turned, op.dim, op.factor, scores);
+  for (int q = 0; q < COUNT; q++) weigh_tile(scores + q * TILE, low, high, padded, runs[q]);
+  if (tile.narrow)
+    add_all_values<COUNT, true>(scores, tile, low, high, padded, runs);
+  else
+    add_all_values<COUNT, false>(scores, tile, low, high, padded, runs);
+}
+
+typedef void (*AttendTile)(const SpOp &, const float *, const Tile &, int64_t, int64_t, int64_t, Running *);
+constexpr int TOGETHER = TILE_VECS == 4 ? 4 : 1;  // queries whose sums fit the registers
+static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>};
+
+// One span of a block for key heads first .. first + count, a tile at a time: positions lie one after the other in memory,
+// heads within them. `run_at(row, head)` is a query's running softmax, begun here; `position` is the block's first row's.
+template <typename RunAt>
+static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t first, int64_t count, int64_t position,
+                        int64_t span, int64_t padded, RunAt run_at) {
+  Tile tile;
+  int64_t slots[TILE];
   const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
   const int64_t last = position + block.rows;  // keys end here
-  for (int64_t i = 0; i < block.rows * group; i++) begin_running(runs[i], padded);
+  for (int64_t r = 0; r < block.rows; r++)
+    for (int64_t head = first * group; head < (first + count) * group; head++) begin_running(run_at(r, head), padded);
   for (int64_t from = span * SPAN; from < (span + 1) * SPAN && from < last; from += TILE) {
     if (op.window && from + TILE <= position + 1 - op.window) continue;
-    load_tile(keys, head, from, last - from < TILE ? last - from : TILE, padded, turned, values);
-    for (int64_t r = 0; r < block.rows; r++) {
-      const int64_t end = position + r + 1, begin = op.window && end > op.window ? end - op.window : 0;
-      const int64_t low = begin > from ? begin - from : 0, high = end - from < TILE ? end - from : TILE;
-      if (low >= high) continue;
-      const float *query = op.in + (block.segment->first + block.first + r) * width + head * group * op.dim;
-      for (int64_t g = 0; g < group; g++) {
-        score_tile(query + g * op.dim, turned, op.dim, op.factor, scores);
-        add_tile(scores, values, low, high, padded, runs[r * group + g]);
+    const int64_t size = last - from < TILE ? last - from : TILE;
+    find_slots(keys, from, size, slots);
+    for (int64_t kv_head = first; kv_head < first + count; kv_head++) {
+      load_keys(keys, kv_head, slots, size, padded, tile);
+      load_values(keys, kv_head, slots, size, padded, block.rows * group > 2 * TOGETHER, tile);
+      for (int64_t r = 0; r < block.rows; r++) {
+        const int64_t end = position + r + 1, begin = op.window && end > op.window ? end - op.window : 0;
+        const int64_t low = begin > from ? begin - from : 0, high = end - from < TILE ? end - from : TILE;
+        if (low >= high) continue;
+        const float *queries = op.in + (block.segment->first + block.first + r) * width;
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head += TOGETHER) {
+          const int64_t rest = (kv_head + 1) * group - head, some = rest < TOGETHER ? rest : TOGETHER;
+          Running runs[TOGETHER];
+          for (int64_t i = 0; i < some; i++) runs[i] = run_at(r, head + i);
+          ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, runs);
+        }
       }
     }
   }
@@ -214,8 +322,9 @@ static void attend_block(const SpOp &op, const RowBlock &block, const Keys &keys
     all[i] = running_at(memory[0] + i * (padded + 2), padded), one[i] = running_at(memory[1] + i * (padded + 2), padded);
     begin_running(all[i], padded);
   }
+  const auto run_at = [&](int64_t row, int64_t query) { return one[row * group + query - head * group]; };
   for (int64_t span = 0; span * SPAN < position + block.rows; span++) {
-    attend_span(op, block, keys, head, position, span, padded, one);
+    attend_span(op, block, keys, head, 1, position, span, padded, run_at);
     for (int64_t i = 0; i < count; i++)
       if (*one[i].sum != 0.0f) merge(all[i], one[i], padded);
   }
@@ -223,23 +332,20 @@ static void attend_block(const SpOp &op, const RowBlock &block, const Keys &keys
     put_attended(op, block.segment->first + block.first + i / group, head * group + i % group, all[i]);
 }
 
+// A piece of work is a block and a key head, or, split, a block and a span with all its heads.
 static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
-  return plan.blocks.size * op.kv_heads * (plan.split ? plan.most_spans : 1);
+  return plan.blocks.size * (plan.split ? plan.most_spans : op.kv_heads);
 }
 
 static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t piece) {
-  const int64_t group = op.heads / op.kv_heads, spans = plan.split ? plan.most_spans : 1;
-  const RowBlock &block = plan.blocks[piece / spans / op.kv_heads];
-  const int64_t head = piece / spans % op.kv_heads, span = piece % spans;
+  const int64_t shares = plan.split ? plan.most_spans : op.kv_heads, share = piece % shares;
+  const RowBlock &block = plan.blocks[piece / shares];
   Keys keys(op, pass, *block.segment);
   const int64_t position = find_keys(block, keys);
-  if (!plan.split) return attend_block(op, block, keys, head, position, plan.padded);
-  Running runs[BLOCK_ROWS * MOST_GROUP];
-  for (int64_t i = 0; i < block.rows * group; i++) {
-    const int64_t row = block.segment->first + block.first + i / group;
-    runs[i] = running_at(partial_at(plan, op, row, head * group + i % group, span), plan.padded);
-  }
-  attend_span(op, block, keys, head, position, span, plan.padded, runs);
+  if (!plan.split) return attend_block(op, block, keys, share, position, plan.padded);
+  attend_span(op, block, keys, 0, op.kv_heads, position, share, plan.padded, [&](int64_t row, int64_t head) {
+    return running_at(partial_at(plan, op, block.segment->first + block.first + row, head, share), plan.padded);
+  });
 }
 
 // After a split: merge a row's spans in order. A span without keys changes nothing.

@@ -54,12 +54,11 @@ static inline float first_lane(Vec v) { return _mm512_cvtss_f32(v); }
 static inline Vec pick(Vec a, Vec b, bool high) {
   return high ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88);
 }
-// to[j][i] = from[i][j] for LANES x LANES floats whose rows are `stride` and `to_stride` apart.
-static inline void turn(const float *from, int64_t stride, float *to, int64_t to_stride) {
+// to[j][i] = from[i][j] for LANES x LANES dwords, whatever they hold; the rows of `to` are `to_stride` apart.
+static inline void turn(const float *const *from, float *to, int64_t to_stride) {
   __m512d t[16];
   for (int i = 0; i < 16; i += 4) {
-    Vec a = load(from + i * stride), b = load(from + (i + 1) * stride);
-    Vec c = load(from + (i + 2) * stride), d = load(from + (i + 3) * stride);
+    Vec a = load(from[i]), b = load(from[i + 1]), c = load(from[i + 2]), d = load(from[i + 3]);
     __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
     t[i] = _mm512_unpacklo_pd(ab, cd), t[i + 1] = _mm512_unpackhi_pd(ab, cd);
     ab = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
@@ -117,11 +116,10 @@ static inline Vec load_bf16(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 static inline float first_lane(Vec v) { return _mm256_cvtss_f32(v); }
-static inline void turn(const float *from, int64_t stride, float *to, int64_t to_stride) {
+static inline void turn(const float *const *from, float *to, int64_t to_stride) {
   __m256 t[8];
   for (int i = 0; i < 8; i += 4) {
-    Vec a = load(from + i * stride), b = load(from + (i + 1) * stride);
-    Vec c = load(from + (i + 2) * stride), d = load(from + (i + 3) * stride);
+    Vec a = load(from[i]), b = load(from[i + 1]), c = load(from[i + 2]), d = load(from[i + 3]);
     Vec ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
     t[i] = _mm256_shuffle_ps(ab, cd, 0x44), t[i + 1] = _mm256_shuffle_ps(ab, cd, 0xee);
     ab = _mm256_unpackhi_ps(a, b), cd = _mm256_unpackhi_ps(c, d);
@@ -174,9 +172,9 @@ static inline Vec low_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] << 16)) }
 static inline Vec high_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] & 0xffff0000u)) }
 static inline Vec load_bf16(const uint16_t *p) { SP_EACH(Vec, from_bits((uint32_t)p[i] << 16)) }
 static inline float first_lane(Vec v) { return v.at[0]; }
-static inline void turn(const float *from, int64_t stride, float *to, int64_t to_stride) {
+static inline void turn(const float *const *from, float *to, int64_t to_stride) {
   for (int i = 0; i < LANES; i++)
-    for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i * stride + j];
+    for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i][j];
 }
 }  // namespace SP_NAMESPACE
 #endif

@@ -81,7 +81,7 @@ RANDOMNESS = [
     Mutant(
         "noise forgets the position",
         CHANCE,
-        "mix(self._seed, Purpose.NOISE, position)",
+        "mix(self._seed, Purpose.NOISE, place)",
         "mix(self._seed, Purpose.NOISE)",
         "test_chance.py::test_noise_draws_follow_their_weights[weights0]",
     ),
