@@ -21,6 +21,7 @@ from speculant.engine.build import load_rules
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.models.attention import visible_keys
 from speculant.models.base import Batch
+from speculant.models.trees import Branching
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.scheduling.draft_length import Fixed
@@ -281,7 +282,8 @@ def model_drafter(
     chances: Chances | None = None,
     limits: Limits = ROOMY,
     cache: MakeCache = paged,
+    branching: Branching | None = None,
 ) -> ModelDrafter:
-    """Make the real drafter around a table model, with a cache of its own."""
-    made = cache(draft.cache_shape, limits)
-    return ModelDrafter(draft, made, chances or KeyedChances(), vocab_size, limits.max_num_batched_tokens)
+    """Make the real drafter around a table model, with a cache of its own; branching None = chains."""
+    made, chances = cache(draft.cache_shape, limits), chances or KeyedChances()
+    return ModelDrafter(draft, made, chances, vocab_size, limits.max_num_batched_tokens, branching=branching)

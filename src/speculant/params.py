@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,13 @@ class SamplingParams:
     def __reduce__(self) -> tuple[Any, ...]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return type(self).from_mapping, ({**values, "logit_bias": dict(self.logit_bias)},)
+
+    @cached_property
+    def softened(self) -> SamplingParams:
+        """These settings if they sample; greedy ones at temperature 1, unfiltered."""
+        if not self.greedy:
+            return self
+        return dataclasses.replace(self, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

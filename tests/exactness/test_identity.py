@@ -7,7 +7,7 @@ it: there a text may differ, but only where two tokens are as good as equally li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -80,13 +80,13 @@ def plain_texts(law: str, work: Work, engine: tuple[tuple[str, str], ...]) -> li
     return plain
 
 
-def speculative(drafter: str, spec_length: int, batch: int, **engine: str) -> LLM:
-    """The embedded pair with any drafter."""
+def speculative(drafter: str, spec_length: int, batch: int, tree: Sequence[int] | None = None, **engine: str) -> LLM:
+    """The embedded pair with any drafter, or with trees of its draft model."""
     uses_model = plugins.load("speculant.drafting", drafter).METHOD.uses_model
     return LLM(
         "demo",
         draft_model="demo" if uses_model else None,
-        speculative_config={"method": drafter},
+        speculative_config={"method": drafter, **({"tree": tree} if tree else {})},
         spec_length=spec_length,
         max_num_seqs=batch,
         max_model_len=256,
@@ -94,11 +94,13 @@ def speculative(drafter: str, spec_length: int, batch: int, **engine: str) -> LL
     )
 
 
-def check_identity(drafter: str, law: str, spec_length: int, work: Work, engine: dict[str, str]) -> None:
+def check_identity(
+    drafter: str, law: str, spec_length: int, work: Work, engine: dict[str, str], tree: Sequence[int] | None = None
+) -> None:
     """Compare plain texts with those of one drafter at one draft length, alone and 8 at a time."""
     laws, plain = params(law, work), plain_texts(law, work, tuple(engine.items()))
     for batch in (1, 8):
-        llm = speculative(drafter, spec_length, batch, **engine)
+        llm = speculative(drafter, spec_length, batch, tree, **engine)
         if plugins.load("speculant.drafting", drafter).METHOD.learns:
             assert tokens_of(llm.generate(work.prompts, laws)) == plain
         outputs = llm.generate(work.prompts, laws)
@@ -130,6 +132,15 @@ def test_text_is_identical_in_float64_in_full(drafter: str, law: str, spec_lengt
 def test_text_is_identical_on_the_native_kernels(weights: str, drafter: str, law: str, spec_length: int) -> None:
     """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
     check_identity(drafter, law, spec_length, REDUCED, {"kernels": "native", **NATIVE[weights]})
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("weights", NATIVE)
+def test_text_is_identical_with_trees(weights: str, law: str) -> None:
+    """Cousins that are checked in one pass change no bit of one another, nor of what stays."""
+    engine = {"kernels": "native", **NATIVE[weights]}
+    check_identity("draft_model", law, 9, REDUCED, engine, tree=[3, 2])
 
 
 @pytest.mark.slow

@@ -202,17 +202,17 @@ def target_probability(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
 
 
 def ratio_of_the_row_before(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
-    return [1.0, *acceptance(tree, p, q)][:-1]
+    return [1.0, *likelihood_ratios(tree, p, q)][:-1]
 
 
-acceptance = rejection.acceptance
+likelihood_ratios = rejection.likelihood_ratios
 
 
 @pytest.mark.parametrize("fault", [always, target_probability, ratio_of_the_row_before])
 def test_wrong_acceptance_shows(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[DraftTree, Tensor, Tensor], list[float]]
 ) -> None:
-    monkeypatch.setattr(rejection, "acceptance", fault)
+    monkeypatch.setattr(rejection, "likelihood_ratios", fault)
     assert max(distance(rejection.Rejection(), pair, sampled(pair, chain_of(2))) for pair in PAIRS) > PLAIN_TO_SEE
 
 

@@ -32,5 +32,5 @@ def test_text_is_the_same_on_the_device_with_and_without_drafts(law: dict[str, f
 def test_a_ratio_rule_runs_on_the_device() -> None:
     llm = LLM("demo", "demo", device="cuda", dtype="float32")
     [out] = llm.generate(PROMPTS[:1], SamplingParams(temperature=1.0, max_tokens=48))
-    assert out.metrics.verification == "rejection"
+    assert out.metrics.verification == "block"
     assert out.metrics.speculative_decoding.num_accepted_draft_tokens > 0

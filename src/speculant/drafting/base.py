@@ -49,6 +49,7 @@ class DrafterNeeds:
     max_nodes: the most nodes it can propose for one sequence; None = any number.
     emits_probs: its trees carry the laws they were drawn from when a ratio rule will want them.
     emits_tree: its trees may branch.
+    usual_nodes: nodes it proposes unless the user says otherwise; None = its method's default_length.
     own_cache: it keeps a KV cache of its own.
     hidden_layers: target layers whose hidden states it wants in `observe`.
     target_inputs: it adds rows of its own to the target's pass.
@@ -58,6 +59,7 @@ class DrafterNeeds:
     max_nodes: int | None = None
     emits_probs: bool = False
     emits_tree: bool = False
+    usual_nodes: int | None = None
     own_cache: bool = False
     hidden_layers: tuple[int, ...] = ()
     target_inputs: bool = False

@@ -46,7 +46,7 @@ def build_engine(config: EngineConfig) -> Built:
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
     drafter = _build_drafter(config, spec, name, target, tokenizer, memory) if spec and name else None
     drafter_caches = tuple(memory.made)
-    length = _draft_length(spec, name) if spec and name else 0
+    length = _draft_length(spec, name, drafter) if spec and name and drafter else 0
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", target.native),
         target.model,
@@ -83,10 +83,10 @@ def _method(name: str) -> Method:
     return method
 
 
-def _draft_length(spec: SpeculativeConfig, name: str) -> int:
+def _draft_length(spec: SpeculativeConfig, name: str, drafter: Drafter) -> int:
     if spec.draft_length != "fixed":
         raise ConfigError(f"draft_length={spec.draft_length!r} is unknown", suggest(spec.draft_length, ["fixed"]))
-    return spec.num_speculative_tokens or _method(name).default_length
+    return spec.num_speculative_tokens or drafter.needs.usual_nodes or _method(name).default_length
 
 
 def _build_drafter(

@@ -219,7 +219,7 @@ class Engine:
         named = wanted.get("verification") if not isinstance(wanted, bool) and wanted else None
         rule = named or self._options.verification
         if rule == "auto" or request.params.seed is not None:
-            rule = choose_rule(request, deterministic=not drafter.needs.emits_probs)
+            rule = choose_rule(request, not drafter.needs.emits_probs, drafter.needs.emits_tree)
         request.rule = request.metrics.verification = rule
         request.coupled = self._parts.rules[rule].needs.coupled
 

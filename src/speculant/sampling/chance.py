@@ -116,6 +116,10 @@ class KeyedNoise:
         noise = gumbel(key, support)
         return int(support[(weights[support].to(torch.float64).log() + noise).argmax()])
 
+    def moved(self, places: int) -> KeyedNoise:
+        """Return the noise of so many positions further on, untouched by draws from this one."""
+        return KeyedNoise(self._seed, self._position + places, self._kernels)
+
     def ahead(self, n: int) -> list[int]:
         """Use up n draws without weights: the key of each one's noise."""
         self._position += n

@@ -21,15 +21,19 @@ _WIDEN = 8  # further to look while they are too few
 
 @dataclass(frozen=True)
 class Node:
-    """A place where a token is chosen: a request's last token followed by `drafted` ancestors."""
+    """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
+
+    softened: a greedy request's law is that at temperature 1, so that there is a second best.
+    """
 
     request: Request
     drafted: Sequence[int] = ()
+    softened: bool = False
 
     @property
     def params(self) -> SamplingParams:
-        """The request's own settings."""
-        return self.request.params
+        """The settings that make the law."""
+        return self.request.params.softened if self.softened else self.request.params
 
 
 def distribution(logits: Tensor, nodes: Sequence[Node], kernels: Kernels | None = None) -> Tensor:

@@ -23,6 +23,12 @@ class VerifierNeeds:
     branches: bool
 
 
+def require_chain(tree: DraftTree, rule: str) -> None:
+    """Raise ValueError for a draft with siblings."""
+    if not tree.is_chain:
+        raise ValueError(f"{rule} verifies chains; a tree with siblings needs another rule")
+
+
 class Verifier(Protocol):
     """A rule that keeps the target's law (if `lossless`) whatever was drafted."""
 

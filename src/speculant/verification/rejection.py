@@ -5,12 +5,14 @@ Accept x with probability min(1, p(x) / q(x)); at the first rejection draw from 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds
+from speculant.verification.base import VerifierNeeds, require_chain
 
 
 class Rejection:
@@ -21,13 +23,12 @@ class Rejection:
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; the tree must be a chain."""
-        if not tree.is_chain:
-            raise ValueError("rejection verifies chains; a tree with siblings needs another rule")
+        require_chain(tree, "rejection")
         if tree.size == 0:
             return Verdict((), chance.draw(p[0]))
         q = draft_laws(tree, p)
-        for node, probability in enumerate(acceptance(tree, p[:-1], q)):
-            if not chance.accept(probability):
+        for node, ratio in enumerate(likelihood_ratios(tree, p[:-1], q)):
+            if not chance.accept(min(1.0, ratio)):
                 return Verdict(tuple(range(node)), chance.draw(residual(p[node], q[node])))
         return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
 
@@ -39,17 +40,23 @@ def draft_laws(tree: DraftTree, p: Tensor) -> Tensor:
     return torch.zeros_like(p[:-1]).scatter_(1, tree.tokens.to(p.device)[:, None], 1.0)
 
 
-def acceptance(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
-    """Return each chain node's min(1, p(x) / q(x)), 0 where p(x) is 0; p and q are [n, V]."""
+def likelihood_ratios(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
+    """Return each chain node's p(x) / q(x); p and q are [n, V]."""
     tokens = tree.tokens.to(p.device)[:, None]
-    target, draft = p.gather(1, tokens)[:, 0], q.gather(1, tokens)[:, 0]
-    ratio = torch.where(target > 0, target / draft, 0.0)
-    return [float(value) for value in ratio.clamp(max=1.0).tolist()]
+    pairs = zip(p.gather(1, tokens)[:, 0].tolist(), q.gather(1, tokens)[:, 0].tolist(), strict=True)
+    return [ratio_of(target, draft) for target, draft in pairs]
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Return (p - q)+ for laws [V], not normalised; p itself if rounding left nothing."""
-    rest = (p - q).clamp(min=0)
+def ratio_of(p: float, q: float) -> float:
+    """Return p / q, 0 where p is 0 and infinite where only q is."""
+    if p <= 0:
+        return 0.0
+    return p / q if q > 0 else math.inf
+
+
+def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
+    """Return (weight p - q)+ for laws [V], not normalised; p itself if rounding left nothing."""
+    rest = (weight * p - q).clamp(min=0)
     return rest if float(rest.sum()) > 0 else p
 
 

@@ -17,6 +17,7 @@ from tests.exactness.mutants.mutant import (
     STEP,
     Mutant,
 )
+from tests.exactness.mutants.rules import RULES
 from tests.exactness.mutants.state import STATE
 
 STREAMS = "test_chance.py::test_rejection_on_keyed_streams[1-4000]"
@@ -220,14 +221,14 @@ LAWS = [
     Mutant(
         "acceptance one row late",
         REJECTION,
-        "acceptance(tree, p[:-1], q)",
-        "acceptance(tree, p[1:], q)",
+        "likelihood_ratios(tree, p[:-1], q)",
+        "likelihood_ratios(tree, p[1:], q)",
         SMALL.format("dense-rejection"),
     ),
     Mutant(
         "residual without the draft's law",
         REJECTION,
-        "rest = (p - q).clamp(min=0)",
+        "rest = (weight * p - q).clamp(min=0)",
         "rest = p.clone()",
         SMALL.format("dense-rejection"),
     ),
@@ -313,4 +314,4 @@ ENDS = [
     ),
 ]
 
-MUTANTS = [*RANDOMNESS, *LAWS, *ENDS, *STATE]
+MUTANTS = [*RANDOMNESS, *LAWS, *RULES, *ENDS, *STATE]

@@ -21,6 +21,8 @@ DRAFT, CHAINS, ATTENTION = "drafting/draft_model.py", "models/chains.py", "model
 CACHES = {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
+BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
+TREES = "models/trees.py"
 LENGTH, SCHEDULER = "scheduling/draft_length.py", "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"

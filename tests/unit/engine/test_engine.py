@@ -150,7 +150,7 @@ def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
 @pytest.mark.parametrize(
     ("values", "configured", "rule"),
     [
-        ({}, "auto", "rejection"),
+        ({}, "auto", "block"),
         ({"temperature": 0}, "auto", "match"),
         ({"seed": 1}, "auto", "match"),
         ({}, "match", "match"),
@@ -158,8 +158,8 @@ def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
         ({"seed": 1}, "rejection", "match"),  # else the seed's text would depend on speculation
         ({"speculation": {"verification": "match"}}, "rejection", "match"),
         ({"speculation": {"verification": "rejection"}}, "match", "rejection"),
-        ({"speculation": {"num_speculative_tokens": 1}}, "auto", "rejection"),
-        ({"speculation": True}, "auto", "rejection"),
+        ({"speculation": {"num_speculative_tokens": 1}}, "auto", "block"),
+        ({"speculation": True}, "auto", "block"),
         ({"speculation": False}, "auto", None),
     ],
 )

@@ -1,0 +1,65 @@
+"""Multi-draft rejection on a tree [003 2 and 2.1, SpecInfer; Sequoia]: at each node, one child after the other.
+
+r = p; accept child x with probability min(1, r(x) / q(x)), q being the law that it was really drawn from, else go on
+with r = norm((r - q)+). A child drawn without replacement brings a q without its elder siblings, so one rule serves
+draws with replacement, without, and from different models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Verdict
+from speculant.verification.base import VerifierNeeds
+from speculant.verification.rejection import draft_laws, ratio_of, residual
+
+
+class MultiDraft:
+    """See the module's text."""
+
+    lossless = True
+    needs = VerifierNeeds(coupled=False, branches=True)
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """See `Verifier.verify`; siblings are tried in order."""
+        q, path, node = draft_laws(tree, p), list[int](), -1
+        while True:
+            children = tree.children(node)
+            tokens = [tree.token_list[child] for child in children]
+            accepted, rest = choose(p[1 + node], tokens, q[children], chance)
+            if accepted is None:
+                return Verdict(tuple(path), chance.draw(rest))
+            node = children[accepted]
+            path.append(node)
+
+
+def choose(p: Tensor, tokens: Sequence[int], q: Tensor, chance: Chance) -> tuple[int | None, Tensor]:
+    """Try proposals in order; return the accepted one's place, or None and the law of what to draw instead.
+
+    p is [V] and q [k, V]: the law each of the k tokens was drawn from.
+    """
+    rest = p
+    for place, token in enumerate(tokens):
+        if chance.accept(min(1.0, ratio_of(float(rest[token]), float(q[place, token])))):
+            return place, rest
+        rest = residual(rest, q[place])
+        rest = rest / rest.sum()
+    return None, rest
+
+
+def iterative_speculative_sample(p: Tensor, q: Tensor, chance: Chance) -> int:
+    """Return a draw from p [V] that is one of K proposals wherever possible [003 section 2].
+
+    q [K, V] holds the law that each proposal is drawn from, independently of the others.
+    """
+    tokens = [chance.draw(law) for law in q]
+    accepted, rest = choose(p, tokens, q, chance)
+    return chance.draw(rest) if accepted is None else tokens[accepted]
+
+
+def build() -> MultiDraft:
+    """Make the rule."""
+    return MultiDraft()

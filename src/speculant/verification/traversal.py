@@ -1,0 +1,79 @@
+"""Traversal verification of a tree (arXiv 2505.12398): leaves first; what a rejected leaf had goes to its parent.
+
+w(root) = 1; w(child x of v) = min(1, w(v) p_v(x) / q_v(x)), children as they were drawn, without replacement. The first
+leaf in depth-first order is accepted with probability w, whole path and all. Else it is deleted and its parent v goes
+on with what is left: r = (w_v p_v - q_v)+, S = sum r, p_v = r / S, w_v = S / (S + 1 - w_v), q_v without x.
+
+Accepts more than `multi_draft`; on a chain it is `block`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Verdict
+from speculant.verification.base import VerifierNeeds
+from speculant.verification.block import share
+from speculant.verification.rejection import draft_laws, ratio_of
+
+
+class Traversal:
+    """See the module's text."""
+
+    lossless = True
+    needs = VerifierNeeds(coupled=False, branches=True)
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """See `Verifier.verify`; siblings are in the order in which they were drawn."""
+        state = _State(tree, p)
+        while True:
+            path = state.first_leaf()
+            if not path or chance.accept(state.weight(path)):
+                return Verdict(tuple(path), chance.draw(state.laws[path[-1] if path else -1]))
+            state.delete(path)
+
+
+class _State:
+    """What is left of a tree; the root is node -1."""
+
+    def __init__(self, tree: DraftTree, p: Tensor) -> None:
+        self._tokens, self._q = tree.token_list, draft_laws(tree, p)
+        self._children = {node: tree.children(node) for node in range(-1, tree.size)}
+        self._weights = {-1: 1.0}  # of nodes some child of which was deleted, and of the root; others follow from above
+        self.laws = {node: p[1 + node] for node in range(-1, tree.size)}
+
+    def first_leaf(self) -> list[int]:
+        """Return the path to the first leaf; empty once only the root is left."""
+        path, node = list[int](), -1
+        while self._children[node]:
+            node = self._children[node][0]
+            path.append(node)
+        return path
+
+    def weight(self, path: list[int]) -> float:
+        """Return w of a path's last node, whose law nothing was taken from unless it is noted."""
+        above, weight = -1, self._weights[-1]
+        for node in path:
+            token = self._tokens[node]
+            weight = min(1.0, weight * ratio_of(float(self.laws[above][token]), float(self._q[node, token])))
+            if node in self._weights:
+                weight = self._weights[node]
+            above = node
+        return weight
+
+    def delete(self, path: list[int]) -> None:
+        """Take a rejected leaf away, and its share from its parent."""
+        leaf, parent = path[-1], path[-2] if len(path) > 1 else -1
+        weight = self.weight(path[:-1]) if len(path) > 1 else self._weights[-1]
+        rest = (weight * self.laws[parent] - self._q[leaf]).clamp(min=0)
+        owed = float(rest.sum())
+        if owed > 0:
+            self.laws[parent] = rest / owed
+        self._weights[parent] = share(owed, weight)
+        self._children[parent].remove(leaf)
+
+
+def build() -> Traversal:
+    """Make the rule."""
+    return Traversal()

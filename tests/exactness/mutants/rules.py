@@ -1,0 +1,91 @@
+"""Faults in the rules for blocks and trees, and in how trees are drawn."""
+
+from __future__ import annotations
+
+from tests.exactness.mutants.mutant import BLOCK, MULTI_DRAFT, TRAVERSAL, TREES, Mutant
+
+CHAIN = "test_rules.py::test_sampled_chains[{}-3-2]"
+TREE = "test_tree_laws.py::test_a_tree_keeps_the_law[{}]"
+
+RULES = [
+    Mutant(
+        "block verification with the token-wise formula",
+        BLOCK,
+        "weights = path_weights(likelihood_ratios(tree, p[:-1], q))",
+        "weights = [1.0, *(min(1.0, ratio) for ratio in likelihood_ratios(tree, p[:-1], q))]",
+        CHAIN.format("block"),
+    ),
+    Mutant(
+        "block residual without P_tau",
+        BLOCK,
+        "residual(p[kept], q[kept], weights[kept])",
+        "residual(p[kept], q[kept])",
+        CHAIN.format("block"),
+    ),
+    Mutant(
+        "block stops at its first failure",
+        BLOCK,
+        "                kept = place\n",
+        "                kept = place\n            else:\n                break\n",
+        CHAIN.format("block"),
+    ),
+    Mutant(
+        "block owes nothing behind a token",
+        BLOCK,
+        "return [*map(share, owed, weights[1:-1]), weights[-1]]",
+        "return weights[1:]",
+        CHAIN.format("block"),
+    ),
+    Mutant(
+        "a sibling tried against the whole target",
+        MULTI_DRAFT,
+        "        rest = residual(rest, q[place])\n        rest = rest / rest.sum()\n",
+        "",
+        TREE.format("pair-multi_draft"),
+    ),
+    Mutant(
+        "a residual that is not normalised before the next sibling",
+        MULTI_DRAFT,
+        "        rest = rest / rest.sum()\n",
+        "",
+        TREE.format("pair-multi_draft"),
+    ),
+    Mutant(
+        "a rejected leaf's share kept from its parent",
+        TRAVERSAL,
+        "        self._weights[parent] = share(owed, weight)\n",
+        "",
+        TREE.format("two deep-traversal"),
+    ),
+    Mutant(
+        "the parent's law as it was before a leaf was rejected",
+        TRAVERSAL,
+        "            self.laws[parent] = rest / owed\n",
+        "            pass\n",
+        TREE.format("pair-traversal"),
+    ),
+    Mutant(
+        "siblings drawn without replacement, told as drawn with it",
+        TREES,
+        "        law = law / law.sum()\n"
+        "        drawn.append((pick(law), law))\n"
+        "        law = without(law, drawn[-1][0])\n",
+        "        rest = law / law.sum()\n        for token, _ in drawn:\n            rest = without(rest, token)\n"
+        "        if float(rest.sum()) == 0:\n            break\n        drawn.append((pick(rest), law))\n",
+        TREE.format("pair-multi_draft"),
+    ),
+    Mutant(
+        "a merged draw told as a free one",
+        TREES,
+        "rest / rest.sum()))",
+        "law))",
+        TREE.format("three draws-multi_draft"),
+    ),
+    Mutant(
+        "unlikely nodes of a sampled tree pruned before a ratio test",
+        TREES,
+        "            if len(tree.tokens) < tree.limit:\n",
+        "            if len(tree.tokens) < tree.limit and float(own[token]) > 0.3:\n",
+        TREE.format("pair-traversal"),
+    ),
+]

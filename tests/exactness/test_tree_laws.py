@@ -1,0 +1,131 @@
+"""Trees drawn by the real drafter leave the output's law untouched, whatever rule checks them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.models.trees import Branching, Draws, Shape
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chances, KeyedChances
+from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair
+from tests.exactness.speculation import Case, enumerate_case
+from tests.fakes import MakeCache, TableModel, build_rig, few_blocks, known_rules, model_drafter, slotted
+
+BRANCHINGS: dict[str, Branching] = {
+    "pair": Shape.of_widths([2]),
+    "three": Shape.of_widths([3]),
+    "two deep": Shape.of_widths([2, 1]),
+    "uneven": Shape(frozenset({(0,), (1,), (0, 0), (0, 1)})),
+    "two draws": Draws(2, 2),
+    "three draws": Draws(3, 1),
+}
+# With three tokens a second sibling has hardly a choice, and much that is wrong does not show.
+PAIRS = [*(Pair(seed, 3) for seed in range(4)), *(Pair(seed, 4) for seed in range(4))]
+RULES = [name for name, rule in known_rules().items() if rule.lossless and rule.needs.branches]
+SAMPLED = [name for name in RULES if not known_rules()[name].needs.coupled]
+
+
+def drafting(branching: Branching, pair: Pair, chances: Chances, limits: Limits, cache: MakeCache = slotted) -> Drafter:
+    return model_drafter(TableModel(pair.draft, pair.vocab_size), pair.vocab_size, chances, limits, cache, branching)
+
+
+def assert_exact(case: Case) -> float:
+    found = enumerate_case(case)
+    assert found.deviation() <= EXACT, case
+    return found.mean_accepted
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", BRANCHINGS)
+def test_a_tree_keeps_the_law(name: str, rule: str) -> None:
+    branching = BRANCHINGS[name]
+    accepted = 0.0
+    for pair in PAIRS:
+        case = Case(
+            pair, branching.most_nodes, verification=rule, width=8, make_drafter=functools.partial(drafting, branching)
+        )
+        accepted += assert_exact(case)
+    assert accepted > 0.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["two deep", "two draws"])
+def test_transforms_and_penalties_in_a_tree(name: str, rule: str) -> None:
+    branching = BRANCHINGS[name]
+    params = SamplingParams(
+        max_tokens=None, temperature=0.8, top_p=0.9173, repetition_penalty=1.3, frequency_penalty=0.4
+    )
+    for seed in range(4):
+        make = functools.partial(drafting, branching)
+        assert_exact(Case(Pair(seed, 3, FULL_SUPPORT), 3, params, rule, width=8, make_drafter=make))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_tree_that_is_cut_keeps_the_law(rule: str, limit: int) -> None:
+    """A limit leaves nodes out by their number alone."""
+    for name in ("uneven", "two draws"):
+        make = functools.partial(drafting, BRANCHINGS[name])
+        for seed in range(3):
+            assert_exact(Case(Pair(seed, 3), limit, verification=rule, width=8, make_drafter=make))
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_several_steps_over_a_cache_of_blocks(rule: str) -> None:
+    blocks = few_blocks(40, keep_prefixes=False)
+    make = functools.partial(drafting, BRANCHINGS["two deep"], cache=blocks)
+    for seed in range(2):
+        assert_exact(Case(Pair(seed, 2), 4, verification=rule, steps=2, width=8, make_drafter=make, cache=blocks))
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_ends_within_a_tree(rule: str) -> None:
+    make = functools.partial(drafting, BRANCHINGS["uneven"])
+    for seed in range(4):
+        case = Case(Pair(seed, 3), 4, verification=rule, prompt=(1,), ends=frozenset({2}), width=8, make_drafter=make)
+        assert_exact(case)
+
+
+@pytest.mark.parametrize("branching", [None, *BRANCHINGS.values()], ids=["chain", *BRANCHINGS])
+@pytest.mark.parametrize("law", [{"temperature": 0.0}, {"seed": 7, "temperature": 1.3}], ids=["greedy", "seeded"])
+def test_seeded_and_greedy_tokens_are_those_without_a_tree(branching: Branching | None, law: dict[str, float]) -> None:
+    """Candidates are the likeliest under the noise that the target draws with; what is kept is what it would say."""
+    pair, accepted = Pair(3, 4, FULL_SUPPORT), 0
+    params = [SamplingParams(max_tokens=12, **{**law, **({"seed": i} if "seed" in law else {})}) for i in range(8)]  # type: ignore[arg-type]
+    texts = []
+    for with_draft in (False, True):
+        drafter = None
+        if with_draft:
+            drafter = model_drafter(TableModel(pair.draft, 4), 4, KeyedChances(), branching=branching)
+        rig = build_rig(TableModel(pair.target, 4), drafter, length=4)
+        requests = [rig.add((0, i % 4), each, str(i))[0] for i, each in enumerate(params)]
+        while not all(request.finished for request in requests):
+            rig.step()
+        texts.append([request.output for request in requests])
+        accepted = sum(request.metrics.speculative_decoding.num_accepted_draft_tokens for request in requests)
+    assert texts[0] == texts[1]
+    assert accepted > 10
+
+
+def test_a_second_child_is_worth_something() -> None:
+    pair = Pair(1, 4, ("dense",))
+    make = [functools.partial(drafting, Shape.of_widths([width])) for width in (1, 2)]
+    one, two = (assert_exact(Case(pair, 2, verification="traversal", make_drafter=each)) for each in make)
+    assert two > one + 0.01
+
+
+def test_nodes_of_a_tree_do_not_stay_in_the_drafts_cache() -> None:
+    pair = Pair(2, 4, FULL_SUPPORT)
+    drafter = model_drafter(TableModel(pair.draft, 4), 4, branching=BRANCHINGS["uneven"])
+    rig = build_rig(TableModel(pair.target, 4), drafter, length=4)
+    (request,) = rig.add((0, 1), SamplingParams(max_tokens=9, seed=1), "a")
+    while not request.finished:
+        before = list(request.tokens)
+        rig.step()
+        if not request.finished:
+            assert drafter.cache.length(request.seq) in (0, len(before))
+        drafter.cache.check()

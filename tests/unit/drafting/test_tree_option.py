@@ -1,0 +1,69 @@
+"""The option `tree` of a draft model: what it means, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant import LLM, SamplingParams
+from speculant.drafting.draft_model import read_tree
+from speculant.errors import ConfigError
+from speculant.models.trees import Draws, Shape
+
+LAW = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
+
+
+def likeliest(law: Tensor) -> int:
+    return int(law.argmax())
+
+
+def test_widths_and_ranks_name_the_same_shape() -> None:
+    assert read_tree(None) is None
+    assert read_tree([2, 1]) == read_tree([[0], [1], [0, 0], [1, 0]])
+    assert read_tree((3,)) == Shape(frozenset({(0,), (1,), (2,)}))
+
+
+@pytest.mark.parametrize(
+    "given", [[], 3, "3,2", [0], [-1], [True], [2, "1"], [[]], [[0], [2]], [[0, 0]], [[0], [0, 1]], [[-1]], [["a"]]]
+)
+def test_what_is_no_tree_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="is not the shape of a tree"):
+        read_tree(given)
+
+
+def test_children_are_drawn_without_replacement_and_say_from_which_law() -> None:
+    first, second = Shape.of_widths([2]).children((), LAW, likeliest, distinct=False)
+    assert (first[0], second[0]) == (1, 2)
+    assert torch.equal(first[2], LAW)
+    assert torch.allclose(second[2], torch.tensor([1 / 6, 0, 1 / 2, 1 / 3], dtype=torch.float64))
+    assert Shape.of_widths([2]).children(first[1], LAW, likeliest, distinct=False) == []
+
+
+def test_a_law_with_too_few_tokens_has_fewer_children() -> None:
+    certain = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    assert [token for token, *_ in Shape.of_widths([3]).children((), certain, likeliest, distinct=False)] == [1]
+
+
+def test_draws_that_agree_are_one_child() -> None:
+    said = iter([2, 1, 2])
+    children = Draws(3, 2).children((3, 0), LAW, lambda law: next(said), distinct=False)
+    assert [(token, node) for token, node, _ in children] == [(2, (2, 1)), (1, (1, 1))]
+    assert Draws(3, 2).children((2, 2), LAW, likeliest, distinct=False) == []
+
+
+def test_a_tree_is_drafted_through_the_public_door() -> None:
+    config = {"method": "draft_model", "model": "demo", "tree": [2, 1]}
+    llm = LLM("demo", speculative_config=config, max_model_len=128)
+    plain = LLM("demo", max_model_len=128)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (out,), (expected,) = (each.generate(["def read(path):"], params) for each in (llm, plain))
+    assert out.outputs[0].token_ids == expected.outputs[0].token_ids
+    figures = out.metrics.speculative_decoding
+    assert figures.num_draft_tokens > 3 * figures.num_spec_steps, "four nodes a step, but for the last ones"
+    (sampled,) = llm.generate(["def read(path):"], SamplingParams(max_tokens=16))
+    assert sampled.metrics.verification == "traversal"
+    with pytest.raises(ConfigError, match="understands chains"):
+        LLM("demo", speculative_config={**config, "verification": "block"})
