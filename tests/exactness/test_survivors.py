@@ -1,6 +1,7 @@
 """A crowd on the embedded pair: arrivals, aborts and preemptions at random, and each survivor says what it says alone.
 
-In float64, so that no rounding can decide between two tokens.
+In float64, so that no rounding can decide between two tokens; and in every type of the native kernels, whose rows do
+not depend on one another.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.engine.engine import Engine
+from speculant.kernels.native import usable_sets
 from speculant.types import Request
 
 MAX_LEN, BLOCK, NUM_BLOCKS, NUM_SEQS = 64, 8, 12, 6
-BYTES = {"target": 16384, "draft": 2048}  # of a position, in float64
+VALUES = {"target": 2048, "draft": 256}  # that a position takes in the cache
+NATIVE: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "kernels": "native"},
+    "bfloat16": {"dtype": "bfloat16", "kernels": "native"},
+    "int8": {"dtype": "bfloat16", "kernels": "native", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "kernels": "native", "quantization": "int4"},
+}
+ENGINES: dict[str, dict[str, Any]] = {"float64": {"dtype": "float64"}, **NATIVE}
+native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 
 STEMS = ["def read(path):\n    with open(path) as file:\n        return", "class Stack:\n    def __init__(self):\n"]
 TAILS = ["", "\n", " x = 1\n", "\n    def push(self, item):", '\n    """Return the', "\n    for name in names:\n"]
@@ -61,9 +71,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @functools.cache
-def crowd(size: int) -> Crowd:
+def crowd(size: int, weights: str) -> Crowd:
     """Make a crowd of which every fifth is to be aborted, and let each go through an empty plain engine."""
-    llm = LLM("demo", dtype="float64", max_model_len=MAX_LEN, max_num_seqs=1, enable_prefix_caching=False)
+    llm = LLM("demo", max_model_len=MAX_LEN, max_num_seqs=1, enable_prefix_caching=False, **ENGINES[weights])
     rng, visits, comes = random.Random(size), list[Visit](), 0
     for index in range(size):
         comes += rng.choice((0, 0, 1, 2))
@@ -105,13 +115,13 @@ def run(engine: Engine, visits: list[Visit]) -> list[list[Request]]:
     return [requests[index] for index in range(len(visits))]
 
 
-def scarce(backend: str, caching: bool, speculating: bool) -> LLM:
+def scarce(backend: str, caching: bool, speculating: bool, weights: str) -> LLM:
     """Make an engine on the embedded pair, with blocks for hardly two sequences if it is paged."""
-    per_position = BYTES["target"] + (BYTES["draft"] if speculating else 0)
+    itemsize = getattr(torch, ENGINES[weights]["dtype"]).itemsize
+    per_position = itemsize * (VALUES["target"] + (VALUES["draft"] if speculating else 0))
     return LLM(
         "demo",
         draft_model="demo" if speculating else None,
-        dtype="float64",
         max_model_len=MAX_LEN,
         max_num_seqs=NUM_SEQS,
         max_num_batched_tokens=64,
@@ -119,12 +129,13 @@ def scarce(backend: str, caching: bool, speculating: bool) -> LLM:
         kv_cache_backend=backend,
         kv_memory=NUM_BLOCKS * BLOCK * per_position if backend == "paged" else None,
         enable_prefix_caching=caching,
+        **ENGINES[weights],
     )
 
 
-def check_survivors(size: int, backend: str, caching: bool, speculating: bool) -> None:
+def check_survivors(size: int, backend: str, caching: bool, speculating: bool, weights: str = "float64") -> None:
     """Run a crowd in one configuration: everybody says what was said alone, and all memory is given back."""
-    there, engine = crowd(size), scarce(backend, caching, speculating).engine
+    there, engine = crowd(size, weights), scarce(backend, caching, speculating, weights).engine
     capacity = engine.free_kv_tokens()
     visited = run(engine, there.visits)
     assert engine.free_kv_tokens() == capacity, "memory was not given back"
@@ -152,6 +163,22 @@ def check_survivors(size: int, backend: str, caching: bool, speculating: bool) -
 )
 def test_survivors_say_what_they_say_alone(backend: str, caching: bool, speculating: bool) -> None:
     check_survivors(24, backend, caching, speculating)
+
+
+@native
+@pytest.mark.parametrize("weights", NATIVE)
+def test_survivors_on_the_native_kernels(weights: str) -> None:
+    check_survivors(24, "paged", caching=True, speculating=True, weights=weights)
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", NATIVE)
+@pytest.mark.parametrize("speculating", [True, False], ids=["drafts", "plain"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
+@pytest.mark.parametrize("backend", ["paged", "slotted"])
+def test_survivors_on_the_native_kernels_in_full(backend: str, caching: bool, speculating: bool, weights: str) -> None:
+    check_survivors(64, backend, caching, speculating, weights)
 
 
 @pytest.mark.slow

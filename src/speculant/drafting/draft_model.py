@@ -153,7 +153,12 @@ class ModelDrafter:
 
 
 def _tree(chain: Chain) -> DraftTree:
-    return DraftTree.chain(chain.tokens, None if chain.request.coupled else chain.laws)
+    """Return what a chain drew, up to the first law that is no law: the model failed there."""
+    if chain.request.coupled or chain.laws is None:
+        return DraftTree.chain(chain.tokens)
+    sound = chain.laws.sum(-1).isfinite().tolist()
+    size = sound.index(False) if False in sound else len(sound)
+    return DraftTree.chain(chain.tokens[:size], chain.laws[:size])
 
 
 def build(context: DrafterContext) -> ModelDrafter:

@@ -57,7 +57,7 @@ class Feed:
     tree: DraftTree
 
 
-@dataclass
+@dataclass(eq=False)
 class Chain:
     """One sequence's share of a draft: feed what its cache has not seen, then draw `limit` tokens (0 = none).
 

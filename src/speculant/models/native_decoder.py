@@ -132,10 +132,10 @@ class _Drawn:
         chances = array("Q", bytes(8 * count * steps))
         for row, (chain, slots_of) in enumerate(zip(chains, later, strict=True)):
             slots[row, : chain.limit - 1] = slots_of.rows
-            for step, chance in enumerate(_ahead(chain)):
+            for step, chance in enumerate(_foreseeable(chain).ahead(chain.limit)):
                 chances[row * steps + step] = chance
         limits = array("q", [chain.limit for chain in chains])
-        coupled = array("q", [chain.request.coupled for chain in chains])
+        coupled = array("q", [_foreseeable(chain).coupled for chain in chains])
         laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
         self._kept = (slots, chances, limits, coupled, laws)
         self.asked = Draft(
@@ -157,9 +157,9 @@ class _Drawn:
             chain.tokens, chain.laws = tokens[: chain.limit], laws[: chain.limit]
 
 
-def _ahead(chain: Chain) -> list[int]:
+def _foreseeable(chain: Chain) -> Stream | KeyedNoise:
     assert isinstance(chain.chance, Stream | KeyedNoise)
-    return chain.chance.ahead(chain.limit)
+    return chain.chance
 
 
 def why_not_native(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -76,7 +76,9 @@ class Shape:
 
     def children(self, node: tuple[int, ...], law: Tensor, pick: Pick, distinct: bool) -> list[Child]:
         """See `Branching.children`."""
-        count = sum((*node, rank) in self.paths for rank in range(len(self.paths)))
+        count = 0
+        while (*node, count) in self.paths:
+            count += 1
         return [(token, (*node, rank), own) for rank, (token, own) in enumerate(draw_distinct(law, count, pick))]
 
 
@@ -104,7 +106,7 @@ class Draws:
     def children(self, node: tuple[int, int], law: Tensor, pick: Pick, distinct: bool) -> list[Child]:
         """See `Branching.children`."""
         chains, depth = node
-        if depth == self.depth:
+        if depth == self.depth or not float(law.sum()) > 0:
             return []
         if distinct:
             return [(token, (1, depth + 1), own) for token, own in draw_distinct(law, chains, pick)]
@@ -133,7 +135,7 @@ def without(law: Tensor, token: int) -> Tensor:
     return rest
 
 
-@dataclass
+@dataclass(eq=False)
 class Tree:
     """One sequence's share: feed what its cache has not seen, then draw up to `limit` nodes (0 = none)."""
 

@@ -48,8 +48,8 @@ def likelihood_ratios(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
 
 
 def ratio_of(p: float, q: float) -> float:
-    """Return p / q, 0 where p is 0 and infinite where only q is."""
-    if p <= 0:
+    """Return p / q; 0 where p is 0, or where q is no number; infinite where q alone is 0."""
+    if p <= 0 or math.isnan(q):
         return 0.0
     return p / q if q > 0 else math.inf
 
