@@ -88,8 +88,8 @@ def test_a_round_without_a_draft_is_caught_up() -> None:
 
 def test_rounds_between_two_drafts_are_caught_up() -> None:
     """While a late prompt takes the whole budget, the first request goes on without drafts."""
-    rig, drafter = checked_rig(Pair(5, V, FULL_SUPPORT), Limits(64, 2, 6), 4)
-    rig.add((0,), SamplingParams(max_tokens=50), "first")
+    rig, drafter = checked_rig(Pair(5, V, FULL_SUPPORT), Limits(96, 2, 6), 4)
+    rig.add((0,), SamplingParams(max_tokens=80), "first")
     for prompt in ((1,) * 20, (2,) * 16, (0,) * 20):
         rig.step()
         rig.step()
