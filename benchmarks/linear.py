@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import interleave, spread, write
+from measuring import interleave, ratio, spread, write
 from torch import Tensor
 from torch.nn import functional
 
@@ -124,22 +124,18 @@ def main() -> None:
 
 def figures(times: dict[str, list[float]], native: dict[str, Native], kernels: Kernels) -> dict[str, Any]:
     """Put the times beside each other, round by round."""
-
-    def ratio(above: str, below: str) -> dict[str, float]:
-        return spread([a / b for a, b in zip(times[above], times[below], strict=True)])
-
     one = "bfloat16, rows 1"
     seen: dict[str, Any] = {
         "instruction_set": kernels.isa,
         "seconds": {name: spread(values) for name, values in times.items()},
-        "torch_over_native": ratio("torch, 1 row", one),
-        "onednn_over_native": ratio("oneDNN prepacked, 1 row", one),
+        "torch_over_native": ratio(times, "torch, 1 row", one),
+        "onednn_over_native": ratio(times, "oneDNN prepacked, 1 row", one),
     }
     for name, layers in native.items():
         seen[name] = {
             "probe_gb_per_s": layers.num_bytes / spread(times[f"{name}, read"])["median"] / 1e9,
-            "of_probe": {rows: ratio(f"{name}, read", f"{name}, rows {rows}") for rows in ROWS[name]},
-            "rows_over_one": {rows: ratio(f"{name}, rows {rows}", f"{name}, rows 1") for rows in ROWS[name][1:]},
+            "of_probe": {rows: ratio(times, f"{name}, read", f"{name}, rows {rows}") for rows in ROWS[name]},
+            "rows_over_one": {rows: ratio(times, f"{name}, rows {rows}", f"{name}, rows 1") for rows in ROWS[name][1:]},
         }
     return seen
 

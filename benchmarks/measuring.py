@@ -66,6 +66,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"q1": low, "median": median, "q3": high}
 
 
+def ratio(times: Mapping[str, list[float]], above: str, below: str) -> dict[str, float]:
+    """Return the quartiles of one subject's time over another's, round by round."""
+    return spread([a / b for a, b in zip(times[above], times[below], strict=True)])
+
+
 def write(name: str, predicted: str, figures: Mapping[str, Any]) -> None:
     """Print figures and keep them in results/ with command, revision, versions and machine."""
     report = {

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import interleave, spread, write
+from measuring import interleave, ratio, spread, write
 from shapes import COMMON, TARGET, VOCABULARY, tensors
 from torch import Tensor
 
@@ -91,16 +91,12 @@ def main() -> None:
         "prompt, reference": partial(prompt_pass, reference, tokens, caches[1]),
     }
     times = interleave(subjects, rounds)
-
-    def ratio(above: str, below: str) -> dict[str, float]:
-        return spread([a / b for a, b in zip(times[above], times[below], strict=True)])
-
     figures = {
         "instruction_set": kernels.isa,
         "seconds": {name: spread(values) for name, values in times.items()},
-        "linear_over_pass": ratio("linear", "pass"),
-        "attention_over_read_at_8k": ratio("attention, 8k", "read, 8k"),
-        "native_over_reference_for_a_prompt": ratio("prompt, native", "prompt, reference"),
+        "linear_over_pass": ratio(times, "linear", "pass"),
+        "attention_over_read_at_8k": ratio(times, "attention, 8k", "read, 8k"),
+        "native_over_reference_for_a_prompt": ratio(times, "prompt, native", "prompt, reference"),
     }
     write("passes", PREDICTED, figures)
 
