@@ -127,6 +127,20 @@ def test_nothing_exceeds_the_optimal_transport_bound_at_one_node(children: int) 
             assert accepted("multi_draft", pair, sampled(pair, (-1,))) == pytest.approx(bound, abs=EXACT)
 
 
+@pytest.mark.parametrize("name", ["block", "rejection", "multi_draft", "traversal"])
+def test_a_node_whose_law_is_no_law_counts_as_missing(name: str) -> None:
+    for seed in range(6):
+        pair = Pair(seed, 3, FULL_SUPPORT)
+        whole, cut = sampled(pair, chain_of(2)), sampled(pair, chain_of(1))
+
+        def spoilt(chance: EnumeratingChance, whole: MakeTree = whole) -> DraftTree:
+            tree = whole(chance)
+            assert tree.probs is not None
+            return DraftTree(tree.tokens, tree.parents, torch.stack([tree.probs[0], tree.probs[1] * torch.nan]))
+
+        assert_same(outcomes(name, pair, spoilt), outcomes(name, pair, cut))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_iterative_sampling_keeps_the_law_of_any_proposals(count: int) -> None:
     """K proposals with replacement, each from a law of its own [003 section 2]."""

@@ -9,6 +9,8 @@ Never accepts fewer tokens in expectation than `rejection`, and more from two dr
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from speculant.sampling.chance import Chance
@@ -56,7 +58,12 @@ def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
 
 
 def share(owed: float, weight: float) -> float:
-    """Return owed / (owed + 1 - weight): how much of what is missing to a full draft is owed behind it."""
+    """Return owed / (owed + 1 - weight): how much of what is missing to a full draft is owed behind it.
+
+    Where a draft's law is no law, owed is no number and the draft counts as ended before: its weight is its own.
+    """
+    if math.isnan(owed):
+        return weight
     missing = owed + (1.0 - weight)
     return owed / missing if missing > 0 else 1.0
 
