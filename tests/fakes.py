@@ -21,7 +21,7 @@ from speculant.engine.build import load_rules
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.models.attention import visible_keys
 from speculant.models.base import Batch
-from speculant.models.trees import Branching
+from speculant.models.branching import Branching
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.scheduling.draft_length import Fixed

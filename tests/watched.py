@@ -130,9 +130,10 @@ class WatchedDrafter(ModelDrafter):
         return trees
 
     def _assert_fed(self, seq: int, tokens: Sequence[int]) -> None:
-        assert isinstance(self._model, OracleModel)
+        model = self._follower.model
+        assert isinstance(model, OracleModel)
         require(self.cache.length(seq) == len(tokens), "the draft cache holds more or less than was drafted from")
-        require(self._model.fed[seq] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
+        require(model.fed[seq] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
 
 
 class Guesser:

@@ -8,20 +8,22 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.models.trees import Branching, Draws, Shape
+from speculant.drafting.specinfer import SpecInfer
+from speculant.models.branching import Branching, Draws, Shape
+from speculant.models.follower import Follower
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair
 from tests.exactness.speculation import Case, enumerate_case
-from tests.fakes import MakeCache, TableModel, build_rig, few_blocks, known_rules, model_drafter, slotted
+from tests.fakes import ROOMY, MakeCache, TableModel, build_rig, few_blocks, known_rules, model_drafter, slotted
 
 BRANCHINGS: dict[str, Branching] = {
     "pair": Shape.of_widths([2]),
     "three": Shape.of_widths([3]),
     "two deep": Shape.of_widths([2, 1]),
     "uneven": Shape(frozenset({(0,), (1,), (0, 0), (0, 1)})),
-    "two draws": Draws(2, 2),
-    "three draws": Draws(3, 1),
+    "two draws": Draws((0, 0), 2),
+    "three draws": Draws((0, 0, 0), 1),
 }
 # With three tokens a second sibling has hardly a choice, and much that is wrong does not show.
 PAIRS = [*(Pair(seed, 3) for seed in range(4)), *(Pair(seed, 4) for seed in range(4))]
@@ -31,6 +33,18 @@ SAMPLED = [name for name in RULES if not known_rules()[name].needs.coupled]
 
 def drafting(branching: Branching, pair: Pair, chances: Chances, limits: Limits, cache: MakeCache = slotted) -> Drafter:
     return model_drafter(TableModel(pair.draft, pair.vocab_size), pair.vocab_size, chances, limits, cache, branching)
+
+
+def of_two_models(
+    draws: Draws, pair: Pair, chances: Chances, limits: Limits, cache: MakeCache = slotted, budget: int | None = None
+) -> Drafter:
+    """Draft with the pair's draft, and with another that has a mind of its own."""
+    sources = []
+    for table in (pair.draft, Pair(pair.seed + 100, pair.vocab_size).draft):
+        model = TableModel(table, pair.vocab_size)
+        made = cache(model.cache_shape, limits)
+        sources.append(Follower(model, made, chances, budget or limits.max_num_batched_tokens))
+    return SpecInfer(sources, draws, pair.vocab_size)
 
 
 def assert_exact(case: Case) -> float:
@@ -50,6 +64,33 @@ def test_a_tree_keeps_the_law(name: str, rule: str) -> None:
         )
         accepted += assert_exact(case)
     assert accepted > 0.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chains_of_different_models_keep_the_law(rule: str) -> None:
+    accepted = 0.0
+    for draws in (Draws((0, 1), 2), Draws((0, 1, 1), 1), Draws((1, 0, 1), 1)):
+        for pair in PAIRS[::2]:
+            make = functools.partial(of_two_models, draws)
+            accepted += assert_exact(Case(pair, draws.most_nodes, verification=rule, width=8, make_drafter=make))
+    assert accepted > 0.5
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_fewer_nodes_than_the_models_would_say_keep_the_law(rule: str, limit: int) -> None:
+    make = functools.partial(of_two_models, Draws((0, 1), 2))
+    for seed in range(3):
+        assert_exact(Case(Pair(seed, 3), limit, verification=rule, width=8, make_drafter=make))
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_models_that_catch_up_in_parts_keep_the_law(rule: str) -> None:
+    """A prompt beyond the drafts' budget: they see it in several rounds."""
+    make = functools.partial(of_two_models, Draws((0, 1), 1), budget=2)
+    for seed in range(2):
+        case = Case(Pair(seed, 2), 2, verification=rule, prompt=(0, 1, 1), make_drafter=make)
+        assert_exact(case)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -90,7 +131,17 @@ def test_ends_within_a_tree(rule: str) -> None:
         assert_exact(case)
 
 
-@pytest.mark.parametrize("branching", [None, *BRANCHINGS.values()], ids=["chain", *BRANCHINGS])
+def model_or_models(branching: Branching | None, pair: Pair) -> Drafter:
+    if isinstance(branching, Draws) and len(set(branching.chains)) > 1:
+        return of_two_models(branching, pair, KeyedChances(), ROOMY)
+    return model_drafter(TableModel(pair.draft, 4), 4, KeyedChances(), branching=branching)
+
+
+@pytest.mark.parametrize(
+    "branching",
+    [None, *BRANCHINGS.values(), Draws((0, 1), 2)],
+    ids=["chain", *BRANCHINGS, "two models"],
+)
 @pytest.mark.parametrize("law", [{"temperature": 0.0}, {"seed": 7, "temperature": 1.3}], ids=["greedy", "seeded"])
 def test_seeded_and_greedy_tokens_are_those_without_a_tree(branching: Branching | None, law: dict[str, float]) -> None:
     """Candidates are the likeliest under the noise that the target draws with; what is kept is what it would say."""
@@ -98,9 +149,7 @@ def test_seeded_and_greedy_tokens_are_those_without_a_tree(branching: Branching 
     params = [SamplingParams(max_tokens=12, **{**law, **({"seed": i} if "seed" in law else {})}) for i in range(8)]  # type: ignore[arg-type]
     texts = []
     for with_draft in (False, True):
-        drafter = None
-        if with_draft:
-            drafter = model_drafter(TableModel(pair.draft, 4), 4, KeyedChances(), branching=branching)
+        drafter = model_or_models(branching, pair) if with_draft else None
         rig = build_rig(TableModel(pair.target, 4), drafter, length=4)
         requests = [rig.add((0, i % 4), each, str(i))[0] for i, each in enumerate(params)]
         while not all(request.finished for request in requests):

@@ -1,17 +1,9 @@
-"""A small model that drafts a chain token by token [000, 001 D3, 002 algorithm 1], or a tree level by level [003 2.1].
-
-Its cache holds what was fed: committed tokens, and the last round's drafts. What turned out
-differently is rolled back and what is missing is fed in the next `propose`:
-
-    fed        p p p t t x x x          x = the drafts of the last round
-    tokens     p p p t t x y            y = the target's correction
-    keep       p p p t t x              the longest common prefix; then feed y
-"""
+"""A small model that drafts a chain token by token [000, 001 D3, 002 algorithm 1], or a tree level by level [003]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +13,10 @@ from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_o
 from speculant.errors import ConfigError
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM, Chain
+from speculant.models.branching import Branching, Shape
 from speculant.models.chains import grow
-from speculant.models.trees import Branching, Shape, Tree, grow_trees
+from speculant.models.follower import Follower
+from speculant.models.trees import grow_trees, plan_trees
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 
@@ -36,19 +30,11 @@ class Options:
     tree: Any = None
 
 
-@dataclass
-class _Fed:
-    """What one sequence's cache holds; the first `agreed` tokens are known to be committed."""
-
-    tokens: list[int] = field(default_factory=list)
-    agreed: int = 0
-
-
 class ModelDrafter:
     """Drafts with `model`, all sequences of a round side by side in one flat batch.
 
-    vocab_size is the target's: padded rows of either head are cut or filled up with zeros.
-    A backlog beyond max_num_batched_tokens is caught up over several rounds, without drafting. branching None = chains.
+    vocab_size is the target's: padded rows of either head are cut or filled up with zeros. branching None = chains.
+    max_num_batched_tokens bounds what is caught up in a round.
     """
 
     def __init__(
@@ -70,20 +56,21 @@ class ModelDrafter:
             own_cache=True,
             max_positions=model.max_positions,
         )
-        self._branching = branching
-        self.cache = cache
-        self._model, self._chances, self._kernels = model, chances, kernels
-        self._vocab_size, self._budget = vocab_size, max_num_batched_tokens
-        self._fed: dict[int, _Fed] = {}
+        self._follower = Follower(model, cache, chances, max_num_batched_tokens)
+        self._branching, self._vocab_size, self._kernels = branching, vocab_size, kernels
+
+    @property
+    def cache(self) -> KVCache:
+        """The draft model's own cache."""
+        return self._follower.cache
 
     def begin(self, seq: Request) -> None:
-        """See `Drafter.begin`; nothing is fed before the first draft (lazy prefill, seed 001)."""
-        self._fed[seq.seq] = _Fed()
+        """See `Drafter.begin`."""
+        self._follower.begin(seq)
 
     def end(self, seq: Request) -> None:
         """See `Drafter.end`."""
-        self._fed.pop(seq.seq, None)
-        self.cache.release(seq.seq)
+        self._follower.end(seq)
 
     def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
@@ -91,65 +78,21 @@ class ModelDrafter:
     def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         drafting = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit > 0]
-        for seq, _ in drafting:
-            self._roll_back(seq)
-        chains = self._plan(drafting)
-        made = self._grow_chains(chains) if self._branching is None else self._grow_trees(chains, self._branching)
+        made = self._grow_chains(drafting) if self._branching is None else self._grow_trees(drafting, self._branching)
         return [made.get(seq.seq, DraftTree.empty()) for seq in seqs]
 
-    def _grow_chains(self, chains: Sequence[Chain]) -> dict[int, DraftTree]:
-        grow(self._model, chains, self.cache, self._vocab_size, self._kernels)
+    def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
+        follower = self._follower
+        chains = follower.plan(drafting)
+        grow(follower.model, chains, follower.cache, self._vocab_size, self._kernels)
         for chain in chains:
-            self._fed[chain.request.seq].tokens += [*chain.feed, *chain.tokens[:-1]]
+            follower.note(chain.request, [*chain.feed, *chain.tokens[:-1]])
         return {chain.request.seq: _tree(chain) for chain in chains if chain.tokens}
 
-    def _grow_trees(self, chains: Sequence[Chain], branching: Branching) -> dict[int, DraftTree]:
-        """Draw a tree where there would be a chain; its nodes do not stay in the cache."""
-        trees = [Tree(chain.request, chain.feed, chain.limit, chain.chance) for chain in chains]
-        if trees:
-            grow_trees(self._model, trees, branching, self.cache, self._vocab_size, self._kernels)
-        for tree in trees:
-            self._fed[tree.request.seq].tokens += tree.feed
+    def _grow_trees(self, drafting: Sequence[tuple[Request, int]], branching: Branching) -> dict[int, DraftTree]:
+        trees = plan_trees([self._follower], drafting)
+        grow_trees([self._follower], trees, branching, self._vocab_size, self._kernels)
         return {tree.request.seq: tree.draft() for tree in trees if tree.tokens}
-
-    def _plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
-        """Decide what is fed and drawn, as far as budget and memory go; a chain that finds none ends sooner."""
-        budget, plan, chains = self._budget, self.cache.plan(), list[Chain]()
-        for request, limit in drafting:
-            start = len(self._fed[request.seq].tokens)
-            missing = request.tokens[start : start + min(budget, plan.room(request.seq))]
-            plan.take(request.seq, len(missing))
-            budget -= len(missing)
-            ready = start + len(missing) == len(request.tokens)
-            if missing:
-                chains.append(Chain(request, missing, limit if ready else 0, self._chances.draft(request)))
-        growing = [chain for chain in chains if chain.limit > 1]
-        for length in range(1, max((limit for _, limit in drafting), default=0)):  # a position each, in turn
-            for chain in growing:
-                if plan.room(chain.request.seq):
-                    plan.take(chain.request.seq, 1)
-                else:
-                    chain.limit = length
-            growing = [chain for chain in growing if chain.limit > length + 1]
-        return chains
-
-    def _roll_back(self, request: Request) -> None:
-        """Drop what was fed and then not committed, or reserved by a pass that failed; feed the newest token anew.
-
-        A sequence that begins takes over what others fed of its tokens.
-        """
-        fed = self._fed[request.seq]
-        if not fed.tokens and not self.cache.length(request.seq):
-            self.cache.release(request.seq)
-            fed.tokens = request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]
-        keep = fed.agreed
-        while keep < min(len(fed.tokens), len(request.tokens) - 1) and fed.tokens[keep] == request.tokens[keep]:
-            keep += 1
-        fed.agreed = keep
-        del fed.tokens[keep:]
-        if keep < self.cache.length(request.seq):
-            self.cache.truncate_to(request.seq, keep)
-        self.cache.index_prefix(request.seq, request.tokens)
 
 
 def _tree(chain: Chain) -> DraftTree:

@@ -17,12 +17,12 @@ class Mutant:
 
 
 CHANCE, LAW = "sampling/chance.py", "sampling/distribution.py"
-DRAFT, CHAINS, ATTENTION = "drafting/draft_model.py", "models/chains.py", "models/attention.py"
+FOLLOWER, CHAINS, ATTENTION = "models/follower.py", "models/chains.py", "models/attention.py"
 CACHES = {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
-TREES = "models/trees.py"
+TREES, BRANCHING = "models/trees.py", "models/branching.py"
 LENGTH, SCHEDULER = "scheduling/draft_length.py", "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.exactness.mutants.mutant import BLOCK, MULTI_DRAFT, TRAVERSAL, TREES, Mutant
+from tests.exactness.mutants.mutant import BLOCK, BRANCHING, MULTI_DRAFT, TRAVERSAL, TREES, Mutant
 
 CHAIN = "test_rules.py::test_sampled_chains[{}-3-2]"
 TREE = "test_tree_laws.py::test_a_tree_keeps_the_law[{}]"
@@ -66,6 +66,35 @@ RULES = [
     ),
     Mutant(
         "siblings drawn without replacement, told as drawn with it",
+        BRANCHING,
+        "            law = law / law.sum()\n            children.append((pick(law), place, law))\n",
+        "            own = laws[0] if laws[0] is not None else law\n            law = law / law.sum()\n"
+        "            children.append((pick(law), place, own))\n",
+        TREE.format("pair-multi_draft"),
+    ),
+    Mutant(
+        "a residual that is not normalised before the next sibling",
+        MULTI_DRAFT,
+        "        rest = rest / rest.sum()\n",
+        "",
+        TREE.format("pair-multi_draft"),
+    ),
+    Mutant(
+        "a rejected leaf's share kept from its parent",
+        TRAVERSAL,
+        "        self._weights[parent] = share(owed, weight)\n",
+        "",
+        TREE.format("two deep-traversal"),
+    ),
+    Mutant(
+        "the parent's law as it was before a leaf was rejected",
+        TRAVERSAL,
+        "            self.laws[parent] = rest / owed\n",
+        "            pass\n",
+        TREE.format("pair-traversal"),
+    ),
+    Mutant(
+        "siblings drawn without replacement, told as drawn with it",
         TREES,
         "        law = law / law.sum()\n"
         "        drawn.append((pick(law), law))\n"
@@ -76,10 +105,17 @@ RULES = [
     ),
     Mutant(
         "a merged draw told as a free one",
-        TREES,
-        "rest / rest.sum()))",
-        "law))",
+        BRANCHING,
+        "said[token], own[token] = [], rest / rest.sum()",
+        "said[token], own[token] = [], law",
         TREE.format("three draws-multi_draft"),
+    ),
+    Mutant(
+        "a chain of one model told with the law of another",
+        BRANCHING,
+        "rest = without(law, *said)",
+        "rest = without(next(each for each in laws if each is not None), *said)",
+        "test_tree_laws.py::test_chains_of_different_models_keep_the_law[multi_draft]",
     ),
     Mutant(
         "unlikely nodes of a sampled tree pruned before a ratio test",

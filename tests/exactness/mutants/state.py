@@ -7,9 +7,9 @@ from tests.exactness.mutants.mutant import (
     CACHES,
     CHAINS,
     COMMIT,
-    DRAFT,
     END,
     ENGINE,
+    FOLLOWER,
     INDEPENDENT,
     LENGTH,
     OWN_TOKENS,
@@ -115,63 +115,63 @@ BLOCKS = [
 DRAFTING = [
     Mutant(
         "draft cache not rolled back",
-        DRAFT,
+        FOLLOWER,
         "self.cache.truncate_to(request.seq, keep)",
         "pass",
         DRAFTS.format("slotted"),
     ),
     Mutant(
         "draft cache of blocks not rolled back",
-        DRAFT,
+        FOLLOWER,
         "            self.cache.truncate_to(request.seq, keep)\n",
         "            pass\n",
         DRAFTS.format("paged"),
     ),
     Mutant(
         "draft rollback off by one",
-        DRAFT,
+        FOLLOWER,
         "self.cache.truncate_to(request.seq, keep)",
         "self.cache.truncate_to(request.seq, keep + 1)",
         DRAFTS.format("paged"),
     ),
     Mutant(
         "draft model goes on from rejected tokens",
-        DRAFT,
+        FOLLOWER,
         " and fed.tokens[keep] == request.tokens[keep]",
         "",
         "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
     ),
     Mutant(
         "draft cache uninitialised on a prefix hit",
-        DRAFT,
+        FOLLOWER,
         "request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]",
         "request.tokens[: request.metrics.cached_tokens]",
         KNOWN,
     ),
     Mutant(
         "draft state of rejected drafts indexed for reuse",
-        DRAFT,
+        FOLLOWER,
         "        keep = fed.agreed\n",
         "        self.cache.index_prefix(request.seq, request.tokens)\n        keep = fed.agreed\n",
         KNOWN,
     ),
     Mutant(
         "draft prefixes across tenants",
-        DRAFT,
+        FOLLOWER,
         "adopt_prefix(request.seq, request.tokens, request.salt)",
         "adopt_prefix(request.seq, request.tokens)",
         SALTS.format("None"),
     ),
     Mutant(
         "stale draft after preemption",
-        DRAFT,
-        "        self._fed[seq.seq] = _Fed()\n\n"
-        "    def end(self, seq: Request) -> None:\n"
-        '        """See `Drafter.end`."""\n'
-        "        self._fed.pop(seq.seq, None)\n",
-        "        self._fed.setdefault(seq.seq, _Fed())\n\n"
-        "    def end(self, seq: Request) -> None:\n"
-        '        """See `Drafter.end`."""\n',
+        FOLLOWER,
+        "        self._fed[request.seq] = _Fed()\n\n"
+        "    def end(self, request: Request) -> None:\n"
+        '        """Forget a sequence and free what it holds."""\n'
+        "        self._fed.pop(request.seq, None)\n",
+        "        self._fed.setdefault(request.seq, _Fed())\n\n"
+        "    def end(self, request: Request) -> None:\n"
+        '        """Forget a sequence and free what it holds."""\n',
         "test_draft_cache.py::test_whoever_comes_back_is_drafted_for_from_its_own_tokens[40]",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.drafting.draft_model import read_tree
 from speculant.errors import ConfigError
-from speculant.models.trees import Draws, Shape
+from speculant.models.branching import Draws, Shape
 
 LAW = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
 
@@ -35,23 +35,32 @@ def test_what_is_no_tree_is_refused(given: Any) -> None:
 
 
 def test_children_are_drawn_without_replacement_and_say_from_which_law() -> None:
-    first, second = Shape.of_widths([2]).children((), LAW, likeliest, distinct=False)
+    first, second = Shape.of_widths([2]).children((), [LAW], likeliest, distinct=False)
     assert (first[0], second[0]) == (1, 2)
     assert torch.equal(first[2], LAW)
     assert torch.allclose(second[2], torch.tensor([1 / 6, 0, 1 / 2, 1 / 3], dtype=torch.float64))
-    assert Shape.of_widths([2]).children(first[1], LAW, likeliest, distinct=False) == []
+    assert Shape.of_widths([2]).children(first[1], [LAW], likeliest, distinct=False) == []
 
 
 def test_a_law_with_too_few_tokens_has_fewer_children() -> None:
     certain = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    assert [token for token, *_ in Shape.of_widths([3]).children((), certain, likeliest, distinct=False)] == [1]
+    assert [token for token, *_ in Shape.of_widths([3]).children((), [certain], likeliest, distinct=False)] == [1]
 
 
 def test_draws_that_agree_are_one_child() -> None:
     said = iter([2, 1, 2])
-    children = Draws(3, 2).children((3, 0), LAW, lambda law: next(said), distinct=False)
-    assert [(token, node) for token, node, _ in children] == [(2, (2, 1)), (1, (1, 1))]
-    assert Draws(3, 2).children((2, 2), LAW, likeliest, distinct=False) == []
+    draws = Draws((0, 0, 0), 2)
+    children = draws.children(draws.root, [LAW], lambda law: next(said), distinct=False)
+    assert [(token, node) for token, node, _ in children] == [(2, ((0, 0), 1)), (1, ((0,), 1))]
+    assert draws.children(((0, 0), 2), [LAW], likeliest, distinct=False) == []
+
+
+def test_models_that_agree_share_a_child_and_one_that_is_behind_says_nothing() -> None:
+    draws, other = Draws((0, 1, 1), 1), torch.tensor([0.5, 0.4, 0.1, 0.0], dtype=torch.float64)
+    children = draws.children(draws.root, [LAW, other], likeliest, distinct=True)
+    assert [(token, node) for token, node, _ in children] == [(1, ((0, 1), 1)), (0, ((1,), 1))]
+    children = draws.children(draws.root, [None, other], likeliest, distinct=True)
+    assert [token for token, *_ in children] == [0, 1]
 
 
 def test_a_tree_is_drafted_through_the_public_door() -> None:

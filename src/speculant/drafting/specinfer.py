@@ -1,0 +1,105 @@
+"""Several drafted chains at once, merged into one prefix tree that is checked in one pass [003 2.1, SpecInfer].
+
+The chains are draws of one draft model, or of several with different views. For greedy and seeded requests, where a
+model has one mind, its chains are its likeliest continuations under the request's own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.errors import ConfigError
+from speculant.kernels.native import Kernels
+from speculant.models.branching import Draws
+from speculant.models.follower import Follower
+from speculant.models.trees import grow_trees, plan_trees
+from speculant.types import DraftTree, Request
+
+USUAL_DRAWS, USUAL_DEPTH = 3, 4
+METHOD = Method(default_length=USUAL_DRAWS * USUAL_DEPTH, uses_model=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """models: further draft models beside `model`. draws: chains of each. depth: tokens in a chain.
+
+    draws None = 3 of a single model, 1 each of several.
+    """
+
+    models: Any = None
+    draws: Any = None
+    depth: int = USUAL_DEPTH
+
+
+class SpecInfer:
+    """Drafts `branching`'s chains with the models of `sources`, for a target of `vocab_size` tokens."""
+
+    def __init__(
+        self, sources: Sequence[Follower], branching: Draws, vocab_size: int, kernels: Kernels | None = None
+    ) -> None:
+        self.needs = DrafterNeeds(
+            max_nodes=branching.most_nodes,
+            emits_probs=True,
+            emits_tree=True,
+            usual_nodes=branching.most_nodes,
+            own_cache=True,
+            max_positions=min(source.model.max_positions for source in sources),
+        )
+        self._sources, self._branching = sources, branching
+        self._vocab_size, self._kernels = vocab_size, kernels
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+        for source in self._sources:
+            source.begin(seq)
+
+    def end(self, seq: Request) -> None:
+        """See `Drafter.end`."""
+        for source in self._sources:
+            source.end(seq)
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        drafting = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit > 0]
+        trees = plan_trees(self._sources, drafting)
+        grow_trees(self._sources, trees, self._branching, self._vocab_size, self._kernels)
+        made = {tree.request.seq: tree.draft() for tree in trees if tree.tokens}
+        return [made.get(seq.seq, DraftTree.empty()) for seq in seqs]
+
+
+def build(context: DrafterContext) -> SpecInfer:
+    """Load every draft model and give each a cache of its own."""
+    options = read_options(context, Options)
+    further = read_models(options.models)
+    draws = read_count("draws", (1 if further else USUAL_DRAWS) if options.draws is None else options.draws)
+    depth = read_count("depth", options.depth)
+    sources = []
+    for name in [str(context.model), *further]:
+        model = context.load_draft(name)
+        cache = context.make_cache(model.cache_shape)
+        sources.append(Follower(model, cache, context.chances, context.max_num_batched_tokens))
+    chains = tuple(place for place in range(len(sources)) for _ in range(draws))
+    return SpecInfer(sources, Draws(chains, depth), context.vocab_size, context.kernels)
+
+
+def read_models(given: object) -> list[str]:
+    """Read the option `models`."""
+    listed = [] if given is None else given
+    if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"models={given!r} is not a list of draft models", 'use for example ["path/to/another"].')
+    return list(listed)
+
+
+def read_count(name: str, value: object) -> int:
+    """Read an option that is a whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")
+    return value

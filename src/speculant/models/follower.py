@@ -1,0 +1,96 @@
+"""How a draft model keeps up with the requests it drafts for.
+
+Its cache holds what was fed: committed tokens, and perhaps the last round's drafts. What turned out
+differently is rolled back and what is missing is fed in the next round:
+
+    fed        p p p t t x x x          x = the drafts of the last round
+    tokens     p p p t t x y            y = the target's correction
+    keep       p p p t t x              the longest common prefix; then feed y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from speculant.cache.base import KVCache
+from speculant.models.base import CausalLM, Chain
+from speculant.sampling.chance import Chances
+from speculant.types import Request
+
+
+@dataclass
+class _Fed:
+    """What one sequence's cache holds; the first `agreed` tokens are known to be committed."""
+
+    tokens: list[int] = field(default_factory=list)
+    agreed: int = 0
+
+
+class Follower:
+    """A model with a cache of its own that is behind the requests by whatever it has not seen.
+
+    A backlog beyond max_num_batched_tokens is caught up over several rounds, without drafting.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache, chances: Chances, max_num_batched_tokens: int) -> None:
+        self.model, self.cache = model, cache
+        self._chances, self._budget = chances, max_num_batched_tokens
+        self._fed: dict[int, _Fed] = {}
+
+    def begin(self, request: Request) -> None:
+        """Hear of a new sequence; nothing is fed before the first draft (lazy prefill, seed 001)."""
+        self._fed[request.seq] = _Fed()
+
+    def end(self, request: Request) -> None:
+        """Forget a sequence and free what it holds."""
+        self._fed.pop(request.seq, None)
+        self.cache.release(request.seq)
+
+    def note(self, request: Request, tokens: Sequence[int]) -> None:
+        """Hear that tokens were fed, and stay in the cache."""
+        self._fed[request.seq].tokens += tokens
+
+    def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
+        """Decide what is fed and drawn for requests that want so many nodes each, as far as budget and memory go.
+
+        A chain that finds no room ends sooner; limit 0 = only catch up.
+        """
+        for request, _ in drafting:
+            self._roll_back(request)
+        budget, plan, chains = self._budget, self.cache.plan(), list[Chain]()
+        for request, limit in drafting:
+            start = len(self._fed[request.seq].tokens)
+            missing = request.tokens[start : start + min(budget, plan.room(request.seq))]
+            plan.take(request.seq, len(missing))
+            budget -= len(missing)
+            ready = start + len(missing) == len(request.tokens)
+            if missing:
+                chains.append(Chain(request, missing, limit if ready else 0, self._chances.draft(request)))
+        growing = [chain for chain in chains if chain.limit > 1]
+        for length in range(1, max((limit for _, limit in drafting), default=0)):  # a position each, in turn
+            for chain in growing:
+                if plan.room(chain.request.seq):
+                    plan.take(chain.request.seq, 1)
+                else:
+                    chain.limit = length
+            growing = [chain for chain in growing if chain.limit > length + 1]
+        return chains
+
+    def _roll_back(self, request: Request) -> None:
+        """Drop what was fed and then not committed, or reserved by a pass that failed; feed the newest token anew.
+
+        A sequence that begins takes over what others fed of its tokens.
+        """
+        fed = self._fed[request.seq]
+        if not fed.tokens and not self.cache.length(request.seq):
+            self.cache.release(request.seq)
+            fed.tokens = request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]
+        keep = fed.agreed
+        while keep < min(len(fed.tokens), len(request.tokens) - 1) and fed.tokens[keep] == request.tokens[keep]:
+            keep += 1
+        fed.agreed = keep
+        del fed.tokens[keep:]
+        if keep < self.cache.length(request.seq):
+            self.cache.truncate_to(request.seq, keep)
+        self.cache.index_prefix(request.seq, request.tokens)
