@@ -127,6 +127,7 @@ class TimingMetrics:
 class RequestMetrics:
     """All figures of one request. `verification` is the rule that was used; None = no speculation.
 
+    lossless: the output's law is the target's own; False only if a lenient rule was asked for.
     cached_tokens: prompt tokens that were found in the cache. num_preemptions: how often the request
     was set aside for lack of memory.
     """
@@ -134,13 +135,18 @@ class RequestMetrics:
     timing: TimingMetrics
     speculative_decoding: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     verification: str | None = None
+    lossless: bool = True
     cached_tokens: int = 0
     num_preemptions: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values for JSON."""
         return {
-            "speculative_decoding": {**self.speculative_decoding.to_dict(), "verification": self.verification},
+            "speculative_decoding": {
+                **self.speculative_decoding.to_dict(),
+                "verification": self.verification,
+                "lossless": self.lossless,
+            },
             "timing": self.timing.to_dict(),
             "cached_tokens": self.cached_tokens,
             "num_preemptions": self.num_preemptions,
@@ -152,7 +158,8 @@ class EngineMetrics:
     """An engine's totals since it was made, and how it stands after its last step.
 
     Requests are counted per sample. draft_s, verify_s and other_s say where the steps' time went, in
-    seconds. repeated_steps failed, and were repeated for each sequence alone. Of the prompt tokens of ended
+    seconds. lossy samples were verified by a rule that is not lossless. repeated_steps failed, and were repeated for
+    each sequence alone. Of the prompt tokens of ended
     requests, prefix_hit_tokens were found in the cache. Blocks are those of the target's cache.
     """
 
@@ -165,6 +172,7 @@ class EngineMetrics:
     finished: int = 0
     aborted: int = 0
     failed: int = 0
+    lossy: int = 0
     repeated_steps: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -211,3 +211,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None  # why a sample ended with finish_reason "error"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output's law is the target's own, as it is unless a lenient rule was asked for."""
+        return self.metrics.lossless

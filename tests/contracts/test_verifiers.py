@@ -211,7 +211,8 @@ def test_a_residual_that_rounds_to_nothing_still_yields_a_token(name: str) -> No
     p = torch.tensor([[0.5 - 2.0**-54, 0.5], [1.0, 0.0]], dtype=torch.float64)
     chance = Unwilling()
     assert_legal(Case(DraftTree.chain([0], q), p), rule.verify(DraftTree.chain([0], q), p, chance))
-    assert rule.needs.coupled or chance.asked[0] < 1, "the test does not reach the residual"
+    sure = rule.needs.coupled or not rule.lossless  # a lenient rule accepts long before it comes to that
+    assert sure or chance.asked[0] < 1, "the test does not reach the residual"
 
 
 @every_rule

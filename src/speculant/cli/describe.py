@@ -58,7 +58,8 @@ def speculation(llm: LLM, metrics: RequestMetrics) -> str:
         return "switched off for this request"
     if metrics.verification is None:
         return llm.speculation
-    return f"{llm.speculation}, verified by {metrics.verification}"
+    warning = "" if metrics.lossless else ", which is NOT LOSSLESS: the text may not be the target's own"
+    return f"{llm.speculation}, verified by {metrics.verification}{warning}"
 
 
 def figures(llm: LLM, output: RequestOutput) -> str:

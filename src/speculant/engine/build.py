@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ def build_engine(config: EngineConfig) -> Built:
     spec = config.speculative()
     name = _method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
-    drafter = _build_drafter(config, spec, name, target, tokenizer, memory) if spec and name else None
+    rules, options = build_rules(spec)
+    drafter = _build_drafter(config, spec, name, options, target, tokenizer, memory) if spec and name else None
     drafter_caches = tuple(memory.made)
     length = _draft_length(spec, name, drafter) if spec and name and drafter else 0
     engine = Engine(
@@ -52,18 +54,30 @@ def build_engine(config: EngineConfig) -> Built:
         target.model,
         memory.make_target(),
         KeyedChances(target.native),
-        load_rules(),
+        rules,
         Fixed(length),
         drafter,
         drafter_caches,
     )
     says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
+    if spec and drafter and spec.verification in rules and not rules[spec.verification].lossless:
+        says += f", {spec.verification} and so NOT LOSSLESS"
     return Built(engine, tokenizer, target, limits, drafter is not None, says)
 
 
 def load_rules() -> dict[str, Verifier]:
     """Return every verification rule by name."""
-    return {name: plugins.load(_RULES, name).build() for name in plugins.names(_RULES)}
+    return build_rules(None)[0]
+
+
+def build_rules(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier], dict[str, Any]]:
+    """Make every rule, the configured one with its own options; return them by name, and what options are left."""
+    makers = {name: plugins.load(_RULES, name).build for name in plugins.names(_RULES)}
+    chosen, given = (spec.verification, spec.options) if spec else ("auto", {})
+    known = inspect.signature(makers[chosen]).parameters if chosen in makers else {}
+    own = {key: value for key, value in given.items() if key in known}
+    rules = {name: make(**own) if name == chosen else make() for name, make in makers.items()}
+    return rules, {key: value for key, value in given.items() if key not in known}
 
 
 def _method_name(spec: SpeculativeConfig) -> str:
@@ -93,6 +107,7 @@ def _build_drafter(
     config: EngineConfig,
     spec: SpeculativeConfig,
     name: str,
+    options: Mapping[str, Any],
     target: Checkpoint,
     tokenizer: Tokenizer,
     memory: CacheMemory,
@@ -106,7 +121,7 @@ def _build_drafter(
         return draft.model
 
     context = DrafterContext(
-        options=spec.options,
+        options=options,
         model=spec.model,
         vocab_size=target.model.vocab_size,
         device=target.model.cache_shape.device,

@@ -22,7 +22,7 @@ from speculant.scheduling.draft_length import DraftLength
 from speculant.scheduling.scheduler import Schedule, Scheduler
 from speculant.types import Request, StepOutput, StopWatch
 from speculant.verification.auto import choose_rule
-from speculant.verification.base import Verifier
+from speculant.verification.base import Verifier, rule_for
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ class Engine:
         self.metrics.finished += request.finish_reason in ("stop", "length")
         self.metrics.aborted += request.finish_reason == "abort"
         self.metrics.failed += request.finish_reason == "error"
+        self.metrics.lossy += not request.metrics.lossless
         self.metrics.prompt_tokens += len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
 
@@ -220,8 +221,9 @@ class Engine:
         rule = named or self._options.verification
         if rule == "auto" or request.params.seed is not None:
             rule = choose_rule(request, not drafter.needs.emits_probs, drafter.needs.emits_tree)
+        verifier = rule_for(self._parts.rules[rule], request)
         request.rule = request.metrics.verification = rule
-        request.coupled = self._parts.rules[rule].needs.coupled
+        request.metrics.lossless, request.coupled = verifier.lossless, verifier.needs.coupled
 
     def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         vocab_size, longest = self._parts.target.vocab_size, self._options.limits.max_model_len

@@ -22,7 +22,7 @@ from speculant.sampling.distribution import Node, distribution
 from speculant.scheduling.draft_length import DraftLength, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier
+from speculant.verification.base import Verifier, rule_for
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict]:
     """Make the target's laws for all sequences at once, then let each one's rule decide; verdicts by sequence."""
     if not ready:
         return {}
-    nodes = [Node(fed.item.request, fed.tree.tokens_to(i)) for fed in ready for i in range(-1, fed.tree.size)]
+    nodes = [node for fed in ready for node in _nodes(fed, _rule(parts, fed))]
     laws = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, parts.kernels)
     verdicts, first = {}, 0
     for fed in ready:
@@ -129,6 +129,14 @@ def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict]:
     return verdicts
 
 
+def _rule(parts: Parts, fed: Fed) -> Verifier:
+    return rule_for(parts.rules[fed.item.request.rule], fed.item.request)
+
+
+def _nodes(fed: Fed, rule: Verifier) -> list[Node]:
+    request, tree = fed.item.request, fed.tree
+    return [Node(request, tree.tokens_to(node), rule.needs.softened) for node in range(-1, tree.size)]
+
+
 def _verdict(parts: Parts, fed: Fed, laws: Tensor) -> Verdict:
-    request = fed.item.request
-    return parts.rules[request.rule].verify(fed.tree, laws, parts.chances.verify(request))
+    return _rule(parts, fed).verify(fed.tree, laws, parts.chances.verify(fed.item.request))

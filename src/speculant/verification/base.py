@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from speculant.sampling.chance import Chance
-from speculant.types import DraftTree, Verdict
+from speculant.types import DraftTree, Request, Verdict
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,19 @@ class VerifierNeeds:
 
     coupled: draft and target draws share keyed noise (only rules that never look at p/q).
     branches: trees with siblings are understood; else only chains.
+    softened: greedy requests' laws are wanted at temperature 1, unfiltered.
+    greedy: what greedy requests get in the rule's place; None = the rule itself.
     """
 
     coupled: bool
     branches: bool
+    softened: bool = False
+    greedy: Verifier | None = None
+
+
+def rule_for(rule: Verifier, request: Request) -> Verifier:
+    """Return what checks a request's drafts where `rule` was chosen."""
+    return rule.needs.greedy or rule if request.params.greedy else rule
 
 
 def require_chain(tree: DraftTree, rule: str) -> None:
@@ -30,7 +39,10 @@ def require_chain(tree: DraftTree, rule: str) -> None:
 
 
 class Verifier(Protocol):
-    """A rule that keeps the target's law (if `lossless`) whatever was drafted."""
+    """A rule that keeps the target's law (if `lossless`) whatever was drafted.
+
+    A rule is a module with `build() -> Verifier`; the function's arguments are options of the speculative config.
+    """
 
     lossless: bool
     needs: VerifierNeeds

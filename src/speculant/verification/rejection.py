@@ -24,13 +24,18 @@ class Rejection:
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; the tree must be a chain."""
         require_chain(tree, "rejection")
-        if tree.size == 0:
-            return Verdict((), chance.draw(p[0]))
-        q = draft_laws(tree, p)
-        for node, ratio in enumerate(likelihood_ratios(tree, p[:-1], q)):
-            if not chance.accept(min(1.0, ratio)):
-                return Verdict(tuple(range(node)), chance.draw(residual(p[node], q[node])))
-        return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
+        return verify_in_turn(tree, p, chance)
+
+
+def verify_in_turn(tree: DraftTree, p: Tensor, chance: Chance, lenience: float = 1.0) -> Verdict:
+    """Accept a chain's tokens one by one, each with min(1, p(x) / (lenience q(x))), up to the first rejection."""
+    if tree.size == 0:
+        return Verdict((), chance.draw(p[0]))
+    q = draft_laws(tree, p)
+    for node, ratio in enumerate(likelihood_ratios(tree, p[:-1], q)):
+        if not chance.accept(min(1.0, ratio / lenience)):
+            return Verdict(tuple(range(node)), chance.draw(residual(p[node], q[node])))
+    return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
 
 
 def draft_laws(tree: DraftTree, p: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ RANDOMNESS = [
     Mutant(
         "coupled noise under a ratio rule",
         ENGINE,
-        "self._parts.rules[rule].needs.coupled",
+        "verifier.needs.coupled",
         "True",
         ROUNDS,
     ),

@@ -1,0 +1,59 @@
+"""Lenient verification [002 A.5]: more drafts stand, and the output is no longer the target's. It must be asked for.
+
+Sampled: accept x with probability min(1, p(x) / (l q(x))), else draw from norm((p - q)+); no token becomes likelier
+than p / l. Greedy: accept x if p(x) >= l max(p), p at temperature 1. l = 1 is `rejection`, or greedy but for ties.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from speculant.errors import ConfigError
+from speculant.sampling.chance import Chance
+from speculant.types import DraftTree, Verdict
+from speculant.verification.base import VerifierNeeds, require_chain
+from speculant.verification.rejection import verify_in_turn
+
+
+class Lenient:
+    """See the module's text; `lenience` is l."""
+
+    lossless = False
+
+    def __init__(self, lenience: float) -> None:
+        self._lenience = lenience
+        self.needs = VerifierNeeds(coupled=False, branches=False, greedy=LenientGreedy(lenience))
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """See `Verifier.verify`; the tree must be a chain."""
+        require_chain(tree, "lenient")
+        return verify_in_turn(tree, p, chance, self._lenience)
+
+
+class LenientGreedy:
+    """The rule for greedy requests: of the children that are likely enough, the likeliest."""
+
+    lossless = False
+    needs = VerifierNeeds(coupled=True, branches=True, softened=True)
+
+    def __init__(self, lenience: float) -> None:
+        self._lenience = lenience
+
+    def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+        """See `Verifier.verify`; nothing is left to chance."""
+        path, node = list[int](), -1
+        while True:
+            law = p[1 + node]
+            chances = {child: float(law[tree.token_list[child]]) for child in tree.children(node)}
+            best = max(chances, key=chances.__getitem__, default=None)
+            if best is None or not chances[best] >= self._lenience * float(law.max()):
+                return Verdict(tuple(path), int(law.argmax()))
+            path.append(node := best)
+
+
+def build(lenience: float = 0.5) -> Lenient:
+    """Make the rule; with l = 0.5 no token is sampled more than twice as often as it is due."""
+    given: object = lenience
+    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given <= 1:
+        raise ConfigError(f"lenience={lenience!r} is not a number above 0 and up to 1", "use for example 0.5.")
+    return Lenient(float(lenience))
