@@ -51,7 +51,7 @@ def main() -> None:
             prompts, params
         )
         for drafter in DRAFTERS:
-            llm = speculative(drafter, 4, 8, dtype, kernels="reference")
+            llm = speculative(drafter, 4, 8, dtype=dtype, kernels="reference")
             llm.generate(prompts, params)  # some drafters learn from what was generated before
             figures[f"{dtype}, {drafter}"] = compare(plain, llm, prompts, params)
     write("near_ties", PREDICTED, figures)

@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
         """What a plan has room for is granted, all of it and in any order."""
         plan, taken = self.cache.plan(), dict.fromkeys(seqs, 0)
         for seq in seqs:
-            n = data.draw(st.integers(0, plan.room(seq)))
+            n = data.draw(st.integers(-taken[seq], plan.room(seq)))
             plan.take(seq, n)
             taken[seq] += n
         left = [plan.room(seq) for seq in range(NUM_NAMES)]
@@ -319,6 +319,9 @@ def test_a_plan_counts_what_it_took_and_takes_nothing_itself(cache: KVCache) -> 
     for n in (1, 2):
         plan.take(1, n)
     assert plan.room(1) == left - 3
+    plan.take(1, -2)
+    assert plan.room(1) == left - 1
+    plan.take(1, 2)
     others = range(2, 2 + cache.num_blocks - -(-5 // cache.block_size))
     for seq in others:
         plan.take(seq, cache.block_size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from speculant.cache.base import KVCache
+from speculant.cache.base import KVCache, ReservationPlan
 from speculant.models.base import CausalLM, Chain
 from speculant.sampling.chance import Chances
 from speculant.types import Request
@@ -68,13 +68,8 @@ class Follower:
             if missing:
                 chains.append(Chain(request, missing, limit if ready else 0, self._chances.draft(request)))
         growing = [chain for chain in chains if chain.limit > 1]
-        for length in range(1, max((limit for _, limit in drafting), default=0)):  # a position each, in turn
-            for chain in growing:
-                if plan.room(chain.request.seq):
-                    plan.take(chain.request.seq, 1)
-                else:
-                    chain.limit = length
-            growing = [chain for chain in growing if chain.limit > length + 1]
+        if not _take_all(plan, growing):
+            _take_in_turn(plan, growing)
         return chains
 
     def _roll_back(self, request: Request) -> None:
@@ -94,3 +89,25 @@ class Follower:
         if keep < self.cache.length(request.seq):
             self.cache.truncate_to(request.seq, keep)
         self.cache.index_prefix(request.seq, request.tokens)
+
+
+def _take_all(plan: ReservationPlan, growing: Sequence[Chain]) -> bool:
+    """Take room for all drafts but each one's last token, which is not fed; or nothing, if there is too little."""
+    for done, chain in enumerate(growing):
+        if plan.room(chain.request.seq) < chain.limit - 1:
+            for other in growing[:done]:
+                plan.take(other.request.seq, 1 - other.limit)
+            return False
+        plan.take(chain.request.seq, chain.limit - 1)
+    return True
+
+
+def _take_in_turn(plan: ReservationPlan, growing: Sequence[Chain]) -> None:
+    """Share what room there is, a position each in turn, and cut the drafts to it."""
+    for length in range(1, max(chain.limit for chain in growing)):
+        for chain in growing:
+            if plan.room(chain.request.seq):
+                plan.take(chain.request.seq, 1)
+            else:
+                chain.limit = length
+        growing = [chain for chain in growing if chain.limit > length + 1]
