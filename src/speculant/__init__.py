@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
     from speculant.types import CompletionOutput, DraftTree, RequestOutput, Verdict
+    from speculant.verification.execution import Speculated, speculate
 
 __version__ = "0.1.0"
 
@@ -23,10 +24,12 @@ _HOMES = {
     "EngineConfig": "speculant.config",
     "SamplingParams": "speculant.params",
     "SpeculantError": "speculant.errors",
+    "Speculated": "speculant.verification.execution",
     "CompletionOutput": "speculant.types",
     "DraftTree": "speculant.types",
     "RequestOutput": "speculant.types",
     "Verdict": "speculant.types",
+    "speculate": "speculant.verification.execution",
 }
 __all__ = [
     "LLM",
@@ -37,8 +40,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SpeculantError",
+    "Speculated",
     "StreamPiece",
     "Verdict",
+    "speculate",
 ]
 
 

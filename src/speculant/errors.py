@@ -30,6 +30,10 @@ class PairError(SpeculantError, ValueError):
     """A draft that does not fit its target."""
 
 
+class LawError(SpeculantError, ValueError):
+    """Weights that are not those of a law, or two laws over different outcomes."""
+
+
 class RequestError(SpeculantError, ValueError):
     """A prompt or request that can't be served."""
 

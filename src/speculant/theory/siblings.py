@@ -1,0 +1,77 @@
+"""How often a rule accepts the child of each rank: the rates that `theory/trees.py` makes shapes from.
+
+All functions take laws at the same contexts, p of the target and q of the draft, each [N, V], and return the rates of
+up to `count` ranks (there are at most V) as `theory/trees.py` defines them, averaged over the contexts. Children are
+drawn from q without replacement.
+What depends on earlier draws is estimated with the generator, one draw per context; give a context several times to
+have it drawn several times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def rejection_rates(p: Array, q: Array, count: int, rng: np.random.Generator) -> Array:
+    """Return the rates of multi-draft rejection [003 2; Sequoia]: rank r is accepted with min(1, r(x) / q(x)).
+
+    Acceptance is never drawn: at each rank its probability is a sum over the vocabulary, sum_v min(r, q), and the
+    token that goes on to the next one is drawn as a rejected one, from norm((q - r)+). Rank 0 is exact.
+    """
+    rest, law, reached = p, q, np.ones(len(p))
+    rates = np.zeros(min(count, p.shape[1]))
+    for rank in range(len(rates)):
+        shared = np.minimum(rest, law).sum(axis=1)
+        rates[rank] = (reached * shared).mean()
+        reached = reached * np.clip(1 - shared, 0, 1)
+        token = _draw(np.clip(law - rest, 0, None), rng)
+        rest = _normalised(np.clip(rest - law, 0, None))
+        law = law.copy()
+        law[np.arange(len(law)), token] = 0.0
+        law = _normalised(law)
+    return rates
+
+
+def shared_noise_rates(p: Array, q: Array, count: int, rng: np.random.Generator) -> Array:
+    """Return the rates of `match` where draft and target draw with the same noise G: argmax(log p + G)."""
+    noise = rng.gumbel(size=p.shape)
+    wanted = (_log(p) + noise).argmax(axis=1)[:, None]
+    tokens, drawn = _children(q, noise, count)
+    rates: Array = ((tokens == wanted) & drawn).mean(axis=0)
+    return rates
+
+
+def own_noise_rates(p: Array, q: Array, count: int, rng: np.random.Generator) -> Array:
+    """Return the rates of `match` where the target draws on its own: rank r is accepted with p of its token."""
+    tokens, drawn = _children(q, rng.gumbel(size=q.shape), count)
+    rates: Array = (np.take_along_axis(p, tokens, axis=1) * drawn).mean(axis=0)
+    return rates
+
+
+def _children(q: Array, noise: Array, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Draw without replacement: the best of log q + noise, [N, count], and which of them q allows."""
+    scores = _log(q) + noise
+    tokens = np.argsort(-scores, axis=1)[:, :count]
+    return tokens, np.isfinite(np.take_along_axis(scores, tokens, axis=1))
+
+
+def _draw(weights: Array, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw an index per row of weights [N, V]; any of a row without weight."""
+    reached = weights.cumsum(axis=1)
+    points = rng.random((len(weights), 1)) * reached[:, -1:]
+    indices: NDArray[np.int64] = (reached <= points).sum(axis=1)
+    return indices.clip(max=weights.shape[1] - 1)
+
+
+def _normalised(weights: Array) -> Array:
+    """Divide rows by their sums; a row without weight stays as it is."""
+    totals = weights.sum(axis=1, keepdims=True)
+    return weights / np.where(totals > 0, totals, 1.0)
+
+
+def _log(law: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.log(law)
