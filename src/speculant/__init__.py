@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from speculant.params import SamplingParams
     from speculant.types import CompletionOutput, DraftTree, RequestOutput, Verdict
     from speculant.verification.execution import Speculated, speculate
+    from speculant.verification.multi_draft import iterative_speculative_sample
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "DraftTree": "speculant.types",
     "RequestOutput": "speculant.types",
     "Verdict": "speculant.types",
+    "iterative_speculative_sample": "speculant.verification.multi_draft",
     "speculate": "speculant.verification.execution",
 }
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Speculated",
     "StreamPiece",
     "Verdict",
+    "iterative_speculative_sample",
     "speculate",
 ]
 
