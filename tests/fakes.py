@@ -223,18 +223,23 @@ class Rig:
         for request in self.requests:
             if request.error is not None and not isinstance(request.error, self.expected):
                 raise request.error
-            self._check_held(request, (request.request_id, request.index) in gained)
+            if not request.is_runner_up:
+                self._check_held(request, (request.request_id, request.index) in gained)
         self.requests = [request for request in self.requests if not request.finished]
         return outputs
 
     def _check_held(self, request: Request, has_gained: bool) -> None:
-        """The cache holds, or held at the end, all tokens but the newest; fewer while it catches up with them."""
+        """The cache holds, or held at the end, all tokens but the newest; fewer while it catches up with them.
+
+        A beam search gains its tokens when it is over, and held what they have in common with what was fed last.
+        """
         if request.finish_reason in ("abort", "error"):
             return
         held = self.released[request.seq] if request.finished else stored_tokens(self.cache, request.seq)
         assert held == request.tokens[: len(held)], "something was kept that was not committed"
         assert len(held) < len(request.tokens), "the newest token was fed"
-        assert len(held) == len(request.tokens) - 1 or not has_gained, "a committed token was dropped"
+        catching_up = not has_gained or request.beams is not None
+        assert len(held) == len(request.tokens) - 1 or catching_up, "a committed token was dropped"
 
     def finish(self) -> list[StepOutput]:
         """Step until no request is left; return all outputs. Then all memory must be free again."""

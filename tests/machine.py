@@ -7,6 +7,7 @@ follow from it, for the caches are as small as they may be.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ from speculant.errors import CapacityError, RequestError
 from speculant.params import SamplingParams
 from speculant.scheduling.draft_length import Fixed
 from speculant.types import Request, StepOutput
+from tests.exactness.plain_beams import Found, exact_law, plain_beams
 from tests.oracle import (
     END,
     Mismatch,
@@ -29,6 +31,7 @@ from tests.oracle import (
     assert_holds,
     assert_own_tokens,
     assert_prompt_logprobs,
+    logits_after,
     prefix_hashes,
 )
 from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
@@ -70,14 +73,15 @@ class Ledger:
             ends = request.finished and len(said) == request.num_output
             assert output.finish_reason == (request.finish_reason if ends else None), "an end in the wrong place"
         for request in list(self.live.values()):
-            assert self._told[request.seq] == request.output, "the caller heard something else"
+            searches = request.beams is not None and not request.finished
+            assert self._told[request.seq] == ([] if searches else request.output), "the caller heard something else"
             if request.finished:
                 self.close(request)
 
     def close(self, request: Request) -> None:
         """Check a request that is over, and forget it."""
         del self.live[request.seq]
-        assert_own_tokens(request)
+        assert_own_beam(request) if request.params.beam_width else assert_own_tokens(request)
         reason, ends = request.finish_reason, [token in request.end_token_ids for token in request.output]
         assert not any(ends[:-1]), "tokens behind an end"
         if reason in ("stop", "length"):
@@ -86,9 +90,32 @@ class Ledger:
             assert (ends[-1], ends[-1] or full) == (reason == "stop", True), f"it ended for no {reason}"
         elif reason == "error":
             blame = [seqs for error, seqs in self.raised if error is request.error]
-            assert blame == [[request.seq]], f"ended by another's error, or by one of its own: {request.error!r}"
+            culprit = request.seq - request.index if request.is_runner_up else request.seq
+            assert blame == [[culprit]], f"ended by another's error, or by one of its own: {request.error!r}"
         self.tally[f"ended by {reason}"] += 1
         self.tally["preemptions"] += request.metrics.num_preemptions
+
+
+def assert_own_beam(request: Request) -> None:
+    """Assert that a sample of a search that came to its end is what the plain search finds, and else nothing."""
+    if request.finish_reason in ("stop", "length"):
+        params, longest = request.params, MAX_LEN - len(request.prompt)
+        longest = min(longest, params.max_tokens or longest)
+        assert params.beam_width is not None
+        found = found_beams(request.prompt, params.beam_width, longest, request.end_token_ids, params.length_penalty)
+        told = (tuple(request.output), request.cumulative_logprob, request.score)
+        assert told == found[request.index], "not the beams of this prompt alone"
+    elif request.finish_reason == "error":
+        assert not request.output, "a search that failed said something"
+
+
+@functools.lru_cache(maxsize=2**12)
+def found_beams(
+    prompt: tuple[int, ...], width: int, longest: int, ends: frozenset[int], penalty: float
+) -> Sequence[Found]:
+    """Return what a search of this prompt finds."""
+    law = exact_law(lambda history: logits_after(prefix_hashes(history)[-1]))
+    return plain_beams(law, prompt, width, longest, ends, penalty)
 
 
 class Machine:
@@ -163,7 +190,7 @@ class Machine:
             assert prefix_hashes(before[seq][:count])[-1:] == [prefix], "a request was fed another text than its own"
         for seq in before.keys() & self.live.keys():
             tokens = self.live[seq].tokens
-            grown = len(tokens) > len(before[seq])
+            grown = len(tokens) > len(before[seq]) and self.live[seq].beams is None
             assert not grown or self.caches[0].length(seq) == len(tokens) - 1, "not all but the newest token are held"
 
     def add(self, digits: Digits) -> None:
@@ -231,7 +258,8 @@ class Machine:
         self.engine.check()
         scheduler = self.engine._scheduler
         present = [request.seq for request in (*scheduler.waiting, *scheduler.running)]
-        assert sorted(present) == sorted(self.live), "a request was lost, doubled or kept"
+        fed = [seq for seq, request in self.live.items() if not request.is_runner_up]
+        assert sorted(present) == sorted(fed), "a request was lost, doubled or kept"
         assert len(scheduler.running) <= self.setup.limits.max_num_seqs
         if self.num_actions % 4 == 0:
             self._check_memory(scheduler.running)

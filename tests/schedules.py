@@ -91,6 +91,8 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"seed": 8},
     {},
     {"seed": 9, "top_k": 3, "frequency_penalty": 0.5},
+    {"beam_width": 3},
+    {"beam_width": 4, "length_penalty": 0.3},
 )
 LAWS: tuple[dict[str, Any], ...] = (*({"temperature": 0},) * 5, {"temperature": 0, "ignore_eos": True}, *SAMPLED)
 

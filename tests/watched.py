@@ -124,8 +124,10 @@ class WatchedDrafter(ModelDrafter):
         """See `Drafter.propose`."""
         trees = super().propose(seqs, limits)
         for seq, tree, limit in zip(seqs, trees, limits, strict=True):
-            require(tree.size <= limit, "a draft beyond its limit")
-            if tree.size:
+            require(tree.size <= seq.live_tree().size + limit, "a draft beyond its limit")
+            if tree.size and seq.beams is not None:
+                self._assert_fed(seq.seq, seq.tokens)
+            elif tree.size:
                 self._assert_fed(seq.seq, [*seq.tokens, *tree.token_list[:-1]])
         return trees
 

@@ -30,6 +30,9 @@ class SamplingParams:
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set
     `num_speculative_tokens` and `verification`.
+
+    With `beam_width` nothing is sampled: the `n` best texts that a beam search of that width finds are returned,
+    by the sum of their log-probabilities / length ** length_penalty, under the law at temperature 1.
     """
 
     n: int = 1
@@ -52,6 +55,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculation: bool | Mapping[str, Any] | None = None
+    beam_width: int | None = None  # None = no beam search
+    length_penalty: float = 1.0  # above 0 favours longer texts
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
@@ -95,6 +100,35 @@ class SamplingParams:
             raise ConfigError(f"stop must be at most {MAX_STOPS} non-empty strings", "remove empty or surplus ones.")
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"temperature={self.temperature} is too small to divide by", "use 0 for greedy decoding.")
+        self._check_search()
+
+    def _check_search(self) -> None:
+        """Refuse what a beam search has no use for."""
+        if self.beam_width is None:
+            if self.length_penalty != 1:
+                raise ConfigError(f"length_penalty={self.length_penalty} is for a beam search", "set beam_width too.")
+            return
+        if self.n > self.beam_width:
+            raise ConfigError(f"n={self.n} is above beam_width={self.beam_width}", "lower n or raise beam_width.")
+        for name, useless in self._useless_for_search().items():
+            if useless:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} does not go with beam_width={self.beam_width}",
+                    f"leave out {name}, or beam_width.",
+                )
+
+    def _useless_for_search(self) -> dict[str, bool]:
+        """Return what a beam search refuses, and whether it was asked for: it draws nothing, and its texts end late."""
+        named = isinstance(self.speculation, Mapping) and self.speculation.get("verification", "auto") != "auto"
+        return {
+            "temperature": self.temperature not in (0, 1),
+            "top_k": self.top_k != 0,
+            "top_p": self.top_p != 1,
+            "min_p": self.min_p != 0,
+            "stop": bool(self.stop),
+            "logprobs": self.logprobs is not None,
+            "speculation": named,
+        }
 
     @property
     def greedy(self) -> bool:
@@ -131,15 +165,18 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "logprobs": (0, MAX_LOGPROBS),
         "prompt_logprobs": (0, MAX_LOGPROBS),
         "seed": (-(2**63), 2**64 - 1),
+        "beam_width": (1, MAX_N),
+        "length_penalty": (-10, 10),
     }
 )
 _SPECULATION = ("num_speculative_tokens", "verification")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
+_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
+    if value is None and name in _OPTIONAL:
         return
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} is not a number from {low} to {high}", f"set {name} within that range.")

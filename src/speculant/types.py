@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speculant.beams import Beams, Hypothesis, Text
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 
@@ -35,6 +37,19 @@ class DraftTree:
     def empty() -> DraftTree:
         """Return the tree of no nodes: plain decoding."""
         return DraftTree.chain([])
+
+    @classmethod
+    def of_paths(cls, paths: Iterable[Sequence[int]], most: float = math.inf) -> DraftTree:
+        """Make the prefix tree of paths, leaving out those for which `most` nodes are too few."""
+        nodes: dict[tuple[int, ...], int] = {(): -1}
+        for path in paths:
+            prefixes = [tuple(path[: end + 1]) for end in range(len(path))]
+            missing = [prefix for prefix in prefixes if prefix not in nodes]
+            if len(nodes) - 1 + len(missing) <= most:
+                nodes.update({prefix: len(nodes) - 1 + place for place, prefix in enumerate(missing)})
+        del nodes[()]
+        tokens = torch.tensor([path[-1] for path in nodes], dtype=torch.int64)
+        return cls(tokens, torch.tensor([nodes.get(path[:-1], -1) for path in nodes], dtype=torch.int64))
 
     @property
     def size(self) -> int:
@@ -85,6 +100,16 @@ class DraftTree:
             node = self.parent_list[node]
         return tokens[::-1]
 
+    def path_along(self, tokens: Iterable[int]) -> list[int]:
+        """Return the nodes that tokens lead through from the root on, as far as there are any."""
+        path: list[int] = []
+        for token in tokens:
+            found = [child for child in self.children(path[-1] if path else -1) if self.token_list[child] == token]
+            if not found:
+                break
+            path.append(found[0])
+        return path
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -120,6 +145,10 @@ class Request:
 
     `commit` is the only place that changes it. `coupled` says that draft and target draws share
     keyed noise, which the `match` rule wants and ratio rules forbid.
+
+    A beam search is one sequence too. Its `tokens` are the trunk, what all live hypotheses begin with if one
+    pass can hold them; what lies behind is fed anew in every pass, as a tree. In the end its best hypothesis
+    becomes its tokens.
     """
 
     seq: int
@@ -142,6 +171,9 @@ class Request:
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: int | str | None = None  # the end token or stop string
     error: Exception | None = None  # what ended it, if that was an error
+    beams: Beams | None = None  # the beam search, if it is one
+    runners_up: tuple[Request, ...] = ()  # get the search's next best hypotheses
+    hypothesis: Hypothesis | None = None  # what it got of a beam search
 
     @property
     def output(self) -> list[int]:
@@ -158,6 +190,47 @@ class Request:
         """Whether some of the prompt's log-probabilities are asked for and not known yet; the first sample has them."""
         asked = self.params.prompt_logprobs is not None and self.index == 0
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    @property
+    def is_runner_up(self) -> bool:
+        """Whether it waits for what the first of a prompt's samples searches, and takes part in no pass."""
+        return self.params.beam_width is not None and self.index > 0
+
+    @property
+    def outcomes(self) -> tuple[Request, ...]:
+        """The requests that end when this one does."""
+        return self, *self.runners_up
+
+    @property
+    def reached(self) -> int:
+        """How long the text is that the next token follows: the live hypotheses of a beam search are ahead of it."""
+        return len(self.tokens) if self.beams is None else len(self.prompt) + self.beams.rounds
+
+    def live_tree(self) -> DraftTree:
+        """Return the tree of the live hypotheses behind the trunk, which is empty if it is no beam search."""
+        return self._tree_of([each.tokens for each in self.beams.live] if self.beams else [])
+
+    def waiting_tree(self, most: float = math.inf) -> DraftTree:
+        """Return the tree of those among them that wait to be scored, as far as `most` nodes hold them."""
+        return self._tree_of(self.beams.unscored if self.beams else [], most)
+
+    def _tree_of(self, texts: Sequence[Text], most: float = math.inf) -> DraftTree:
+        trunk = tuple(self.output) if texts else ()
+        return DraftTree.of_paths([text[len(trunk) :] for text in texts if text[: len(trunk)] == trunk], most)
+
+    @property
+    def score(self) -> float | None:
+        """The score of its hypothesis: the sum of log-probabilities / length ** length_penalty."""
+        return None if self.hypothesis is None else self.hypothesis.score(self.params.length_penalty)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the output's log-probabilities, where they are known."""
+        if self.hypothesis is not None:
+            return self.hypothesis.logprob
+        if self.params.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.output, self.logprobs, strict=True))
 
     @property
     def finished(self) -> bool:
@@ -182,7 +255,11 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One finished or growing sample of a request."""
+    """One finished or growing sample of a request.
+
+    cumulative_logprob: the sum of its log-probabilities, if they were asked for or it is of a beam search.
+    score: what a beam search ranks by, that sum / length ** length_penalty.
+    """
 
     index: int
     text: str
@@ -190,13 +267,8 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None = None
     logprobs: list[Logprobs] | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the tokens' log-probabilities, if they were asked for."""
-        if self.logprobs is None:
-            return None
-        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.architecture.source import PACKAGE, Module
 
-EVERYWHERE = frozenset({"types", "params", "config", "errors", "metrics"})
+EVERYWHERE = frozenset({"types", "beams", "params", "config", "errors", "metrics"})
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
 
@@ -18,7 +18,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "params": frozenset({"errors"}),
     "metrics": frozenset({"errors"}),
-    "types": frozenset({"errors", "params", "metrics"}),
+    "beams": frozenset(),
+    "types": frozenset({"errors", "params", "metrics", "beams"}),
     "config": frozenset({"errors", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "params", "types", "config"}),

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculant import LLM, SamplingParams, plugins
+from speculant.beams import Beams, Hypothesis
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.drafting.base import Drafter, DrafterContext, Method
@@ -22,7 +23,7 @@ from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree, Request
-from tests.models import VOCAB_SIZE, Checkpoints, make_request
+from tests.models import END, VOCAB_SIZE, Checkpoints, make_request
 
 KIND = "speculant.drafting"
 DOCUMENTED = "echo"  # the one in docs/adding-a-drafter.md
@@ -351,6 +352,65 @@ def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, check
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True))
     assert len(result.outputs[0].token_ids) == 24
     assert result.metrics.verification is not None
+    llm.engine.check()
+
+
+def a_search(seq: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
+    """Make a search with three hypotheses behind its trunk, one of which has been scored."""
+    behind = {(3, 4): -1.0, (3, 5): -1.5, (6, 4): -2.0}
+    live = tuple(Hypothesis((*trunk, *text), logprob) for text, logprob in behind.items())
+    scored = {live[1].tokens: ((7, -0.1), (8, -2.5))}
+    beams = Beams(3, 1.0, frozenset({END}), 60, 40, rounds=len(trunk) + 2, live=live, scored=scored)
+    return a_request(seq, trunk, SamplingParams(beam_width=3, max_tokens=60), beams=beams)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 6, 7, 15])
+def test_live_hypotheses_are_extended_by_those_that_say_they_can(workshop: Workshop, limit: int) -> None:
+    drafter, request = workshop.build(), a_search()
+    limit = limit if drafter.needs.nodes_per_beam else 0  # the others are not asked to
+    drafter.begin(request)
+    tree, live = propose_one(drafter, request, limit), request.live_tree()
+    assert tree.size == live.size + limit if limit else tree.size == 0
+    if limit:
+        assert (tree.token_list[: live.size], tree.parent_list[: live.size]) == (live.token_list, live.parent_list)
+    for node in range(-1, tree.size):
+        siblings = [tree.token_list[child] for child in tree.children(node)]
+        assert len(set(siblings)) == len(siblings), "siblings differ"
+    assert END not in tree.token_list, "what has ended is not fed"
+    assert all(depth > 2 for depth in tree.depths[live.size :]), "drafts stand behind the hypotheses"
+    assert_same(propose_one(drafter, request, limit), tree)
+    drafter.end(request)
+
+
+def test_a_search_is_drafted_for_the_same_way_beside_others(workshop: Workshop) -> None:
+    drafter = workshop.build()
+    limits = [7 if drafter.needs.nodes_per_beam else 0, 3, 5 if drafter.needs.nodes_per_beam else 0]
+    requests = [a_search(1), a_request(2, CONTINUATION[:5]), a_search(3, CONTINUATION[:6])]
+    alone = [fresh_proposal(workshop, request, limit) for request, limit in zip(requests, limits, strict=True)]
+    for request in requests:
+        drafter.begin(request)
+    for tree, expected in zip(drafter.propose(requests, limits), alone, strict=True):
+        assert_same(tree, expected)
+
+
+def test_beams_are_those_of_plain_decoding(workshop: Workshop, plain: LLM, checkpoints: Checkpoints) -> None:
+    params = SamplingParams(beam_width=3, n=3, max_tokens=16)
+    expected = plain.generate(TEXTS, params)
+    llm = LLM(
+        checkpoints.target,
+        draft_model=workshop.model if workshop.method.uses_model else None,
+        speculative_config={"method": workshop.name},
+        dtype="float64",
+    )
+    results = llm.generate(TEXTS, params)
+    beams, same = ([beam for each in outputs for beam in each.outputs] for outputs in (results, expected))
+    assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in same]
+    assert [beam.score for beam in beams] == pytest.approx([beam.score for beam in same], abs=1e-12)
+    passes = sum(each.metrics.timing.target_passes for each in results)
+    drafted = sum(each.metrics.speculative_decoding.num_draft_tokens for each in results)
+    can = llm.speculating_beams
+    assert {each.metrics.verification for each in results} == {"beam" if can else None}
+    assert (passes < 16 * len(TEXTS), drafted > 0) == (can, can)
     llm.engine.check()
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM
-    from speculant.metrics import RequestMetrics
     from speculant.types import CompletionOutput, Logprobs, RequestOutput
 
 
@@ -24,7 +23,7 @@ def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
             "total_tokens": prompt_tokens + completion_tokens,
         },
         "metrics": output.metrics.to_dict(),
-        "speculation": {"on": output.metrics.verification is not None, "detail": speculation(llm, output.metrics)},
+        "speculation": {"on": output.metrics.verification is not None, "detail": speculation(llm, output)},
     }
     if output.prompt_logprobs is not None:
         columns = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
@@ -41,6 +40,8 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
     }
+    if sample.score is not None:
+        value |= {"score": sample.score, "cumulative_logprob": sample.cumulative_logprob}
     if sample.logprobs is not None:
         columns = zip(sample.token_ids, sample.logprobs, strict=True)
         value["logprobs"] = [_logprob(token, entry) for token, entry in columns]
@@ -52,8 +53,11 @@ def _logprob(token: int, entry: Logprobs) -> dict[str, Any]:
     return {"token": token, **asdict(entry[token]), "top": {other: each.logprob for other, each in entry.items()}}
 
 
-def speculation(llm: LLM, metrics: RequestMetrics) -> str:
+def speculation(llm: LLM, output: RequestOutput) -> str:
     """Say what drafted for a request, or why nothing did."""
+    metrics, searched = output.metrics, any(sample.score is not None for sample in output.outputs)
+    if llm.speculating and searched and not llm.speculating_beams:
+        return f"{llm.speculation}, but not for a beam search"
     if llm.speculating and metrics.verification is None:
         return "switched off for this request"
     if metrics.verification is None:
@@ -68,7 +72,7 @@ def figures(llm: LLM, output: RequestOutput) -> str:
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s
     made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
-    detail = speculation(llm, output.metrics)
+    detail = speculation(llm, output)
     if output.metrics.verification is None:
         return f"{made}; speculation is off: {detail}"
     return (

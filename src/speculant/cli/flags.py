@@ -88,6 +88,10 @@ class SamplingFlags(FlagGroup):
     prompt_logprobs: Annotated[int, "The same for the prompt's tokens (with --json)."]
     skip_special_tokens: Annotated[bool, "Leave special tokens out of the text."]
     speculation: Annotated[str, "This request's speculation: off, or KEY=VALUE,... such as num_speculative_tokens=3."]
+    beam_width: Annotated[int, "Search for the likeliest text with this many beams instead of sampling."]
+    length_penalty: Annotated[
+        float, "A beam's score is its log-probability / length ** this; higher favours long ones."
+    ]
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return what the flags describe; `defaults` fill in for those that were not given."""
@@ -96,7 +100,9 @@ class SamplingFlags(FlagGroup):
             values["logit_bias"] = parse_mapping("--logit-bias", values["logit_bias"])
         if "speculation" in values:
             values["speculation"] = parse_speculation(values["speculation"])
-        return dataclasses.replace(defaults or SamplingParams(), **values)
+        if defaults is None or "beam_width" in values:  # a beam search has no use for advice on sampling
+            defaults = SamplingParams()
+        return dataclasses.replace(defaults, **values)
 
     @classmethod
     def _default_text(cls, name: str) -> str:

@@ -54,6 +54,8 @@ class DrafterNeeds:
     hidden_layers: target layers whose hidden states it wants in `observe`.
     target_inputs: it adds rows of its own to the target's pass.
     max_positions: the longest sequence it can draft for; None = any.
+    nodes_per_beam: how many nodes it drafts for each beam of a beam search in each round. For those it is asked to
+    extend `live_tree()`, which its tree then begins with. None = it is never asked, and beam search is plain.
     """
 
     max_nodes: int | None = None
@@ -64,6 +66,7 @@ class DrafterNeeds:
     hidden_layers: tuple[int, ...] = ()
     target_inputs: bool = False
     max_positions: int | None = None
+    nodes_per_beam: int | None = None
 
 
 class Drafter(Protocol):
@@ -76,7 +79,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Return one tree per sequence with at most `limits[i]` nodes; an empty one is legal."""
+        """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree()`.
+
+        An empty one is legal.
+        """
         ...
 
     def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:

@@ -1,4 +1,7 @@
-"""A small model that drafts a chain token by token [000, 001 D3, 002 algorithm 1], or a tree level by level [003]."""
+"""A small model that drafts a chain token by token [000, 001 D3, 002 algorithm 1], or a tree level by level [003].
+
+Where the target keeps beams it searches ahead of them, with more beams [002 A.4].
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_o
 from speculant.errors import ConfigError
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM, Chain
+from speculant.models.beams import draft_beams
 from speculant.models.branching import Branching, Shape
 from speculant.models.chains import grow
 from speculant.models.follower import Follower
@@ -21,6 +25,7 @@ from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=5, uses_model=True, preferred=True)  # seed 001 D8
+NODES_PER_BEAM = 2
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class ModelDrafter:
             usual_nodes=nodes,
             own_cache=True,
             max_positions=model.max_positions,
+            nodes_per_beam=NODES_PER_BEAM,
         )
         self._follower = Follower(model, cache, chances, max_num_batched_tokens)
         self._branching, self._vocab_size, self._kernels = branching, vocab_size, kernels
@@ -78,7 +84,9 @@ class ModelDrafter:
     def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         drafting = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit > 0]
-        made = self._grow_chains(drafting) if self._branching is None else self._grow_trees(drafting, self._branching)
+        others = [(seq, limit) for seq, limit in drafting if seq.beams is None]
+        made = self._grow_chains(others) if self._branching is None else self._grow_trees(others, self._branching)
+        made |= self._search([(seq, limit) for seq, limit in drafting if seq.beams is not None])
         return [made.get(seq.seq, DraftTree.empty()) for seq in seqs]
 
     def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
@@ -93,6 +101,13 @@ class ModelDrafter:
         trees = plan_trees([self._follower], drafting)
         grow_trees([self._follower], trees, branching, self._vocab_size, self._kernels)
         return {tree.request.seq: tree.draft() for tree in trees if tree.tokens}
+
+    def _search(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
+        """Search ahead of the target's beams, no deeper than other trees are."""
+        if self._branching is not None:
+            level = NODES_PER_BEAM * self._branching.depth
+            drafting = [(seq, min(limit, level * seq.beams.width)) for seq, limit in drafting if seq.beams]
+        return draft_beams(self._follower, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
 
 
 def _tree(chain: Chain) -> DraftTree:

@@ -25,13 +25,17 @@ _DRAFTERS, _RULES = "speculant.drafting", "speculant.verification"
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and what stands around it. `speculation` says what drafts, or why nothing does."""
+    """An engine and what stands around it. `speculation` says what drafts, or why nothing does.
+
+    drafting_beams: whether it drafts for beam searches too.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     checkpoint: Checkpoint
     limits: Limits
     drafting: bool
+    drafting_beams: bool
     speculation: str
 
 
@@ -62,7 +66,8 @@ def build_engine(config: EngineConfig) -> Built:
     says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
     if spec and drafter and spec.verification in rules and not rules[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
-    return Built(engine, tokenizer, target, limits, drafter is not None, says)
+    beams = drafter is not None and drafter.needs.nodes_per_beam is not None
+    return Built(engine, tokenizer, target, limits, drafter is not None, beams, says)
 
 
 def load_rules() -> dict[str, Verifier]:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from speculant.beams import Beams, Hypothesis
 from speculant.cache.base import KVCache
 from speculant.engine.runner import Fed
+from speculant.errors import RequestError
 from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The tokens a request gained in one step, and how they are told to the caller."""
+    """The tokens a request gained in one step, and how they are told to the caller.
+
+    A beam search tells nothing until it is over, and then its runners-up's tokens too. left: its text does not go
+    on from the one before, so that `tokens` are none.
+    """
 
     request: Request
     tokens: list[int]
     outputs: list[StepOutput]
+    left: bool = False
 
 
 def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
@@ -42,12 +50,78 @@ def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: 
     return Committed(request, tokens, _outputs(request, tokens, len(verdict.path)))
 
 
+def commit_beams(fed: Fed, beams: Beams, cache: KVCache, now: float) -> Committed:
+    """Let a beam search go on from `beams`, or end with them; make tokens and cache agree.
+
+    Of what was fed the cache keeps what is the trunk's, or the winner's, but for its newest token.
+    """
+    request = fed.item.request
+    _record_rounds(fed, beams)
+    request.rounds += 1
+    request.beams = beams
+    if beams.live:
+        return _follow(fed, beams.trunk, cache)
+    committed = _follow(fed, beams.finished[0].tokens, cache) if beams.finished else Committed(request, [], [])
+    for each, hypothesis in zip_longest(request.outcomes, beams.finished[: len(request.outcomes)]):
+        committed.outputs.extend(_end_without(each) if hypothesis is None else _become(each, hypothesis, now))
+    return committed
+
+
+def _record_rounds(fed: Fed, beams: Beams) -> None:
+    """Count what a draft was good for: every round that a pass takes beyond its first."""
+    request = fed.item.request
+    live = request.reached - len(request.tokens)  # how deep the live hypotheses lie
+    drafted = [depth - live for depth in fed.tree.depths if depth > live]
+    if drafted:
+        stood = len(request.prompt) + beams.rounds - request.reached - 1
+        tested = stood + (bool(beams.live) and stood < max(drafted))
+        request.metrics.speculative_decoding.record(len(drafted), stood, tested)
+
+
+def _follow(fed: Fed, text: Sequence[int], cache: KVCache) -> Committed:
+    """Make `text` the output of a search."""
+    request, base = fed.item.request, len(fed.item.request.tokens)
+    tokens = [*request.prompt, *text]
+    agreed = next((i for i, (old, new) in enumerate(zip(request.tokens, tokens, strict=False)) if old != new), base)
+    kept = min(agreed, len(tokens) - 1)
+    if kept < base:
+        cache.truncate_to(request.seq, kept)
+    else:
+        cache.keep_path(request.seq, base, fed.tree.path_along(tokens[base:-1]))
+    request.tokens = tokens
+    return Committed(request, tokens[base:] if agreed == base else [], [], left=agreed < base or len(tokens) < base)
+
+
+def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOutput]:
+    """End a request with a finished hypothesis."""
+    request.tokens = [*request.prompt, *hypothesis.tokens]
+    request.hypothesis = hypothesis
+    stopped = hypothesis.tokens[-1] in request.end_token_ids
+    request.finish_reason, request.stop_reason = ("stop", hypothesis.tokens[-1]) if stopped else ("length", None)
+    for token in hypothesis.tokens:
+        if request.watch is not None:
+            request.watch.push(token)
+    request.metrics.timing.record_tokens(now, len(hypothesis.tokens))
+    return _outputs(request, hypothesis.tokens, 0)
+
+
+def _end_without(request: Request) -> list[StepOutput]:
+    """End a request for which a search found no hypothesis: there are too few possible texts."""
+    asked = f"n={request.params.n} hypotheses were asked for and there are {request.index} possible texts"
+    return [_fail(request, RequestError(asked, "lower n, or ban fewer tokens."))]
+
+
 def fail(request: Request, error: Exception) -> Committed:
-    """End a request by an error; what was committed before stays."""
+    """End a request by an error; what was committed before stays. With a beam search end its runners-up."""
+    return Committed(request, [], [_fail(each, error) for each in request.outcomes])
+
+
+def _fail(request: Request, error: Exception) -> StepOutput:
     request.finish_reason, request.error = "error", error
+    if request.params.beam_width is not None:  # what its hypotheses begin with is no part of a result yet
+        request.tokens, request.hypothesis = list(request.prompt), None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
-    told = StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
-    return Committed(request, [], [told])
+    return StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
 
 
 def take_back(request: Request, num_output: int) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
@@ -87,7 +88,9 @@ class Engine:
         samples = [self._make_request(prompt, params, request_id, index, watch) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.salt = priority, salt
-        self._scheduler.add(samples)
+        if params.beam_width is not None:
+            self._begin_search(*samples)
+        self._scheduler.add([sample for sample in samples if not sample.is_runner_up])
         self._requests.update({sample.seq: sample for sample in samples})
         return samples
 
@@ -112,8 +115,8 @@ class Engine:
         committed, draft_s, verify_s = self._run(schedule.without_finished())
         committed += failed
         for each in committed:
-            if each.request.finished:
-                self._end(each.request)
+            for ended in each.request.outcomes if each.request.finished else ():
+                self._end(ended)
         self._count(schedule, committed)
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
@@ -175,14 +178,18 @@ class Engine:
         return failed
 
     def _end(self, request: Request) -> None:
-        if self._parts.drafter is not None and request in self._scheduler.running:
-            self._parts.drafter.end(request)
-        self._scheduler.remove(request)
+        if not request.is_runner_up:
+            self._release(request)
         del self._requests[request.seq]
         self.metrics.finished += request.finish_reason in ("stop", "length")
         self.metrics.aborted += request.finish_reason == "abort"
         self.metrics.failed += request.finish_reason == "error"
         self.metrics.lossy += not request.metrics.lossless
+
+    def _release(self, request: Request) -> None:
+        if self._parts.drafter is not None and request in self._scheduler.running:
+            self._parts.drafter.end(request)
+        self._scheduler.remove(request)
         self.metrics.prompt_tokens += len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
 
@@ -212,10 +219,27 @@ class Engine:
         self._set_rule(request)
         return request
 
+    def _begin_search(self, first: Request, *others: Request) -> None:
+        """Make the first of a prompt's samples the one that searches for all of them."""
+        params, limits = first.params, self._options.limits
+        assert params.beam_width is not None, "no beam search was asked for"
+        longest = limits.max_model_len - len(first.prompt)
+        first.beams = Beams(
+            params.beam_width,
+            params.length_penalty,
+            first.end_token_ids,
+            longest=min(longest, params.max_tokens or longest),
+            reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
+        )
+        first.runners_up = others
+
     def _set_rule(self, request: Request) -> None:
         """Choose how the request's drafts will be checked; without drafting, `match` is plain sampling."""
         drafter, wanted = self._parts.drafter, request.params.speculation
         if drafter is None or wanted is False:
+            return
+        if request.params.beam_width is not None:
+            request.metrics.verification = "beam" if drafter.needs.nodes_per_beam else None
             return
         named = wanted.get("verification") if not isinstance(wanted, bool) and wanted else None
         rule = named or self._options.verification
@@ -251,7 +275,7 @@ class Engine:
 
     def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
         self.metrics.steps += 1
-        self.metrics.tokens += sum(len(each.tokens) for each in committed)
+        self.metrics.tokens += sum(output.token is not None for each in committed for output in each.outputs)
         self.metrics.preemptions += len(schedule.preempted)
         self._note_standing()
 

@@ -52,6 +52,11 @@ class Frontend:
         return self._built.drafting
 
     @property
+    def speculating_beams(self) -> bool:
+        """Whether drafts are made for beam searches too."""
+        return self._built.drafting_beams
+
+    @property
     def speculation(self) -> str:
         """What drafts, and how long; or why nothing does."""
         return self._built.speculation

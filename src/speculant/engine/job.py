@@ -84,6 +84,8 @@ class Job:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             logprobs=[self._readable(entry) for entry in request.logprobs] if asked else None,
+            cumulative_logprob=request.cumulative_logprob,
+            score=request.score,
         )
 
     def _prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:

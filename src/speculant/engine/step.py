@@ -10,15 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.commit import Committed, commit, fail, record_prompt, take_back
+from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, take_back
 from speculant.engine.runner import Fed, run_target
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
+from speculant.sampling.ranking import rank
 from speculant.scheduling.draft_length import DraftLength, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Verdict
@@ -75,15 +77,17 @@ def step(parts: Parts, schedule: Schedule) -> tuple[list[Committed], Timing]:
 
 
 def propose(parts: Parts, schedule: Schedule) -> list[DraftTree]:
-    """Ask the drafter for a tree per sequence, within each one's limit."""
+    """Ask the drafter for a tree per sequence, within each one's limit; a beam search has one without it."""
     if parts.drafter is None:
-        return [DraftTree.empty()] * len(schedule.items)
+        return [item.tree for item in schedule.items]
     needs, longest = parts.drafter.needs, parts.limits.max_model_len
-    limits = draft_limits(schedule, parts.draft_length, needs.max_nodes, min(longest, needs.max_positions or longest))
-    return parts.drafter.propose([item.request for item in schedule.items], limits)
+    longest = min(longest, needs.max_positions or longest)
+    limits = draft_limits(schedule, parts.draft_length, needs.max_nodes, longest, needs.nodes_per_beam)
+    drafts = parts.drafter.propose([item.request for item in schedule.items], limits)
+    return [draft if draft.size else item.tree for item, draft in zip(schedule.items, drafts, strict=True)]
 
 
-def settle(parts: Parts, fed: Fed, verdict: Verdict | None, timing: Timing) -> Committed:
+def settle(parts: Parts, fed: Fed, verdict: Verdict | Beams | None, timing: Timing) -> Committed:
     """Commit one sequence's share of a step; a failure ends that request and no other."""
     request = fed.item.request
     num_output = request.num_output
@@ -92,15 +96,26 @@ def settle(parts: Parts, fed: Fed, verdict: Verdict | None, timing: Timing) -> C
         if fed.prompt_logits is not None:
             record_prompt(request, fed.prompt_logits)
         committed = Committed(request, [], [])
-        if verdict is not None:
+        if isinstance(verdict, Beams):
+            committed = commit_beams(fed, verdict, parts.cache, timing.verified)
+        elif verdict is not None:
             committed = commit(fed, verdict, parts.cache, parts.limits.max_model_len, timing.verified)
         parts.cache.index_prefix(request.seq, request.tokens)
-        if parts.drafter is not None and committed.tokens:
-            parts.drafter.observe(request, committed.tokens)
+        if parts.drafter is not None:
+            tell(parts.drafter, committed)
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
         take_back(request, num_output)
         return fail(request, error)
     return committed
+
+
+def tell(drafter: Drafter, committed: Committed) -> None:
+    """Let the drafter hear of new tokens; a text that does not go on from the one before begins anew."""
+    if committed.tokens:
+        drafter.observe(committed.request, committed.tokens)
+    elif committed.left and not committed.request.finished:
+        drafter.end(committed.request)
+        drafter.begin(committed.request)
 
 
 @contextmanager
@@ -115,13 +130,16 @@ def undone_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[
         raise
 
 
-def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict]:
-    """Make the target's laws for all sequences at once, then let each one's rule decide; verdicts by sequence."""
+def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict | Beams]:
+    """Make the target's laws for all sequences at once, then let each one's rule decide; verdicts by sequence.
+
+    That of a beam search is what becomes of it.
+    """
     if not ready:
         return {}
     nodes = [node for fed in ready for node in _nodes(fed, _rule(parts, fed))]
     laws = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, parts.kernels)
-    verdicts, first = {}, 0
+    verdicts, first = dict[int, Verdict | Beams](), 0
     for fed in ready:
         end = first + fed.tree.size + 1
         verdicts[fed.item.request.seq] = _verdict(parts, fed, laws[first:end])
@@ -138,5 +156,9 @@ def _nodes(fed: Fed, rule: Verifier) -> list[Node]:
     return [Node(request, tree.tokens_to(node), rule.needs.softened) for node in range(-1, tree.size)]
 
 
-def _verdict(parts: Parts, fed: Fed, laws: Tensor) -> Verdict:
-    return _rule(parts, fed).verify(fed.tree, laws, parts.chances.verify(fed.item.request))
+def _verdict(parts: Parts, fed: Fed, laws: Tensor) -> Verdict | Beams:
+    request, tree = fed.item.request, fed.tree
+    if request.beams is not None:
+        texts = [(*request.output, *tree.tokens_to(node)) for node in range(-1, tree.size)]
+        return request.beams.learn(dict(zip(texts, rank(laws, request.beams.num_continuations), strict=True)))
+    return _rule(parts, fed).verify(tree, laws, parts.chances.verify(request))

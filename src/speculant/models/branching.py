@@ -26,6 +26,11 @@ class Branching(Protocol):
         """How large a tree can become."""
         ...
 
+    @property
+    def depth(self) -> int:
+        """How deep a tree can become."""
+        ...
+
     def children(self, node: Any, laws: Laws, pick: Pick, distinct: bool) -> list[Child]:
         """Draw a node's children; `distinct` = `pick` gives the same token for the same law."""
         ...
@@ -58,6 +63,11 @@ class Shape:
     def most_nodes(self) -> int:
         """See `Branching.most_nodes`."""
         return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """See `Branching.depth`."""
+        return max(map(len, self.paths))
 
     def is_whole(self) -> bool:
         """Whether every node's parent and elder siblings are there."""

@@ -23,7 +23,8 @@ _WIDEN = 8  # further to look while they are too few
 class Node:
     """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
 
-    softened: a greedy request's law is that at temperature 1, so that there is a second best.
+    softened: a greedy request's law is that at temperature 1, so that there is a second best. That of a
+    beam search always is.
     """
 
     request: Request
@@ -33,7 +34,8 @@ class Node:
     @property
     def params(self) -> SamplingParams:
         """The settings that make the law."""
-        return self.request.params.softened if self.softened else self.request.params
+        softened = self.softened or self.request.beams is not None
+        return self.request.params.softened if softened else self.request.params
 
 
 def distribution(logits: Tensor, nodes: Sequence[Node], kernels: Kernels | None = None) -> Tensor:

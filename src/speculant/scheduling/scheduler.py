@@ -2,6 +2,7 @@
 
 There is no prefill and no decode: a sequence feeds what its cache has not seen, as far as the token
 budget and the caches' memory go. One that is caught up but for its newest token may also carry a draft.
+The live hypotheses of a beam search are no draft: they have to be fed, if need be some of them at a time.
 
     add ---> waiting ---admit---> running ---remove--->
                 ^                    |
@@ -11,22 +12,31 @@ budget and the caches' memory go. One that is caught up but for its newest token
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.policy import POLICIES, Standing
-from speculant.types import Request
+from speculant.types import DraftTree, Request
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`count` committed tokens of a request that this step feeds, from position `start` on."""
+    """`count` committed tokens of a request that this step feeds, from position `start` on.
+
+    tree: what has to be fed behind the newest of them, the live hypotheses of a beam search.
+    """
 
     request: Request
     start: int
     count: int
+    tree: DraftTree = field(default_factory=DraftTree.empty)
+
+    @property
+    def num_rows(self) -> int:
+        """What all this takes of the budget and of the cache."""
+        return self.count + self.tree.size
 
     @property
     def tokens(self) -> list[int]:
@@ -40,15 +50,17 @@ class Scheduled:
 
     @property
     def decodes(self) -> bool:
-        """Whether only the newest token was missing, so that a draft may follow it."""
-        return self.completes and self.count == 1
+        """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
+        beams = self.request.beams
+        whole = beams is None or (beams.together and self.tree.size == self.request.waiting_tree().size)
+        return self.completes and self.count == 1 and whole
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One step's work: who feeds what, who came and who was set aside before it.
 
-    `plan` has counted the items' tokens in the target's cache and `spare_tokens` are left of the
+    `plan` has counted the items' rows in the target's cache and `spare_tokens` are left of the
     budget: what is left of both, drafts may use.
     """
 
@@ -67,7 +79,7 @@ class Schedule:
         for place, item in enumerate(self.items):
             plan = cache.plan()
             for other in self.items[place:]:
-                plan.take(other.request.seq, other.count)
+                plan.take(other.request.seq, other.num_rows)
             yield replace(self, items=[item], plan=plan)
 
 
@@ -120,7 +132,7 @@ class Scheduler:
             if items is not None or last is None:
                 for item in items or ():
                     self._unfed.pop(item.request.seq, None)
-                spare = self._limits.max_num_batched_tokens - sum(item.count for item in items or ())
+                spare = self._limits.max_num_batched_tokens - sum(item.num_rows for item in items or ())
                 return Schedule(items or [], plan, spare, admitted, preempted)
             self._preempt(last)
             preempted.append(last)
@@ -129,14 +141,30 @@ class Scheduler:
         """Give each in its turn what it can use of the budget; None if somebody before the last finds no memory."""
         budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
         for request in sorted(self.running, key=self._turn):
-            count = min(self._backlog(request), budget, plan.room(request.seq))
-            if count:
-                plan.take(request.seq, count)
-                items.append(Scheduled(request, self._target.length(request.seq), count))
-                budget -= count
-            elif budget and request is not last:
+            item = self._feed(request, min(budget, plan.room(request.seq)))
+            if item is not None:
+                plan.take(request.seq, item.num_rows)
+                items.append(item)
+                budget -= item.num_rows
+            elif request is not last and self._least(request) <= budget:
                 return None
         return items
+
+    def _feed(self, request: Request, most: int) -> Scheduled | None:
+        """Return what a request feeds of `most` rows, if anything.
+
+        Where not one hypothesis finds room behind it, the newest token waits for a pass that has some.
+        """
+        item = Scheduled(request, self._target.length(request.seq), min(self._backlog(request), most))
+        if item.completes:
+            item = replace(item, tree=request.waiting_tree(most - item.count))
+            if not item.tree.size and request.reached > len(request.tokens):
+                item = replace(item, count=item.count - 1)
+        return item if item.count else None
+
+    def _least(self, request: Request) -> int:
+        """Return with how few rows a request gets on: the newest token takes one hypothesis with it."""
+        return 1 if self._backlog(request) > 1 else 1 + request.reached - len(request.tokens)
 
     def _admit(self) -> list[Request]:
         """Move waiting requests to running while there is room for what they have to feed; return them."""
@@ -172,9 +200,9 @@ class Scheduler:
         """Whether everything that the running requests and this one have to feed is held at once."""
         plan = cache.plan()
         for other in self.running:
-            behind = max(0, len(other.tokens) - cache.length(other.seq))  # a drafter may be ahead
+            behind = max(0, other.reached - cache.length(other.seq))  # a drafter may be ahead
             plan.take(other.seq, min(plan.room(other.seq), behind))
-        return plan.room(request.seq) >= len(request.tokens) - cache.length(request.seq)
+        return plan.room(request.seq) >= request.reached - cache.length(request.seq)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling still feeds their common prompt: the others start from its cache."""

@@ -84,10 +84,20 @@ def test_every_sampling_field_arrives() -> None:
         skip_special_tokens=False,
         speculation=False,
     )
-    changed = [
-        f.name for f in dataclasses.fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)
-    ]
-    assert changed == [], "the test must move every field off its default"
+    beams = _run("--beam-width", "4", "--length-penalty", "0.5", "--max-tokens", "16")["sampling"].params()
+    assert beams == SamplingParams(beam_width=4, length_penalty=0.5)  # goes with few of the others
+    moved = _moved(params) | _moved(beams)
+    assert moved == set(SamplingFlags.names()), "the test must move every field off its default"
+
+
+def _moved(params: SamplingParams) -> set[str]:
+    return {f.name for f in dataclasses.fields(params) if getattr(params, f.name) != getattr(SamplingParams(), f.name)}
+
+
+def test_a_checkpoint_s_advice_on_sampling_is_not_for_a_beam_search() -> None:
+    advice = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
+    assert _run("--top-k", "3")["sampling"].params(advice).temperature == 0.6
+    assert _run("--beam-width", "2")["sampling"].params(advice) == SamplingParams(beam_width=2, max_tokens=NEW_TOKENS)
 
 
 def test_engine_flags_arrive_as_arguments() -> None:

@@ -55,6 +55,21 @@ def test_samples_are_listed(checkpoints: Checkpoints) -> None:
     assert value["usage"]["completion_tokens"] == 24
 
 
+def test_beams_are_listed_with_their_scores(checkpoints: Checkpoints) -> None:
+    value = _json(checkpoints, "--beam-width", "3", "--n", "2", "--max-tokens", "8", "--length-penalty", "0.5")
+    assert [beam["score"] for beam in value["outputs"]] == sorted((b["score"] for b in value["outputs"]), reverse=True)
+    assert value["score"] == pytest.approx(value["cumulative_logprob"] / len(value["token_ids"]) ** 0.5)
+    assert value["metrics"]["speculative_decoding"]["verification"] == "beam"
+    assert value["speculation"]["detail"].endswith("verified by beam")
+
+
+def test_it_says_which_drafters_leave_beams_alone(checkpoints: Checkpoints) -> None:
+    ngram = ("--speculative-config", "method=ngram", "--max-tokens", "4")
+    result = _invoke(PROMPT, "--model", checkpoints.target, *ngram, "--beam-width", "2")
+    assert "speculation is off: ngram, 4 tokens a step, but not for a beam search" in result.stderr
+    assert "but not for" not in _invoke(PROMPT, "--model", checkpoints.target, *ngram).stderr
+
+
 def test_logprobs_are_reported(checkpoints: Checkpoints) -> None:
     value = _json(checkpoints, "--max-tokens", "3", "--ignore-eos", "--logprobs", "2", "--prompt-logprobs", "1")
     assert [entry["token"] for entry in value["logprobs"]] == value["token_ids"]

@@ -44,6 +44,8 @@ BAD: dict[str, list[Any]] = {
         {"num_speculative_tokens": None},
         {"verification": None},
     ],
+    "beam_width": [0, -1, MAX_N + 1, 2.0, "2", True],
+    "length_penalty": [-11, 11, NAN, None, "long", 0.5],  # 0.5 is for a beam search, and there is none
 }
 
 
@@ -65,6 +67,38 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         SamplingParams.from_mapping({"temprature": 1.0})
     with pytest.raises(ConfigError, match=r"'method'(?s:.*)num_speculative_tokens, verification|use one of"):
         SamplingParams(speculation={"method": "x"})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"stop": "x"},
+        {"logprobs": 0},
+        {"speculation": {"verification": "match"}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_beam_search_refuses_what_it_has_no_use_for(asked: dict[str, Any]) -> None:
+    (name,) = asked
+    with pytest.raises(ConfigError, match=rf"{name}=.* does not go with beam_width=3(?s:.*)leave out {name}"):
+        SamplingParams(beam_width=3, **asked)
+    SamplingParams(**asked)
+
+
+def test_a_beam_search_returns_no_more_than_it_keeps() -> None:
+    with pytest.raises(ConfigError, match="n=4 is above beam_width=3"):
+        SamplingParams(beam_width=3, n=4)
+
+
+def test_a_beam_search_takes_the_rest() -> None:
+    SamplingParams(beam_width=3, n=3, temperature=0, top_k=-1, seed=1, length_penalty=-0.5)
+    SamplingParams(beam_width=MAX_N, repetition_penalty=1.1, min_tokens=3, stop_token_ids=[1], prompt_logprobs=1)
+    SamplingParams(beam_width=1, speculation={"num_speculative_tokens": 2, "verification": "auto"})
+    SamplingParams(beam_width=1, speculation=False, length_penalty=10)
 
 
 def test_the_limits_themselves_are_allowed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speculant.beams import Beams, Hypothesis
 from speculant.params import SamplingParams
 from speculant.scheduling.draft_length import Fixed, draft_limits, room
 from speculant.scheduling.scheduler import Schedule, Scheduled
@@ -44,9 +46,10 @@ def limits_of(
     memory: int = 100,
     max_nodes: int | None = None,
     max_len: int = 100,
+    nodes_per_beam: int | None = None,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    return draft_limits(schedule, Fixed(length), max_nodes, max_len)
+    return draft_limits(schedule, Fixed(length), max_nodes, max_len, nodes_per_beam)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,46 @@ def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
     request: Request = make_request([1] * 5, params=SamplingParams(max_tokens=100))
     assert limits_of([Scheduled(request, 0, 3), Scheduled(request, 0, 5), Scheduled(request, 3, 2)]) == [0, 0, 0]
     assert limits_of([Scheduled(request, 4, 1)]) == [4]
+
+
+def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:
+    """Schedule a search of four beams, two of them alive behind a prompt of five: six nodes."""
+    request = make_request([1] * 5, params=SamplingParams(beam_width=4, max_tokens=max_tokens))
+    live = tuple(Hypothesis((token,) * rounds, -1.0) for token in range(2))
+    request.beams = Beams(4, 1.0, frozenset(), max_tokens, 50, rounds, live)
+    return Scheduled(request, 4, 1, request.waiting_tree())
+
+
+def test_a_search_wishes_for_rounds() -> None:
+    assert limits_of([searching(), decoding()], nodes_per_beam=2) == [4 * 4 * 2, 4]
+    assert limits_of([searching(), decoding()], nodes_per_beam=None) == [0, 4]
+    assert limits_of([searching()], nodes_per_beam=2, max_nodes=3) == [32], "its own trees have nothing to do with it"
+
+
+@pytest.mark.parametrize(("max_tokens", "rounds"), [(20, 4), (8, 4), (7, 3), (5, 1), (4, 0)])
+def test_a_search_is_not_drafted_beyond_its_end(max_tokens: int, rounds: int) -> None:
+    """Its hypotheses have three tokens: n rounds drafted, and one more, make n + 4."""
+    assert limits_of([searching(3, max_tokens)], nodes_per_beam=1) == [4 * rounds]
+    assert limits_of([searching(3)], nodes_per_beam=1, max_len=max_tokens + 5) == [4 * rounds]
+
+
+def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
+    """Then the limit is what is left of budget and memory for the draft itself."""
+    item = searching()
+    assert item.request.beams is not None
+    beams = item.request.beams.learn({(0, 0, 0): ((1, -1.0),)})
+    item.request.beams = beams
+    waiting = dataclasses.replace(item, tree=item.request.waiting_tree())
+    assert (waiting.tree.size, item.request.live_tree().size) == (3, 6)
+    assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=13) == [10, 0]
+    assert limits_of([waiting, decoding()], nodes_per_beam=2, memory=37) == [32, 2]
+    assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=3) == [0, 3]
+
+
+def test_a_search_that_is_fed_in_parts_gets_no_draft() -> None:
+    item = searching()
+    assert limits_of([dataclasses.replace(item, tree=item.request.waiting_tree(3))], nodes_per_beam=2) == [0]
+    assert limits_of([dataclasses.replace(item, start=3, count=2)], nodes_per_beam=2) == [0]
 
 
 @given(

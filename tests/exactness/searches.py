@@ -1,0 +1,80 @@
+"""Requests that search, alone and beside others, and what is asked of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from speculant.config import Limits
+from speculant.errors import RequestError
+from speculant.params import SamplingParams
+from speculant.types import Request
+from tests.exactness.laws import FULL_SUPPORT, Pair
+from tests.exactness.plain_beams import Found
+from tests.fakes import Rig, TableModel, build_rig
+
+PROMPT = (1, 0)
+CROWDED = Pair(6, 4, FULL_SUPPORT)
+CROWD_ENDS = frozenset({3})
+
+CROWD: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((0, 1, 2), {"beam_width": 4, "n": 4}),
+    ((1,) * 7, {"temperature": 0}),
+    ((2, 3), {"beam_width": 3, "n": 2, "length_penalty": 0.3, "repetition_penalty": 1.2}),
+    ((0, 1, 2, 3, 1), {"seed": 4, "n": 2}),
+    ((3, 0, 3, 0, 1, 1, 2, 2, 3), {"beam_width": 2, "n": 1, "prompt_logprobs": 1}),
+    ((0, 1, 2, 2, 1), {"temperature": 0.8, "seed": 6, "logprobs": 1}),
+]
+
+
+def add_crowd(rig: Rig) -> list[Request]:
+    """Queue searches and others."""
+    requests = []
+    for index, (prompt, settings) in enumerate(CROWD):
+        requests += rig.add(prompt, SamplingParams(**{"max_tokens": 10, **settings}), str(index))
+    return requests
+
+
+def told(requests: Sequence[Request]) -> list[Any]:
+    """Return all that callers are told of requests."""
+    return [(r.output, r.hypothesis, r.score, r.finish_reason, r.logprobs, r.prompt_logprobs) for r in requests]
+
+
+def wide(width: int, longest: int = 6, **settings: Any) -> SamplingParams:
+    """Ask for all beams of a width."""
+    return SamplingParams(**{"n": width, "beam_width": width, "max_tokens": longest, **settings})
+
+
+def searched(rig: Rig, params: SamplingParams, prompt: Sequence[int] = PROMPT) -> list[Request]:
+    """Search to the end."""
+    requests = rig.add(prompt, params)
+    rig.finish()
+    return requests
+
+
+def assert_found(requests: Sequence[Request], expected: Sequence[Found]) -> None:
+    """Assert that the samples of a search are the expected ones; those that there are no texts for end in errors."""
+    there = [request for request in requests if request.error is None]
+    best = expected[: len(requests)]
+    assert [tuple(request.output) for request in there] == [found.text for found in best]
+    assert [request.cumulative_logprob for request in there] == pytest.approx([found.logprob for found in best])
+    assert [request.score for request in there] == pytest.approx([found.score for found in best])
+    for request in there:
+        end = request.output[-1]
+        expected_end = ("stop", end) if end in request.end_token_ids else ("length", None)
+        assert (request.finish_reason, request.stop_reason) == expected_end
+    for request in requests[len(there) :]:
+        assert isinstance(request.error, RequestError)
+        assert (request.output, request.score, request.finish_reason) == ([], None, "error")
+
+
+@functools.cache
+def one_at_a_time() -> list[Any]:
+    """Return what the crowd's requests say alone, without drafts, with room for everything."""
+    rig = build_rig(TableModel(CROWDED.target, 4), limits=Limits(28, 1, 64), ends=CROWD_ENDS)
+    requests = add_crowd(rig)
+    rig.finish()
+    return told(requests)

@@ -1,0 +1,134 @@
+"""The hypotheses of a beam search are rows that have to be fed: all of them, or some at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from speculant.beams import Beams, Hypothesis
+from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.types import Request
+from tests.unit.scheduling.driver import Driver, blocks, slots
+
+LIVE = ((1, 2, 3), (1, 2, 4), (1, 5, 3), (6, 2, 7))  # nine nodes: 3 + 1 + 2 + 3
+
+
+def search(driver: Driver, num_prompt: int = 5, trunk: tuple[int, ...] = (), reach: int = 50) -> Request:
+    """Queue a search with four hypotheses behind a trunk."""
+    request = driver.add(num_prompt, max_tokens=30)
+    live = tuple(Hypothesis(trunk + text, -1.0) for text in LIVE)
+    request.beams = Beams(4, 1.0, frozenset(), 30, reach, len(trunk) + 3, live)
+    request.tokens += trunk
+    request.params = dataclasses.replace(request.params, beam_width=4)
+    return request
+
+
+def paths(item: Scheduled) -> list[tuple[int, ...]]:
+    """Return the hypotheses that a step feeds whole."""
+    return [text for text in LIVE if len(item.tree.path_along(text)) == len(text)]
+
+
+def next_after_feeding(driver: Driver, tokens: int, request: Request) -> Schedule:
+    """Schedule when so many of a request's tokens are held."""
+    driver.scheduler.running.append(request)
+    driver.scheduler.waiting.remove(request)
+    driver.cache.reserve(request.seq, tokens)
+    return driver.scheduler.schedule()
+
+
+@pytest.mark.parametrize(
+    ("budget", "fed"),
+    [(50, LIVE), (10, LIVE), (9, LIVE[:3]), (7, LIVE[:3]), (6, LIVE[:2]), (5, LIVE[:2]), (4, LIVE[:1])],
+)
+def test_as_many_hypotheses_are_fed_as_fit(budget: int, fed: tuple[tuple[int, ...], ...]) -> None:
+    driver = Driver(slots(1), max_num_seqs=1, budget=budget)
+    schedule = next_after_feeding(driver, 4, search(driver))
+    (item,) = schedule.items
+    assert (item.count, paths(item)) == (1, list(fed))
+    assert schedule.spare_tokens == budget - item.num_rows == budget - 1 - item.tree.size
+    assert schedule.plan.room(item.request.seq) == 100 - 4 - item.num_rows
+    assert item.decodes == (fed == LIVE)
+
+
+def test_those_that_were_scored_are_not_fed() -> None:
+    driver = Driver(slots(1), budget=7)
+    request = search(driver)
+    assert request.beams is not None
+    request.beams = request.beams.learn({LIVE[0]: ((1, -1.0),), LIVE[1]: ((1, -1.0),)})
+    (item,) = next_after_feeding(driver, 4, request).items
+    assert paths(item) == list(LIVE[2:])
+
+
+def test_the_newest_token_waits_for_a_pass_that_holds_a_hypothesis() -> None:
+    driver = Driver(slots(1), budget=7)
+    request = search(driver, num_prompt=9)
+    (item,) = driver.scheduler.schedule().items
+    assert (item.count, item.completes) == (7, False)
+    driver.cache.reserve(request.seq, 4)
+    (item,) = driver.scheduler.schedule().items
+    assert (item.count, paths(item)) == (5 - 1, [])
+    driver.cache.reserve(request.seq, 4)
+    (item,) = driver.scheduler.schedule().items
+    assert (item.count, paths(item)) == (1, list(LIVE[:3]))
+
+
+def test_who_decodes_goes_on_while_a_search_waits_for_room() -> None:
+    driver = Driver(slots(3), budget=5)
+    others = [driver.add(2) for _ in range(2)]
+    driver.step()
+    schedule = next_after_feeding(driver, 4, search(driver))
+    assert [item.request for item in schedule.items] == others, "three rows are no room for a hypothesis of three"
+    assert schedule.spare_tokens == 3
+    driver.scheduler.remove(others[0])
+    (other, item) = driver.scheduler.schedule().items
+    assert (other.request, paths(item)) == (others[1], list(LIVE[:1]))
+
+
+def test_a_search_that_waits_for_rows_sets_nobody_aside() -> None:
+    """It is not memory that it lacks: somebody before it uses the pass up, and who comes behind it has a row."""
+    driver = Driver(slots(3), max_num_seqs=3, budget=5, policy="first-come")
+    prompt, request, last = driver.add(3), search(driver), driver.add(2)
+    driver.scheduler.running, driver.scheduler.waiting = [prompt, request, last], []
+    driver.cache.reserve(request.seq, 4)
+    driver.cache.reserve(last.seq, 1)
+    schedule = driver.scheduler.schedule()
+    assert [item.request for item in schedule.items] == [prompt, last]
+    assert schedule.preempted == []
+
+
+def test_who_came_last_makes_room_for_a_hypothesis() -> None:
+    driver = Driver(blocks(4), max_num_seqs=2)
+    request = search(driver, num_prompt=7)
+    later = driver.add(8)
+    driver.scheduler.running, driver.scheduler.waiting = [request, later], []
+    driver.cache.reserve(request.seq, 6)
+    driver.cache.reserve(later.seq, 7)
+    schedule = driver.scheduler.schedule()
+    assert schedule.preempted == [later]
+    assert [paths(item) for item in schedule.items] == [list(LIVE)]
+
+
+def test_a_hypothesis_is_room_that_newcomers_leave() -> None:
+    """Of 16 positions the search has 5 and needs 3 more; a prompt of 9 would take them, one of 8 does not."""
+    for length, fits in ((9, False), (8, True)):
+        driver = Driver(blocks(4), max_num_seqs=2)
+        request = search(driver)
+        driver.scheduler.schedule()
+        driver.cache.reserve(request.seq, 4)
+        later = driver.add(length)
+        assert driver.scheduler.schedule().admitted == [later] * fits
+
+
+def test_hypotheses_that_lie_too_far_apart_are_reached_one_after_another() -> None:
+    """Of three places two are within reach: the trunk is the first place of the best that waits."""
+    driver = Driver(slots(1), budget=50)
+    request = search(driver, reach=2)
+    assert request.beams is not None
+    assert (request.beams.trunk, request.beams.together) == ((1,), False)
+    request.tokens += request.beams.trunk
+    (item,) = next_after_feeding(driver, 5, request).items
+    assert item.tree.token_list == [2, 3, 4, 5, 3]
+    assert not item.decodes
+    request.beams = request.beams.learn(dict.fromkeys(LIVE[:3], ((1, -1.0),)))
+    assert request.beams.trunk == (6,)
