@@ -33,9 +33,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engine": EVERYWHERE | ENGINE_AND_BELOW,
     "theory": frozenset({"metrics"}),
     "training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
+    "exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "bench": EVERYWHERE | ENGINE_AND_BELOW | {"theory", "training"},
     "serving": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"},
-    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "bench", "serving"},
+    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "exactness", "bench", "serving"},
 }
 OUTSIDE_OF_THEORY = frozenset({"numpy"})
 

@@ -11,11 +11,20 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
+from speculant.exactness.laws import EXACT, FULL_SUPPORT, Joint, Pair, completed, deviation, joint_law
+from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.enumeration import Branches, EnumeratingChances, enumerate_outcomes
-from tests.exactness.laws import EXACT, FULL_SUPPORT, Joint, Pair, completed, deviation, joint_law, transformed
-from tests.fakes import History, MakeCache, Rig, ScriptedDrafter, TableModel, both_caches, build_rig, model_drafter
+from tests.exactness.laws import transformed
+from tests.fakes import (
+    MakeCache,
+    Rig,
+    ScriptedDrafter,
+    both_caches,
+    build_rig,
+    model_drafter,
+)
 
 V = 3
 NOTHING: frozenset[int] = frozenset()

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling import chance as chance_module
 from speculant.sampling.chance import Chance, KeyedChances, KeyedNoise, Purpose, Stream, gumbel, mix
 from speculant.types import DraftTree, Request
 from speculant.verification.rejection import Rejection
-from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 
 SIGMAS = 5
 FINE = torch.ones(1 << 12)  # drawing from these tells the uniform to 12 bits

@@ -9,10 +9,20 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.draft_model import ModelDrafter
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import FULL_SUPPORT, Pair, transformed
-from tests.fakes import MakeCache, Rig, TableModel, both_caches, build_rig, few_blocks, model_drafter, paged
+from tests.exactness.laws import transformed
+from tests.fakes import (
+    MakeCache,
+    Rig,
+    both_caches,
+    build_rig,
+    few_blocks,
+    model_drafter,
+    paged,
+)
 
 V = 3
 NOTHING: frozenset[int] = frozenset()

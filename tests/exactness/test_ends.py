@@ -9,13 +9,12 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import Request, StepOutput
 from tests.fakes import (
-    History,
     MakeCache,
     Rig,
-    TableModel,
     always_right,
     both_caches,
     build_rig,

@@ -12,10 +12,10 @@ import torch
 
 from speculant import SpeculantError, speculate
 from speculant.errors import LawError
+from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.exactness.laws import EXACT, NODE_KINDS, two_laws
 from speculant.sampling.chance import Purpose, Stream
 from speculant.verification.execution import Weights
-from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from tests.exactness.laws import EXACT, NODE_KINDS, two_laws
 
 PATIENCE = 20.0  # seconds until a test that waits for another thread gives up
 Law = Sequence[float]

@@ -16,10 +16,11 @@ import torch
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.exactness.laws import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import EXACT, FULL_SUPPORT, NODE_KINDS, Pair, mean_accepted
+from tests.exactness.laws import mean_accepted
 from tests.exactness.speculation import Case, draft_model, enumerate_case
 from tests.fakes import ScriptedDrafter, few_blocks
 

@@ -9,11 +9,11 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
+from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams as Params
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier, rule_for
 from speculant.verification.lenient import build
-from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from tests.exactness.verdicts import chain_of, deterministic, distance, law_after_verdict, sampled, target_laws
 from tests.models import make_request
 

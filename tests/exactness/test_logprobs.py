@@ -7,15 +7,14 @@ import math
 import pytest
 
 from speculant.config import Limits
+from speculant.exactness.laws import FULL_SUPPORT, Pair, softmax
+from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import Logprobs, Request
-from tests.exactness.laws import FULL_SUPPORT, Pair, softmax
 from tests.fakes import (
-    History,
     MakeCache,
     Rig,
     ScriptedDrafter,
-    TableModel,
     both_caches,
     build_rig,
     model_drafter,

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.exactness.enumeration import EnumeratingChance
+from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification import rejection
-from tests.enumeration import EnumeratingChance
-from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
 from tests.exactness.verdicts import chain_of, distance, sampled
 from tests.fakes import ScriptedDrafter
+from tests.faults import always
 
 PLAIN_TO_SEE = 1e-3
 RARE = 0.4  # a draft token with less than this is "unlikely"
@@ -191,10 +192,6 @@ def without_the_token_alone(p: Tensor, q: Tensor) -> Tensor:
 def test_wrong_residuals_show(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor, Tensor], Tensor]) -> None:
     monkeypatch.setattr(rejection, "residual", fault)
     assert max(distance(rejection.Rejection(), pair, sampled(pair, chain_of(2))) for pair in PAIRS) > PLAIN_TO_SEE
-
-
-def always(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
-    return [1.0] * tree.size
 
 
 def target_probability(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:

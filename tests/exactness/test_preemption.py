@@ -10,10 +10,11 @@ import torch
 
 from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import FULL_SUPPORT, Pair
-from tests.fakes import Rig, ScriptedDrafter, TableModel, build_rig, few_blocks, model_drafter
+from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks, model_drafter
 
 V = 4
 PAIR = Pair(6, V, FULL_SUPPORT)

@@ -9,10 +9,19 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import FULL_SUPPORT, Pair
-from tests.fakes import BLOCK, Rig, ScriptedDrafter, TableModel, build_rig, few_blocks, model_drafter, slotted
+from tests.fakes import (
+    BLOCK,
+    Rig,
+    ScriptedDrafter,
+    build_rig,
+    few_blocks,
+    model_drafter,
+    slotted,
+)
 
 V = 4
 PAIR = Pair(9, V, FULL_SUPPORT)

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.types import DraftTree
 from speculant.verification.multi_draft import iterative_speculative_sample
-from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_laws
 from tests.fakes import known_rules
 

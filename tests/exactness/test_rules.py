@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from speculant.exactness.enumeration import EnumeratingChance, enumerate_outcomes
+from speculant.exactness.laws import EXACT, NODE_KINDS, Pair
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 from speculant.verification.rejection import Rejection
-from tests.enumeration import EnumeratingChance, enumerate_outcomes
-from tests.exactness.laws import EXACT, NODE_KINDS, Pair
 from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
 from tests.fakes import known_rules
 

@@ -9,9 +9,10 @@ import pytest
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from tests.exactness.laws import FULL_SUPPORT, Pair
-from tests.fakes import ScriptedDrafter, TableModel, build_rig, model_drafter
+from tests.fakes import ScriptedDrafter, build_rig, model_drafter
 
 V = 4
 PAIR = Pair(3, V, FULL_SUPPORT)

@@ -9,13 +9,14 @@ import pytest
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.specinfer import SpecInfer
+from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.models.branching import Branching, Draws, Shape
 from speculant.models.follower import Follower
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from tests.exactness.laws import EXACT, FULL_SUPPORT, Pair
 from tests.exactness.speculation import Case, enumerate_case
-from tests.fakes import ROOMY, MakeCache, TableModel, build_rig, few_blocks, known_rules, model_drafter, slotted
+from tests.fakes import ROOMY, MakeCache, build_rig, few_blocks, known_rules, model_drafter, slotted
 
 BRANCHINGS: dict[str, Branching] = {
     "pair": Shape.of_widths([2]),

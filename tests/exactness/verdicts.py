@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.exactness.laws import Joint, Pair, completed, deviation, joint_law, softmax
+from speculant.exactness.tables import History
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
-from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from tests.exactness.laws import Joint, Pair, completed, deviation, joint_law, softmax
-from tests.fakes import History
 
 Shape = tuple[int, ...]  # parents of a draft's nodes
 MakeTree = Callable[[EnumeratingChance], DraftTree]

@@ -140,13 +140,17 @@ class EngineFlags(FlagGroup):
     seed: Annotated[int, "Seeds the requests that bring no seed of their own."]
 
     def values(self) -> dict[str, Any]:
-        """Return the arguments of `LLM`."""
-        values = dict(self.given)
-        if "model" not in values:
+        """Return the arguments of `LLM`; ConfigError if no model was given."""
+        if "model" not in self.given:
             raise ConfigError(
                 "no model was given",
                 "add --model PATH_OR_ID, or --model demo --draft-model demo for the embedded pair.",
             )
+        return self.parsed()
+
+    def parsed(self) -> dict[str, Any]:
+        """Return those arguments of `LLM` that were given."""
+        values = dict(self.given)
         if "speculative_config" in values:
             values["speculative_config"] = parse_mapping("--speculative-config", values["speculative_config"])
         return values

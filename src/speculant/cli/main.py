@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from speculant.cli import bench, demo, doctor, generate, train
+from speculant.cli import bench, check_lossless, demo, doctor, generate, train
 from speculant.cli.terminal import show_error
 from speculant.errors import SpeculantError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("check-lossless", epilog=check_lossless.EXAMPLES)(check_lossless.check_lossless)
 app.add_typer(bench.app, name="bench", epilog=bench.EXAMPLES)
 app.add_typer(train.app, name="train", epilog=train.EXAMPLES)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from speculant import plugins
+from speculant.cache.base import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.engine.engine import Engine, EngineOptions
@@ -47,10 +48,10 @@ def build_engine(config: EngineConfig) -> Built:
     tokenizer = Tokenizer.from_folder(target.folder)
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative()
-    name = _method_name(spec) if spec else None
+    name = method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
-    rules, options = build_rules(spec)
-    drafter = _build_drafter(config, spec, name, options, target, tokenizer, memory) if spec and name else None
+    rules, _ = build_rules(spec)
+    drafter = build_drafter(config, target, tokenizer, memory.make)
     drafter_caches = tuple(memory.made)
     length = _draft_length(spec, name, drafter) if spec and name and drafter else 0
     engine = Engine(
@@ -85,7 +86,7 @@ def build_rules(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier], di
     return rules, {key: value for key, value in given.items() if key not in known}
 
 
-def _method_name(spec: SpeculativeConfig) -> str:
+def method_name(spec: SpeculativeConfig) -> str:
     """Return the method's name and check that a model is named just when it uses one."""
     name = spec.method or next(n for n in plugins.names(_DRAFTERS) if _method(n).preferred)
     if _method(name).uses_model and spec.model is None:
@@ -108,15 +109,14 @@ def _draft_length(spec: SpeculativeConfig, name: str, drafter: Drafter) -> int:
     return spec.num_speculative_tokens or drafter.needs.usual_nodes or _method(name).default_length
 
 
-def _build_drafter(
-    config: EngineConfig,
-    spec: SpeculativeConfig,
-    name: str,
-    options: Mapping[str, Any],
-    target: Checkpoint,
-    tokenizer: Tokenizer,
-    memory: CacheMemory,
-) -> Drafter:
+def build_drafter(
+    config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, make_cache: Callable[[CacheShape], KVCache]
+) -> Drafter | None:
+    """Make what drafts for a target; None if nothing does."""
+    spec = config.speculative()
+    if spec is None:
+        return None
+
     def load_draft(source: str) -> CausalLM:
         draft = load_model(
             source, config.dtype, config.device, role="draft",
@@ -126,7 +126,7 @@ def _build_drafter(
         return draft.model
 
     context = DrafterContext(
-        options=options,
+        options=build_rules(spec)[1],
         model=spec.model,
         vocab_size=target.model.vocab_size,
         device=target.model.cache_shape.device,
@@ -134,9 +134,9 @@ def _build_drafter(
         kernels=target.native,
         max_num_batched_tokens=config.max_num_batched_tokens,
         load_draft=load_draft,
-        make_cache=memory.make,
+        make_cache=make_cache,
     )
-    drafter: Drafter = plugins.load(_DRAFTERS, name).build(context)
+    drafter: Drafter = plugins.load(_DRAFTERS, method_name(spec)).build(context)
     return drafter
 
 

@@ -15,19 +15,17 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.engine import Engine
 from speculant.errors import SpeculantError
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import History, Table, TableModel
 from speculant.models.base import Batch
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification.match import Match
-from tests.exactness.laws import FULL_SUPPORT, Pair
 from tests.fakes import (
-    History,
     MakeCache,
     Rig,
     ScriptedDrafter,
-    Table,
-    TableModel,
     both_caches,
     build_rig,
     known_rules,

@@ -6,8 +6,17 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import CapacityError
+from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
-from tests.fakes import BLOCK, History, MakeCache, Rig, TableModel, both_caches, build_rig, few_blocks, model_drafter
+from tests.fakes import (
+    BLOCK,
+    MakeCache,
+    Rig,
+    both_caches,
+    build_rig,
+    few_blocks,
+    model_drafter,
+)
 
 V = 5
 LIMITS = Limits(max_model_len=24, max_num_seqs=2, max_num_batched_tokens=32, max_waiting=3)

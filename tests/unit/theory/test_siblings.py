@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.exactness.laws import EXACT, two_laws
 from speculant.models.branching import Pick, Shape
 from speculant.sampling.chance import KeyedNoise
 from speculant.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
 from speculant.verification.multi_draft import choose
-from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from tests.exactness.laws import EXACT, two_laws
 
 Array = NDArray[np.float64]
 MANY = 100_000  # contexts: a mean's standard error is at most 0.0016

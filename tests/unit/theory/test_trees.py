@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from speculant.drafting.draft_model import read_tree
+from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.exactness.laws import EXACT, two_laws
 from speculant.models.branching import Shape
 from speculant.theory.trees import best_tree, expected_accepted
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier
 from speculant.verification.match import Match
 from speculant.verification.multi_draft import MultiDraft
-from tests.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from tests.exactness.laws import EXACT, two_laws
 
 Path = tuple[int, ...]
 RATES = (0.55, 0.2, 0.1, 0.06, 0.04, 0.02, 0.01)

@@ -1,0 +1,262 @@
+"""`speculant check-lossless`: does this pair, drafter and rule leave the target's law untouched?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speculant.bench.workloads import code_prompt
+from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.generate import fetch
+from speculant.cli.terminal import examples, print_json, progress, results
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculant.engine.build import Built
+    from speculant.exactness.check import Report, Tell
+    from speculant.params import SamplingParams
+
+EXAMPLES = examples(
+    "speculant check-lossless",
+    "speculant check-lossless --verification rejection --temperature 0.8 --top-p 0.95 --texts 256",
+    "speculant check-lossless --model ./llama --draft-model ./llama-small --spec-length 4 --json",
+    "speculant check-lossless --model ./llama --method ngram --prompt 'def read(path):' --prompt 'import os'",
+    """speculant check-lossless --speculative-config '{"model": "demo", "tree": [2, 1]}'""",
+)
+WITHOUT = (
+    *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)  # flags of sampling that no law depends on, or that the check sets itself
+EXIT_FAILED = 1
+NUM_PROMPTS = 8  # of built-in code
+PASSED, FAILED = "green", "bold red"  # styles
+
+
+class PairFlags(EngineFlags):
+    """The same flags; the embedded pair unless another one is named."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """See `FlagGroup.names`."""
+        return EngineFlags.names()
+
+    def arguments(self, method: str | None, verification: str | None) -> dict[str, Any]:
+        """Return the engine's arguments; method and verification are keys of its speculative_config too."""
+        values = self.parsed()
+        config = dict(values.get("speculative_config", {}))
+        if "model" not in values:
+            values = _embedded(bool(method or config), **values)
+        for key, value in (("method", method), ("verification", verification)):
+            if value is not None and config.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"{key} is given twice, as {value!r} and as {config[key]!r} in --speculative-config", "keep one."
+                )
+        return {**values, "speculative_config": config or None}
+
+
+def _embedded(drafting: bool, draft_model: str | None = None, **values: Any) -> dict[str, Any]:
+    """Return the engine's arguments with the embedded target, and its draft too if nothing else is drafting."""
+    return dict(values, model="demo", draft_model=draft_model if drafting or draft_model else "demo")
+
+
+class LawFlags(SamplingFlags):
+    """Those of the flags that make a law or an end; the seeds are the check's own."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """See `FlagGroup.names`."""
+        return [name for name in SamplingFlags.names() if name not in WITHOUT]
+
+
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", help="A prompt; can be repeated. Without it, built-in code.")
+]
+Method = Annotated[str | None, typer.Option(help="What drafts [default: the draft model].")]
+Verification = Annotated[str | None, typer.Option(help="The rule that checks drafts [default: auto].")]
+Cases = Annotated[int, typer.Option(help="Random pairs of laws to enumerate.")]
+Texts = Annotated[int, typer.Option(help="Texts to draw and to test: four times as many find half the shift.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+@accepts_flags
+def check_lossless(
+    prompts: Prompts = None,
+    method: Method = None,
+    verification: Verification = None,
+    cases: Cases = 200,
+    texts: Texts = 64,
+    as_json: AsJson = False,
+    *,
+    sampling: LawFlags,
+    engine: PairFlags,
+) -> None:
+    """Check that speculation leaves the target's law untouched, for a pair of models and a way to draft.
+
+    Proves on tables, by following every branch of the real engine; tests on the pair itself that tokens
+    follow the target's law, and says how small a shift would have been found; compares greedy and seeded
+    texts with and without speculation. Exits with 1 if any of it fails.
+    """
+    params = sampling.params()
+    config = EngineConfig.from_arguments(**engine.arguments(method, verification))
+    _refuse(config, params, {"cases": cases, "texts": texts})
+    fetch(config)
+    with progress("Loading the models"):
+        built = _build(config)
+    with _parts() as tell:
+        report = _check(config, built, prompts, params, cases, texts, tell)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _show(report)
+    if not report.lossless:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _refuse(config: EngineConfig, params: SamplingParams, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError for what can't be checked, before anything is loaded."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name}={size} is not above 0", f"use for example --{name} 50.")
+    if params.greedy:
+        raise ConfigError(
+            "temperature=0 draws nothing that could be tested", "leave it out; greedy texts are compared in any case."
+        )
+    if config.speculative() is None:
+        raise ConfigError(
+            f"speculation is off: {config.why_not_speculative()}", "name a draft model, or a --method that needs none."
+        )
+
+
+def _build(config: EngineConfig) -> Built:
+    from speculant.engine.build import build_engine
+
+    return build_engine(config)
+
+
+@contextmanager
+def _parts() -> Iterator[Tell]:
+    """Offer a function that hears which part begins, and shows it while it lasts."""
+    with ExitStack() as shown:
+
+        def tell(part: str) -> None:
+            shown.close()
+            shown.enter_context(progress(part))
+
+        yield tell
+
+
+def _check(
+    config: EngineConfig,
+    built: Built,
+    prompts: Sequence[str] | None,
+    params: SamplingParams,
+    cases: int,
+    texts: int,
+    tell: Tell,
+) -> Report:
+    from speculant.exactness.check import Subject, check
+
+    given = [built.tokenizer.encode(prompt) for prompt in prompts or ()]
+    made = given or [code_prompt(built.tokenizer, index) for index in range(NUM_PROMPTS)]
+    return check(Subject(config, built, made, params), cases, texts, tell)
+
+
+def _show(report: Report) -> None:
+    value, console = report.to_dict(), results()
+    settings = value["settings"]
+    console.print(f"speculation is on: {settings['speculation']}")
+    console.print("rules: " + ", ".join(f"{rule} for {kind} requests" for kind, rule in settings["rules"].items()))
+    console.print(f"target: {settings['target']} in {settings['dtype']}, kernels: {settings['kernels']}")
+    _show_proofs(console, value["proven"])
+    _show_tests(console, value)
+    _show_identity(console, value["identity"])
+    for note in value["notes"]:
+        console.print(f"note: {note}", style="yellow")
+    console.print(f"\n{value['verdict']}", style=PASSED if value["lossless"] else FAILED)
+
+
+def _show_proofs(console: Console, proofs: Sequence[Mapping[str, Any]]) -> None:
+    console.print("\nProven, by following every branch of the engine's step, on tables in float64", style="bold")
+    for proof in proofs:
+        announced = "" if proof["announced_lossless"] else " (announces that it is not lossless)"
+        console.print(f"  {proof['rule']}{announced}, for {' and '.join(proof['requests'])} requests: ", end="")
+        _mark(console, proof["passed"])
+        console.print(
+            f"    {proof['cases']} random pairs of laws, vocabularies of {_span(proof['vocabularies'])}, "
+            f"{_span(proof['draft_nodes'])} draft tokens by {proof['draft']}"
+        )
+        found = f"    the output's joint law is within {proof['largest_deviation']:.1e} of the target's"
+        console.print(
+            f"{found} ({proof['tolerance']:.0e} is rounding); {proof['mean_accepted']:.2f} accepted on average"
+        )
+        if proof["error"]:
+            console.print(f"    broke off: {proof['error']}")
+
+
+def _span(values: Sequence[int]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def _show_tests(console: Console, value: Mapping[str, Any]) -> None:
+    console.print("\nTested on this pair", style="bold")
+    settings, (*scores, impossible) = value["settings"], value["tested"]
+    console.print(
+        f"  {settings['texts']} texts of {settings['prompts']} prompts, {impossible['tokens']} tokens, "
+        f"{value['speculation']['num_accepted_draft_tokens']} of them drafted; "
+        f"a correct sampler fails one check in {1 / settings['false_alarm']:.0f}"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("  test")
+    for heading in ("expected", "observed", "Z", "p", ""):
+        table.add_column(heading, justify="right")
+    for score in scores:
+        table.add_row(f"  {score['test']}", *_figures(score), "ok" if score["passed"] else "FAILED")
+    console.print(table)
+    for score in scores:
+        console.print(f"  {score['test']}: {_strength(score)}")
+    console.print(f"  tokens that the target can't say: {impossible['observed']} ", end="")
+    _mark(console, impossible["passed"])
+
+
+def _figures(score: Mapping[str, Any]) -> Iterator[str]:
+    for name, decimals in (("expected", 4), ("observed", 4), ("z", 2), ("p_value", 3)):
+        yield f"{score[name]:.{decimals}f}"
+
+
+def _strength(score: Mapping[str, Any]) -> str:
+    """Say what a test could have seen."""
+    shift = score["detectable_shift"]
+    if shift is None:
+        return "these settings leave no choice, so there was nothing to test"
+    size = f"{100 * shift:.2g} percentage points" if score["unit"] == "probability" else f"{shift:.2g} {score['unit']}"
+    return f"a shift of {size} in {score['what']} would have been seen in {100 * score['power']:.0f} of 100 runs"
+
+
+def _show_identity(console: Console, comparisons: Sequence[Mapping[str, Any]]) -> None:
+    console.print("\nCompared with plain decoding of each prompt alone, token for token", style="bold")
+    for each in comparisons:
+        console.print(
+            f"  {each['requests']}, {each['way']}: {each['agreeing']} of {each['texts']} texts agree ", end=""
+        )
+        _mark(console, each["passed"])
+        if each["agreeing"] < each["texts"]:
+            console.print(f"    {_difference(each)}")
+
+
+def _difference(each: Mapping[str, Any]) -> str:
+    """Say what a difference of texts means."""
+    gap = each["first_difference_gap_nats"]
+    where = "nowhere near a tie" if gap is None else f"first difference at a gap of at most {gap:.2g} nats"
+    if each["bitwise"]:
+        return f"{where}; the native kernels allow none"
+    return f"exact given the logits; {each['texts'] - each['agreeing']} of {each['texts']} texts differ, {where}"
+
+
+def _mark(console: Console, passed: bool) -> None:
+    console.print("ok" if passed else "FAILED", style=PASSED if passed else FAILED)

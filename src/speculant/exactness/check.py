@@ -1,0 +1,200 @@
+"""The whole check of a configuration: what is proven, what is tested, and what follows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from speculant.config import EngineConfig
+from speculant.engine.build import Built, build_rules
+from speculant.exactness.drafts import choose_draft
+from speculant.exactness.identity import Comparison, compare, is_filtered
+from speculant.exactness.proofs import Proof, claims, prove
+from speculant.exactness.scores import FALSE_ALARM, Scores
+from speculant.exactness.texts import complete, score_texts
+from speculant.metrics import SpeculationMetrics
+from speculant.params import SamplingParams
+from speculant.types import Request
+
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+)
+Tell = Callable[[str], None]  # hears of each part before it starts
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a configuration that speculates, its engine, and requests that sample without a seed."""
+
+    config: EngineConfig
+    built: Built
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+
+    @property
+    def kinds(self) -> dict[str, SamplingParams]:
+        """The settings of each kind of request, with which rules may be chosen."""
+        return {
+            "sampled": self.params,
+            "greedy": replace(self.params, temperature=0.0),
+            "seeded": replace(self.params, seed=0),
+        }
+
+    def requests(self) -> dict[str, Request]:
+        """Let the engine choose the rule of one request of each kind."""
+        return {kind: self._request(params) for kind, params in self.kinds.items()}
+
+    def _request(self, params: SamplingParams) -> Request:
+        (request,) = self.built.engine.add_request(self.prompts[0], params, "rule")
+        self.built.engine.abort("rule")
+        return request
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Texts held against the target's own laws. `bitwise`: those are the very laws that they were made from."""
+
+    texts: int
+    scores: Scores
+    speculation: SpeculationMetrics
+    bitwise: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether no test found a shift, and no token was impossible."""
+        return all(entry["passed"] for entry in self.to_list())
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the figures of each test as plain values for JSON."""
+        impossible = self.scores.impossible
+        return [
+            *(score.to_dict(self.scores.level) for score in self.scores.made),
+            {
+                "test": "impossible",
+                "what": "tokens whose probability is 0",
+                "tokens": self.scores.favourite.num_tokens,
+                "observed": impossible,
+                "expected": 0,
+                "passed": impossible == 0 or not self.bitwise,
+            },
+        ]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found."""
+
+    proven: Sequence[Proof]
+    tested: Scored
+    identity: Sequence[Comparison]
+    settings: Mapping[str, Any]
+
+    @property
+    def lossy(self) -> list[str]:
+        """The rules in use that announce that they change the law."""
+        return sorted({proof.claim.rule for proof in self.proven if not proof.claim.lossless})
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every part of the check holds, and every rule means to be lossless."""
+        parts = [*(proof.passed for proof in self.proven), *(each.passed for each in self.identity)]
+        return all(parts) and self.tested.passed and not self.lossy
+
+    def verdict(self) -> str:
+        """Say what follows, in a sentence."""
+        if self.lossy:
+            return f"not lossless by design: {', '.join(self.lossy)}"
+        if self.lossless:
+            return "lossless: everything that was proven, tested and compared holds"
+        failed = [
+            *(["the proof"] if not all(proof.passed for proof in self.proven) else []),
+            *(["the tests on this pair"] if not self.tested.passed else []),
+            *(["the identity of texts"] if not all(each.passed for each in self.identity) else []),
+        ]
+        return f"NOT lossless: {' and '.join(failed)} failed"
+
+    def notes(self) -> Iterator[str]:
+        """Say what limits this check."""
+        for proof in self.proven:
+            if not proof.mean_accepted:
+                yield f"no draft was ever accepted while {proof.claim.rule} was enumerated"
+        if not self.tested.speculation.num_draft_tokens:
+            yield "nothing was drafted in the tested texts: they show plain decoding alone"
+        if self.tested.scores.impossible and not self.tested.bitwise:
+            yield "tokens of probability 0 may be rounding at a filter's border on these kernels"
+        if any(each.gap is not None and each.passed for each in self.identity):
+            yield "these kernels are exact given the logits: near-ties fall otherwise in another batch"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values for JSON."""
+        return {
+            "lossless": self.lossless,
+            "verdict": self.verdict(),
+            "lossy_rules": self.lossy,
+            "proven": [proof.to_dict() for proof in self.proven],
+            "tested": self.tested.to_list(),
+            "identity": [each.to_dict() for each in self.identity],
+            "speculation": self.tested.speculation.to_dict(),
+            "settings": dict(self.settings),
+            "notes": list(self.notes()),
+        }
+
+
+def check(subject: Subject, cases: int, texts: int, tell: Tell = lambda part: None) -> Report:
+    """Prove on tables, test on the pair, and compare texts.
+
+    cases: random pairs of laws for the rule of sampled requests. texts: how many are tested.
+    """
+    tell("Enumerating on tables")
+    requests, spec = subject.requests(), subject.config.speculative()
+    assert spec is not None, "nothing drafts"
+    rules, _ = build_rules(spec)
+    draft = choose_draft(spec, rules)
+    proven = [prove(claim, draft, rules) for claim in claims(requests, cases)]
+    tested = draw_and_score(subject, texts, tell)
+    identity: list[Comparison] = []
+    for kind in ("greedy", "seeded"):
+        tell(f"Comparing {kind} texts")
+        identity += compare(subject.built, kind, subject.prompts, subject.kinds[kind])
+    return Report(proven, tested, identity, settings(subject, requests, cases, texts))
+
+
+def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
+    """Draw texts with speculation, and hold every token against the target's own law."""
+    tell("Drawing texts")
+    prompts = list(itertools.islice(itertools.cycle(subject.prompts), count))
+    texts = complete(subject.built, prompts, [subject.params] * count)
+    tell("Scoring texts")
+    scores, speculation = score_texts(subject.config, subject.built, texts), SpeculationMetrics()
+    for text in texts:
+        speculation.add(text.metrics.speculative_decoding)
+    bitwise = subject.built.checkpoint.native is not None or not is_filtered(subject.params)
+    return Scored(count, scores, speculation, bitwise)
+
+
+def settings(subject: Subject, requests: Mapping[str, Request], cases: int, texts: int) -> dict[str, Any]:
+    """Return what was checked, and how hard."""
+    built = subject.built
+    return {
+        "engine": {**asdict(subject.config), "max_model_len": built.limits.max_model_len},
+        "target": built.checkpoint.name,
+        "dtype": str(built.checkpoint.dtype).removeprefix("torch."),
+        "kernels": built.checkpoint.kernels,
+        "speculation": built.speculation,
+        "rules": {kind: request.rule for kind, request in requests.items()},
+        "sampling": _plain(subject.params),
+        "cases": cases,
+        "prompts": len(subject.prompts),
+        "texts": texts,
+        "false_alarm": FALSE_ALARM,
+    }
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    """Return the settings that make a law or an end, as values that JSON knows."""
+    bias = {str(token): value if math.isfinite(value) else str(value) for token, value in params.logit_bias.items()}
+    return {**{name: getattr(params, name) for name in SAMPLING}, "logit_bias": bias}

@@ -1,0 +1,143 @@
+"""What drafts in an enumeration: the real drafter around a table, or a table's likeliest tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from speculant import plugins
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.config import Limits, SpeculativeConfig
+from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
+from speculant.engine.build import build_rules, method_name
+from speculant.engine.engine import Engine, EngineOptions
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.speculation import Case
+from speculant.exactness.tables import History, TableModel
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chances, KeyedChances
+from speculant.scheduling.draft_length import Fixed
+from speculant.types import DraftTree, Request
+from speculant.verification.base import Verifier
+
+MakeCache = Callable[[CacheShape], KVCache]
+MakeDrafter = Callable[[Pair, Chances, Limits, MakeCache], Drafter]
+TRIAL = 8  # tokens in which a drafter that works on tables must have drafted something
+APART = 1_000_000  # between the seeds of a pair and of the tables of further draft models
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What drafts. `says` names it for people."""
+
+    says: str
+    make: MakeDrafter
+    needs: DrafterNeeds
+
+    def prompt(self, vocab_size: int) -> History:
+        """Return a prompt behind which it drafts: without a model, there must be text to look back on."""
+        return (0,) if self.needs.emits_probs else tuple(range(vocab_size)) * 2
+
+
+class Likeliest:
+    """Proposes the tokens that a pair's draft law likes best, as a drafter without laws would."""
+
+    needs = DrafterNeeds()
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        return [self._chain(tuple(seq.tokens), limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def _chain(self, history: History, limit: int) -> DraftTree:
+        tokens: list[int] = []
+        while len(tokens) < limit:
+            logits = self._pair.draft((*history, *tokens))
+            tokens.append(logits.index(max(logits)))
+        return DraftTree.chain(tokens)
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """See `Drafter.observe`."""
+
+    def end(self, seq: Request) -> None:
+        """See `Drafter.end`."""
+
+
+def choose_draft(spec: SpeculativeConfig, rules: Mapping[str, Verifier]) -> Draft:
+    """Return the configured method with its own options, if it drafts on tables; else a stand-in, and say so."""
+    name, make = method_name(spec), of_method(spec)
+    try:
+        needs, drafted = _try(make, rules)
+        why = "" if drafted else "it drafted nothing there"
+    except Exception as error:  # noqa: BLE001 - a drafter may need of its model whatever it likes
+        needs, why = DrafterNeeds(), f"{type(error).__name__}: {error}"
+    if not why:
+        return Draft(f"{name}, around tables", make, needs)
+    return Draft(f"a table's likeliest tokens, as {name} can't draft from tables ({why})", likeliest, Likeliest.needs)
+
+
+def of_method(spec: SpeculativeConfig) -> MakeDrafter:
+    """Return a maker of the real drafter, whose model is a pair's draft table; further ones have their own tables."""
+    build, (_, options) = plugins.load("speculant.drafting", method_name(spec)).build, build_rules(spec)
+
+    def make(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
+        pairs = (replace(pair, seed=pair.seed + APART * number) for number in itertools.count())
+        context = DrafterContext(
+            options=options,
+            model=spec.model,
+            vocab_size=pair.vocab_size,
+            device=torch.device("cpu"),
+            chances=chances,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            load_draft=lambda source: TableModel(next(pairs).draft, pair.vocab_size),
+            make_cache=make_cache,
+        )
+        drafter: Drafter = build(context)
+        return drafter
+
+    return make
+
+
+def likeliest(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
+    """Make the stand-in."""
+    return Likeliest(pair)
+
+
+def build_case(
+    case: Case, make: MakeDrafter, chances: Chances, rules: Mapping[str, Verifier]
+) -> tuple[Engine, Drafter]:
+    """Put the real engine together around a case's tables; its caches keep no prefixes."""
+    made: list[KVCache] = []
+
+    def make_cache(shape: CacheShape) -> KVCache:
+        made.append(SlottedKVCache(shape, case.limits.max_num_seqs, case.limits.max_model_len))
+        return made[-1]
+
+    target = TableModel(case.pair.target, case.pair.vocab_size)
+    cache = make_cache(target.cache_shape)
+    drafter = make(case.pair, chances, case.limits, make_cache)
+    options = EngineOptions(case.limits, 0, case.ends, case.verification)
+    engine = Engine(options, target, cache, chances, dict(rules), Fixed(case.length), drafter, made[1:])
+    return engine, drafter
+
+
+def _try(make: MakeDrafter, rules: Mapping[str, Verifier]) -> tuple[DrafterNeeds, bool]:
+    """Let a drafter work for a few tokens; return what it needs, and whether it drafted at all."""
+    case = Case(Pair(0, 3, FULL_SUPPORT), 2, verification="auto")
+    engine, drafter = build_case(case, make, KeyedChances(), rules)
+    (request,) = engine.add_request((0, 1, 2, 0, 1, 2), SamplingParams(max_tokens=TRIAL), "trial")
+    while not request.finished:
+        engine.step()
+    if request.error is not None:
+        raise request.error
+    return drafter.needs, request.metrics.speculative_decoding.num_draft_tokens > 0

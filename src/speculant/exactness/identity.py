@@ -1,0 +1,115 @@
+"""Greedy and seeded texts with and without speculation, alone and several at once, token for token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculant.engine.build import Built
+from speculant.exactness.texts import Reader, complete, reread
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedNoise, gumbel
+from speculant.sampling.distribution import Node
+from speculant.types import Request
+
+# Differences of log-probabilities, in nats, that rounding explains where a row's bits depend on other rows.
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.5}
+WAYS = {"plain, together": (False, False), "speculative, alone": (True, True), "speculative, together": (True, False)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way to run texts, compared with each of them alone and without speculation.
+
+    gap: of all first differences the largest, in nats between the two tokens as the target sees them; None
+    if no text differs. bound: the largest gap that rounding explains; None where none is allowed, infinite where a
+    filter may have cut one of the tokens and no gap tells anything.
+    """
+
+    kind: str
+    way: str
+    texts: int
+    agreeing: int
+    tokens: int
+    gap: float | None
+    bound: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all texts agree, or differ as rounding may make them."""
+        return self.gap is None or (self.bound is not None and self.gap <= self.bound)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values for JSON; what is infinite there is None."""
+        return {
+            "requests": self.kind,
+            "way": self.way,
+            "texts": self.texts,
+            "agreeing": self.agreeing,
+            "tokens": self.tokens,
+            "bitwise": self.bound is None,
+            "first_difference_gap_nats": _finite(self.gap),
+            "explained_by_rounding_nats": _finite(self.bound),
+            "passed": self.passed,
+        }
+
+
+def compare(built: Built, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Comparison]:
+    """Run prompts in every way; sampled ones with a seed each."""
+    settings = [params if params.greedy else replace(params, seed=seed) for seed in range(len(prompts))]
+    plain = [replace(each, speculation=False) for each in settings]
+    expected = complete(built, prompts, plain, alone=True)
+    found = []
+    for way, (speculating, alone) in WAYS.items():
+        texts = complete(built, prompts, settings if speculating else plain, alone)
+        gaps = [first_gap(built, *pair) for pair in zip(expected, texts, strict=True)]
+        differing = [gap for gap in gaps if gap is not None]
+        tokens = sum(text.num_output for text in expected)
+        agreeing, gap = len(texts) - len(differing), max(differing, default=None)
+        found.append(Comparison(kind, way, len(texts), agreeing, tokens, gap, explained(built, params)))
+    return found
+
+
+def explained(built: Built, params: SamplingParams) -> float | None:
+    """Return the largest gap that rounding explains; see `Comparison`."""
+    if built.checkpoint.native is not None:
+        return None
+    if not params.greedy and is_filtered(params):
+        return math.inf
+    return ROUNDING[built.checkpoint.dtype] / (1.0 if params.greedy else min(1.0, params.temperature))
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether rounding at the border of a filter can make a token impossible."""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def first_gap(built: Built, expected: Request, other: Request) -> float | None:
+    """Return by how much the target prefers the expected token where two texts part, in nats; None if they don't."""
+    pairs = list(zip(expected.output, other.output, strict=False))
+    place = next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
+    if place is None:
+        return None if expected.num_output == other.num_output else math.inf
+    here = reread(expected, place)
+    mine, theirs = _preferences(built, here, torch.tensor(pairs[place])).tolist()
+    return abs(mine - theirs) if math.isfinite(mine - theirs) else math.inf
+
+
+def _preferences(built: Built, request: Request, tokens: Tensor) -> Tensor:
+    """Return what the target draws the largest of at a place: log p, with the place's noise if there is a seed."""
+    law = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
+    reader = Reader(built, 1, len(request.tokens))
+    logs = reader.laws([Node(law, softened=True)])[0, tokens].log().cpu()
+    if request.params.greedy:
+        return logs
+    (key,) = KeyedNoise(request.seed, len(request.tokens)).ahead(1)
+    return logs + gumbel(key, tokens)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

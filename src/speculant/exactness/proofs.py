@@ -1,0 +1,122 @@
+"""What is proven: over random tables, with every branch of the real step followed, the output's law is the target's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speculant.exactness.drafts import Draft, build_case
+from speculant.exactness.laws import EXACT, Pair
+from speculant.exactness.speculation import Case, enumerate_case
+from speculant.params import SamplingParams
+from speculant.types import Request
+from speculant.verification.base import Verifier
+
+# (vocabulary, nodes of a draft) -> how often a size comes in a cycle
+CHAINS = {(2, 1): 2, (2, 2): 2, (2, 3): 2, (3, 1): 2, (3, 2): 2, (3, 3): 1, (4, 1): 2, (4, 2): 1}
+TREES = {(2, 2): 2, (2, 3): 3, (2, 4): 3, (3, 2): 2, (3, 3): 2, (4, 2): 2, (3, 4): 1}
+WIDTH = 8  # ways followed in one batch
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A rule that requests of some kinds are checked by, and the settings that it is enumerated with.
+
+    lossless: what the rule says of itself.
+    """
+
+    rule: str
+    lossless: bool
+    kinds: Sequence[str]
+    params: SamplingParams
+    cases: int
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the enumeration of a claim found; `error` is what broke it off."""
+
+    claim: Claim
+    draft: str
+    sizes: Sequence[tuple[int, int]]
+    cases: int
+    mean_accepted: float
+    deviation: float
+    error: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every law was the target's up to rounding."""
+        return self.error is None and self.deviation <= EXACT
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values for JSON."""
+        return {
+            "rule": self.claim.rule,
+            "announced_lossless": self.claim.lossless,
+            "requests": list(self.claim.kinds),
+            "draft": self.draft,
+            "vocabularies": sorted({vocab_size for vocab_size, _ in self.sizes}),
+            "draft_nodes": sorted({nodes for _, nodes in self.sizes}),
+            "cases": self.cases,
+            "mean_accepted": self.mean_accepted,
+            "largest_deviation": self.deviation,
+            "tolerance": EXACT,
+            "error": self.error,
+            "passed": self.passed,
+        }
+
+
+def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
+    """Return what is to be proven of the rules that an engine chose for each kind of request.
+
+    `cases` go to the kind that comes first. A seeded request's tokens are the same draws, with noise that is keyed
+    instead of new each time.
+    """
+    kinds: dict[tuple[str, bool], list[str]] = {}
+    for kind, request in requests.items():
+        kinds.setdefault((request.rule, request.params.greedy), []).append(kind)
+    made: list[Claim] = []
+    for (rule, _), of_rule in kinds.items():
+        first, share = requests[of_rule[0]], 4 if made else 1
+        made.append(Claim(rule, first.metrics.lossless, of_rule, on_tables(first.params), max(1, cases // share)))
+    return made
+
+
+def on_tables(params: SamplingParams) -> SamplingParams:
+    """Return the settings without those that name tokens, text or an end."""
+    law = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in law})
+
+
+def prove(claim: Claim, draft: Draft, rules: Mapping[str, Verifier]) -> Proof:
+    """Enumerate a claim over random pairs of laws: zeros, ties, equal and disjoint supports, point masses."""
+    cases = list(itertools.islice(_cases(claim, draft), claim.cases))
+    worst = accepted = 0.0
+    done, error = 0, None
+    for case in cases:
+        try:
+            deviation, mean_accepted = _measure(case, draft, rules)
+        except Exception as caught:  # noqa: BLE001 - a rule that breaks down is a finding, not the end of the check
+            error = f"{type(caught).__name__}: {caught}"
+            break
+        worst, accepted, done = max(worst, deviation), accepted + mean_accepted, done + 1
+    sizes = sorted({(case.pair.vocab_size, case.length) for case in cases})
+    return Proof(claim, draft.says, sizes, done, accepted / max(1, done), worst, error)
+
+
+def _cases(claim: Claim, draft: Draft) -> Iterator[Case]:
+    sizes = TREES if draft.needs.emits_tree else CHAINS
+    rounds = [size for turn in range(max(sizes.values())) for size, times in sizes.items() if turn < times]
+    for seed, (vocab_size, nodes) in enumerate(itertools.cycle(rounds)):
+        pair, prompt = Pair(seed, vocab_size), draft.prompt(vocab_size)
+        idle = min(1, len(prompt) - 1)  # a longer prompt's first verification has no draft
+        yield Case(pair, nodes, claim.params, claim.rule, prompt, width=WIDTH, idle=idle)
+
+
+def _measure(case: Case, draft: Draft, rules: Mapping[str, Verifier]) -> tuple[float, float]:
+    """Return how far the output's law is from the target's, and how many drafted tokens are accepted on average."""
+    found = enumerate_case(case, lambda chances: build_case(case, draft.make, chances, rules)[0])
+    return found.deviation(), found.mean_accepted

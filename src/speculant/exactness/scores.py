@@ -1,0 +1,117 @@
+"""Do tokens follow the laws that they should have been drawn from? Score tests that need no second sample.
+
+Let p_t be the target's law at token t, f_t any function of the tokens that is fixed before x_t is drawn. If x_t ~ p_t,
+the sum of f_t(x_t) - E f_t is a martingale, and over many tokens nearly normal:
+
+    Z = sum_t (f_t(x_t) - E f_t) / sqrt(sum_t Var f_t)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FALSE_ALARM = 1e-3  # probability that a correct sampler fails any of the tests of one check
+POWER = 0.95  # with which a shift of the size that is reported would have been found
+LOWEST_LOGPROB = -12.0  # what is rarer counts as this rare, lest one token decide
+
+
+@dataclass
+class Score:
+    """One f, summed over tokens."""
+
+    name: str
+    what: str  # the expectation that would shift
+    unit: str
+    num_tokens: int = 0
+    observed: float = 0.0  # sum of f(x)
+    expected: float = 0.0  # sum of E f
+    variance: float = 0.0  # sum of Var f
+
+    def add(self, p: Tensor, f: Tensor, tokens: Tensor) -> None:
+        """Count tokens [r] under laws p [r, V]; f is [r, V]."""
+        means = (p * f).sum(-1, keepdim=True)
+        self.num_tokens += len(tokens)
+        self.observed += float(f.gather(1, tokens[:, None]).sum())
+        self.expected += float(means.sum())
+        self.variance += float((p * (f - means) ** 2).sum())
+
+    @property
+    def z(self) -> float:
+        """Z; 0 where the laws leave no choice."""
+        return (self.observed - self.expected) / math.sqrt(self.variance) if self.variance else 0.0
+
+    @property
+    def p_value(self) -> float:
+        """The probability of a Z at least as far from 0, either way, if every token follows its law."""
+        return math.erfc(abs(self.z) / math.sqrt(2))
+
+    def detectable(self, level: float, power: float = POWER) -> float | None:
+        """Return the smallest shift of E f, alike at every token, that a test at `level` finds with `power`.
+
+        None where the laws leave no choice.
+        """
+        if not self.variance:
+            return None
+        normal = NormalDist()
+        return (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power)) * math.sqrt(self.variance) / self.num_tokens
+
+    def to_dict(self, level: float) -> dict[str, Any]:
+        """Return the figures, and whether they are what a correct sampler may give at `level`."""
+        count = max(1, self.num_tokens)
+        return {
+            "test": self.name,
+            "what": self.what,
+            "unit": self.unit,
+            "tokens": self.num_tokens,
+            "observed": self.observed / count,
+            "expected": self.expected / count,
+            "z": self.z,
+            "p_value": self.p_value,
+            "level": level,
+            "detectable_shift": self.detectable(level),
+            "power": POWER,
+            "passed": self.p_value >= level,
+        }
+
+
+@dataclass
+class Scores:
+    """The tests of one check: f is the target's favourite, log p, and what the draft likes more than the target."""
+
+    favourite: Score = field(
+        default_factory=lambda: Score("favourite", "the probability of the target's likeliest token", "probability")
+    )
+    logprob: Score = field(default_factory=lambda: Score("log p", "the mean log-probability under the target", "nats"))
+    drafted: Score = field(
+        default_factory=lambda: Score(
+            "q > p", "the probability of the tokens that the draft likes more than the target does", "probability"
+        )
+    )
+    impossible: int = 0  # tokens whose probability is 0
+
+    def add(self, p: Tensor, tokens: Tensor, q: Tensor, drafted: Sequence[int]) -> None:
+        """Count tokens [r] under the target's laws p [r, V]; q [k, V] are the draft's, of the rows `drafted`."""
+        self.impossible += int((p.gather(1, tokens[:, None]) <= 0).sum())
+        likeliest = torch.zeros_like(p).scatter_(1, p.argmax(-1, keepdim=True), 1.0)
+        self.favourite.add(p, likeliest, tokens)
+        self.logprob.add(p, p.log().clamp(min=LOWEST_LOGPROB), tokens)
+        if drafted:
+            rows = list(drafted)
+            self.drafted.add(p[rows], (q > p[rows]).to(p), tokens[rows])
+
+    @property
+    def made(self) -> list[Score]:
+        """The tests that there were tokens for."""
+        return [score for score in (self.favourite, self.logprob, self.drafted) if score.num_tokens]
+
+    @property
+    def level(self) -> float:
+        """The level of each test, by Bonferroni's bound."""
+        return FALSE_ALARM / max(1, len(self.made))

@@ -1,0 +1,166 @@
+"""A request's first speculative steps, with every branch of their chance followed through the real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from speculant.config import Limits
+from speculant.exactness.enumeration import Branches, EnumeratingChances, enumerate_side_by_side
+from speculant.exactness.laws import Joint, Law, Pair, completed, deviation, joint_law
+from speculant.exactness.tables import History, Table
+from speculant.metrics import RequestMetrics, TimingMetrics
+from speculant.params import SamplingParams
+from speculant.sampling.distribution import Node, distribution
+from speculant.types import Request, StepOutput
+
+Result = tuple[tuple[int, ...], int]  # output, accepted draft tokens
+ENDLESS = SamplingParams(max_tokens=None)
+ROOM = 24  # tokens behind the prompt that fit; more than any enumeration reaches
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request whose first speculative steps are enumerated.
+
+    length is the number of draft nodes, steps that of verifications with a draft, idle the most without one (None =
+    what a long prompt may need), width the number of ways followed in one batch, budget the rows a step may have. The
+    caches must not keep prefixes, or one way would change the steps of the next.
+    """
+
+    pair: Pair
+    length: int
+    params: SamplingParams = ENDLESS
+    verification: str = "rejection"
+    prompt: History = (0,)
+    ends: frozenset[int] = frozenset()
+    steps: int = 1
+    width: int = 1
+    budget: int = 1024
+    idle: int | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes of the engine that runs it."""
+        return Limits(len(self.prompt) + ROOM, self.width, self.budget)
+
+    @property
+    def rounds(self) -> int:
+        """The most verifications there may be; behind a longer prompt the first ones have no draft yet."""
+        needed = 0 if len(self.prompt) == 1 else len(self.prompt) + 1
+        return self.steps + (needed if self.idle is None else self.idle)
+
+    @property
+    def law(self) -> Law:
+        """The target's own law, one token at a time."""
+        return self.law_of(self.pair.target)
+
+    def law_of(self, table: Table) -> Law:
+        """Return the law of a table's logits under this request's settings."""
+        known: dict[History, list[float]] = {}
+
+        def law(history: History) -> list[float]:
+            if history not in known:
+                known[history] = self.transformed(table(history), history)
+            return known[history]
+
+        return law
+
+    def transformed(self, logits: Sequence[float], history: History) -> list[float]:
+        """Return the law of one context's logits under this request's settings."""
+        request = Request(
+            seq=0,
+            request_id="",
+            index=0,
+            prompt=self.prompt,
+            params=self.params,
+            seed=0,
+            end_token_ids=self.ends,
+            metrics=RequestMetrics(TimingMetrics(arrival=0.0)),
+            tokens=list(history),
+        )
+        law: list[float] = distribution(torch.tensor([logits], dtype=torch.float64), [Node(request)])[0].tolist()
+        return law
+
+    def is_over(self, output: History) -> bool:
+        """Whether an output ends its request."""
+        return len(output) >= self.params.min_tokens and output[-1] in self.ends
+
+
+@dataclass(frozen=True)
+class Enumerated:
+    """Every outcome of a case with its probability."""
+
+    case: Case
+    results: Mapping[Result, float] = field(repr=False)
+
+    @property
+    def tokens(self) -> Joint:
+        """The law of the output."""
+        joint: Joint = {}
+        for (output, _), probability in self.results.items():
+            joint[output] = joint.get(output, 0.0) + probability
+        return joint
+
+    @property
+    def mean_accepted(self) -> float:
+        """The expected number of accepted draft tokens."""
+        return sum(accepted * probability for (_, accepted), probability in self.results.items())
+
+    def deviation(self) -> float:
+        """Return how far the joint law, completed by the target, is from the target's own."""
+        case, outcomes = self.case, self.tokens
+        law, depth = case.law, max(len(output) for output in outcomes)
+        ours = completed(outcomes, law, case.prompt, depth, case.is_over)
+        return deviation(ours, joint_law(law, case.prompt, depth, case.is_over))
+
+
+class Stepping(Protocol):
+    """What runs a case: an `Engine`, or a stand-in that looks at it too."""
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str) -> list[Request]:
+        """See `Engine.add_request`."""
+        ...
+
+    def step(self) -> list[StepOutput]:
+        """See `Engine.step`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+        ...
+
+
+def enumerate_case(case: Case, build: Callable[[EnumeratingChances], Stepping]) -> Enumerated:
+    """Follow every branch of a case through one engine, whose rows are used again and again."""
+    chances = EnumeratingChances()
+    engine = build(chances)
+    results = enumerate_side_by_side(lambda ways: _run(case, engine, chances, ways), case.width)
+    assert abs(sum(results.values()) - 1) < 1e-12, "branches were lost"
+    return Enumerated(case, results)
+
+
+def _run(case: Case, engine: Stepping, chances: EnumeratingChances, ways: list[Branches]) -> list[Result]:
+    chances.branches = {str(index): branches for index, branches in enumerate(ways)}
+    requests = [request for name in chances.branches for request in engine.add_request(case.prompt, case.params, name)]
+    running = list(requests)
+    while running:
+        engine.step()
+        for request in [request for request in running if _is_done(request, case)]:
+            running.remove(request)
+            engine.abort(request.request_id)
+    return [_result(request) for request in requests]
+
+
+def _is_done(request: Request, case: Case) -> bool:
+    if request.error is not None:
+        raise request.error
+    speculated = request.metrics.speculative_decoding.num_spec_steps
+    return request.finished or speculated >= case.steps or request.rounds >= case.rounds
+
+
+def _result(request: Request) -> Result:
+    return tuple(request.output), request.metrics.speculative_decoding.num_accepted_draft_tokens

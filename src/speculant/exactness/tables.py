@@ -1,0 +1,68 @@
+"""Models that are tables: the next token's law is a function of the whole prefix, so that all laws can be summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.models.attention import visible_keys
+from speculant.models.base import Batch
+
+History = tuple[int, ...]
+Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
+
+
+class TableModel:
+    """A `CausalLM` whose next token's logits are a function of the whole prefix, read back from the cache.
+
+    A position's key is its token and its value is its place. Each row gathers what it may see and
+    asserts that this is a whole prefix, in order, that ends with the row's own token: stale rows, a
+    wrong truncation or a neighbour's slot give an error here, or another history and so another law.
+    """
+
+    def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
+        self.num_rows: list[int] = []  # of each pass
+        self._table = table
+        self._known: dict[History, Tensor] = {}
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """See `CausalLM.forward`; the hidden states are the logits themselves."""
+        assert int(batch.positions.max()) < self.max_positions, "beyond the model's positions"
+        cache.write(0, batch.rows, _column(batch.tokens), _column(batch.positions))
+        self.num_rows.append(len(batch.tokens))
+        return torch.stack([self._logits(history) for history in _histories(batch, cache)])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return hidden
+
+    def _logits(self, history: History) -> Tensor:
+        if history not in self._known:
+            self._known[history] = torch.tensor(self._table(history), dtype=torch.float64)
+        return self._known[history]
+
+
+def _column(values: Tensor) -> Tensor:
+    return values.to(torch.float64)[:, None, None]
+
+
+def _histories(batch: Batch, cache: KVCache) -> Iterator[History]:
+    first = 0
+    for segment in batch.segments:
+        rows = slice(first, first + segment.num_rows)
+        first = rows.stop
+        visible = visible_keys(segment, batch.positions[rows], None).tolist()
+        tokens, places = (part.flatten().tolist() for part in cache.read(0, segment.slots.seq))
+        for own, position, mask in zip(
+            batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
+        ):
+            seen = [key for key, is_visible in enumerate(mask) if is_visible]
+            assert [places[key] for key in seen] == list(range(position + 1)), "not a whole prefix in order"
+            assert tokens[seen[-1]] == own, "the row does not see itself last"
+            yield tuple(int(tokens[key]) for key in seen)

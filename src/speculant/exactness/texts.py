@@ -1,0 +1,166 @@
+"""Texts of the user's own pair: made by its engine, and read again by the target alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.slotted import SlottedKVCache
+from speculant.config import EngineConfig
+from speculant.drafting.base import Drafter
+from speculant.engine.build import Built, build_drafter
+from speculant.errors import SpeculantError
+from speculant.exactness.scores import Scores
+from speculant.models.base import Feed, build_batch
+from speculant.params import SamplingParams
+from speculant.sampling.distribution import Node, distribution
+from speculant.text.stream import TextStream
+from speculant.types import DraftTree, Request
+
+
+def complete(
+    built: Built, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], alone: bool = False
+) -> list[Request]:
+    """Run tokenised prompts to their ends, as many at once as the engine takes or one by one.
+
+    Raises the first error that a request ended by, as a SpeculantError.
+    """
+    requests: list[Request] = []
+    for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        while built.engine.has_unfinished() and (alone or not built.engine.accepts(1)):
+            built.engine.step()
+        requests += built.engine.add_request(
+            prompt, each, f"check-{number}", partial(TextStream, built.tokenizer, each)
+        )
+    while built.engine.has_unfinished():
+        built.engine.step()
+    for request in requests:
+        _raise_error(request)
+    return requests
+
+
+def _raise_error(request: Request) -> None:
+    """Raise what a request ended by, if that was an error."""
+    error = request.error
+    if isinstance(error, SpeculantError):
+        raise error
+    if error is not None:
+        raise SpeculantError(
+            f"a text broke off by {type(error).__name__}: {error}", "mend its drafter or rule."
+        ) from error
+
+
+class Reader:
+    """The target by itself: no scheduler, no draft, a cache of its own."""
+
+    def __init__(self, built: Built, num_seqs: int, longest: int) -> None:
+        self._model, self._native = built.checkpoint.model, built.checkpoint.native
+        self._cache = SlottedKVCache(self._model.cache_shape, num_seqs, longest)
+        self._most_rows = built.limits.max_num_batched_tokens
+
+    @torch.inference_mode()
+    def laws(self, nodes: Sequence[Node]) -> Tensor:
+        """Return laws [r, V] after each request's tokens, which may have grown since they were last asked for."""
+        for node in nodes:
+            self._catch_up(node.request)
+        feeds = [Feed(node.request.seq, node.request.tokens[-1:], DraftTree.empty()) for node in nodes]
+        return distribution(self._model.logits(self._feed(feeds)), nodes, self._native)
+
+    def end(self, request: Request) -> None:
+        """Forget a request."""
+        self._cache.release(request.seq)
+
+    def _catch_up(self, request: Request) -> None:
+        """Feed all tokens but the newest."""
+        while (start := self._cache.length(request.seq)) < len(request.tokens) - 1:
+            chunk = request.tokens[start : min(start + self._most_rows, len(request.tokens) - 1)]
+            self._feed([Feed(request.seq, chunk, DraftTree.empty())])
+
+    def _feed(self, feeds: Sequence[Feed]) -> Tensor:
+        return self._model.forward(build_batch(feeds, self._cache, self._model.cache_shape.device), self._cache)
+
+
+class Second:
+    """A second drafter like the engine's, which has learned nothing from the texts that it is asked about.
+
+    What it would draft next depends on the tokens so far alone, so that a test may look at it.
+    """
+
+    def __init__(self, config: EngineConfig, built: Built, num_seqs: int, longest: int) -> None:
+        def make_cache(shape: CacheShape) -> KVCache:
+            return SlottedKVCache(shape, num_seqs, longest + 1)
+
+        drafter = build_drafter(config, built.checkpoint, built.tokenizer, make_cache)
+        assert drafter is not None, "nothing drafts"
+        self._drafter: Drafter = drafter
+        self._longest = min(drafter.needs.max_positions or longest, longest)
+
+    def begin(self, request: Request) -> None:
+        """Hear of a text."""
+        self._drafter.begin(request)
+
+    @torch.inference_mode()
+    def laws(self, requests: Sequence[Request], p: Tensor) -> tuple[Tensor, list[int]]:
+        """Return laws [k, V] of the next drafted token, like p [r, V], and the rows of those that have one."""
+        limits = [int(len(request.tokens) < self._longest) for request in requests]
+        trees = self._drafter.propose(requests, limits)
+        rows = [row for row, tree in enumerate(trees) if tree.size]
+        laws = torch.zeros(len(rows), p.shape[-1], dtype=p.dtype, device=p.device)
+        for law, row in zip(laws, rows, strict=True):
+            tree = trees[row]
+            if tree.probs is None:
+                law[tree.token_list[0]] = 1.0
+            else:
+                law.copy_(tree.probs[0])
+        return laws, rows
+
+    def end(self, request: Request) -> None:
+        """Forget a text."""
+        self._drafter.end(request)
+
+
+def score_texts(config: EngineConfig, built: Built, texts: Sequence[Request]) -> Scores:
+    """Hold every token of finished requests against the target's own law at its place."""
+    scores, width = Scores(), built.limits.max_num_seqs
+    longest = max(len(text.tokens) for text in texts)
+    reader, second = Reader(built, width, longest), Second(config, built, width, longest)
+    for first in range(0, len(texts), width):
+        _score(scores, reader, second, texts[first : first + width])
+    return scores
+
+
+def _score(scores: Scores, reader: Reader, second: Second, texts: Sequence[Request]) -> None:
+    again = {text: reread(text) for text in texts}
+    for copy in again.values():
+        second.begin(copy)
+    for growing in _in_step(again):
+        p = reader.laws([Node(copy) for copy in growing.values()])
+        q, rows = second.laws(list(growing.values()), p)
+        chosen = torch.tensor([text.tokens[len(copy.tokens)] for text, copy in growing.items()], device=p.device)
+        scores.add(p, chosen, q, rows)
+    for copy in again.values():
+        reader.end(copy)
+        second.end(copy)
+
+
+def _in_step(again: dict[Request, Request]) -> Iterator[dict[Request, Request]]:
+    """Yield the texts that have a next token, with their copies so far; then all grow by it."""
+    for _ in itertools.count():
+        growing = {text: copy for text, copy in again.items() if len(copy.tokens) < len(text.tokens)}
+        if not growing:
+            return
+        yield growing
+        for text, copy in growing.items():
+            copy.tokens.append(text.tokens[len(copy.tokens)])
+
+
+def reread(text: Request, num_output: int = 0) -> Request:
+    """Return a request at its place after `num_output` tokens, which checks nothing and shares no noise."""
+    tokens = text.tokens[: len(text.prompt) + num_output]
+    return replace(text, tokens=tokens, coupled=False, watch=None, finish_reason=None)

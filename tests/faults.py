@@ -1,0 +1,37 @@
+"""Faults that change the output's law, for checks that must notice them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from torch import Tensor
+
+from speculant.drafting import draft_model
+from speculant.models.base import Chain
+from speculant.types import DraftTree
+from speculant.verification import rejection
+
+
+def always(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
+    """Return ratios that keep every drafted token."""
+    return [1.0] * tree.size
+
+
+def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `rejection` keep every drafted token."""
+    monkeypatch.setattr(rejection, "likelihood_ratios", always)
+
+
+def report_flatter_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a draft model report, of chains, laws that are flatter than those that it drew from."""
+    told = draft_model._tree
+
+    def flatter(chain: Chain) -> DraftTree:
+        tree = told(chain)
+        if tree.probs is None:
+            return tree
+        weights = tree.probs**0.3
+        return dataclasses.replace(tree, probs=weights / weights.sum(-1, keepdim=True))
+
+    monkeypatch.setattr(draft_model, "_tree", flatter)

@@ -1,0 +1,237 @@
+"""`speculant check-lossless`, as it is typed, with tiny random models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from speculant.cli.check_lossless import LawFlags, PairFlags
+from speculant.cli.main import app
+from speculant.errors import SpeculantError
+from speculant.verification.rejection import Rejection
+from tests.faults import accept_always, report_flatter_laws
+from tests.models import Checkpoints
+
+SMALL = ("--cases", "8", "--texts", "24", "--max-tokens", "24", "--ignore-eos", "--prompt", "abc", "--prompt", "import")
+PROOF = {
+    "rule", "announced_lossless", "requests", "draft", "vocabularies", "draft_nodes", "cases", "mean_accepted",
+    "largest_deviation", "tolerance", "error", "passed",
+}  # fmt: skip
+SCORE = {
+    "test", "what", "unit", "tokens", "observed", "expected", "z", "p_value", "level", "detectable_shift", "power",
+    "passed",
+}  # fmt: skip
+COMPARISON = {
+    "requests", "way", "texts", "agreeing", "tokens", "bitwise", "first_difference_gap_nats",
+    "explained_by_rounding_nats", "passed",
+}  # fmt: skip
+
+
+def _invoke(*arguments: str, **env: str) -> Result:
+    return CliRunner().invoke(app, ["check-lossless", *arguments], env=env)
+
+
+def _pair(checkpoints: Checkpoints, *arguments: str) -> tuple[str, ...]:
+    return ("--model", checkpoints.target, "--draft-model", checkpoints.far, *SMALL, *arguments)
+
+
+def _json(*arguments: str) -> dict[str, Any]:
+    result = _invoke(*arguments, "--json")
+    value: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == (0 if value["lossless"] else 1)
+    return value
+
+
+def test_a_lossless_pair_passes_and_everything_is_told(checkpoints: Checkpoints) -> None:
+    value = _json(*_pair(checkpoints))
+    assert value["lossless"]
+    assert value["verdict"].startswith("lossless")
+    assert value["lossy_rules"] == value["notes"] == []
+    assert [(each["rule"], each["requests"], each["cases"]) for each in value["proven"]] == [
+        ("block", ["sampled"], 8),
+        ("match", ["greedy"], 2),
+        ("match", ["seeded"], 2),
+    ]
+    assert all(set(each) == PROOF and each["largest_deviation"] <= 1e-12 for each in value["proven"])
+    *scores, impossible = value["tested"]
+    assert [set(each) for each in scores] == [SCORE] * 3
+    assert all(each["tokens"] == 24 * 24 and 0 < each["detectable_shift"] < 1 for each in scores)
+    assert (impossible["test"], impossible["observed"], impossible["passed"]) == ("impossible", 0, True)
+    assert [each["requests"] for each in value["identity"]] == ["greedy"] * 3 + ["seeded"] * 3
+    assert all(set(each) == COMPARISON and each["agreeing"] == each["texts"] == 2 for each in value["identity"])
+    settings = value["settings"]
+    assert settings["rules"] == {"sampled": "block", "greedy": "match", "seeded": "match"}
+    assert settings["engine"]["model"] == checkpoints.target
+    assert settings["sampling"]["max_tokens"] == 24
+    assert (settings["cases"], settings["texts"], settings["prompts"]) == (8, 24, 2)
+
+
+def test_text_says_what_was_proven_tested_and_how_strong_it_was(checkpoints: Checkpoints) -> None:
+    result = _invoke(*_pair(checkpoints, "--method", "draft_model", "--verification", "rejection"))
+    assert result.exit_code == 0
+    shown = result.stdout
+    assert shown.startswith("speculation is on: draft_model, 5 tokens a step")
+    assert "rejection for sampled requests, rejection for greedy requests, match for seeded requests" in shown
+    assert "8 random pairs of laws, vocabularies of 2 to 4, 1 to 3 draft tokens by draft_model, around tables" in shown
+    assert "(1e-12 is rounding)" in shown
+    assert "percentage points in the probability of the target's likeliest token would have been seen in 95 of" in shown
+    assert "greedy, speculative, together: 2 of 2 texts agree ok" in shown
+    assert "\nlossless: " in shown
+    assert "\x1b[" not in shown
+    assert "FAILED" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rules"),
+    [
+        (["--method", "ngram"], {"sampled": "match", "greedy": "match", "seeded": "match"}),
+        (["--speculative-config", "method=ngram,verification=rejection"], {"sampled": "rejection"}),
+    ],
+)
+def test_a_drafter_without_a_model(checkpoints: Checkpoints, arguments: list[str], rules: dict[str, str]) -> None:
+    value = _json("--model", checkpoints.target, *SMALL, *arguments)
+    assert value["lossless"]
+    assert value["settings"]["rules"].items() >= rules.items()
+    assert value["proven"][0]["draft"] == "ngram, around tables"
+    assert value["proven"][0]["mean_accepted"] > 0
+
+
+def test_a_tree(checkpoints: Checkpoints) -> None:
+    config = json.dumps({"tree": [2, 1]})
+    value = _json(*_pair(checkpoints, "--speculative-config", config))
+    assert value["lossless"]
+    assert value["settings"]["rules"]["sampled"] == "traversal"
+    assert value["proven"][0]["draft_nodes"] == [2, 3, 4]
+
+
+def test_a_rule_that_accepts_always_fails_every_part_that_uses_it(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept_always(monkeypatch)
+    value = _json(*_pair(checkpoints, "--verification", "rejection"))
+    assert not value["lossless"]
+    assert value["verdict"] == "NOT lossless: the proof and the tests on this pair and the identity of texts failed"
+    passed = {(each["rule"], *each["requests"]): each["passed"] for each in value["proven"]}
+    assert passed == {("rejection", "sampled"): False, ("rejection", "greedy"): False, ("match", "seeded"): True}
+    assert {each["test"] for each in value["tested"] if not each["passed"]} >= {"q > p", "log p"}
+    failed = {(each["requests"], each["way"]) for each in value["identity"] if not each["passed"]}
+    assert failed == {("greedy", "speculative, alone"), ("greedy", "speculative, together")}
+
+
+def test_a_draft_law_that_was_not_drawn_from_fails(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    report_flatter_laws(monkeypatch)
+    result = _invoke(*_pair(checkpoints, "--texts", "150"))
+    assert result.exit_code == 1
+    assert "block, for sampled requests: FAILED" in result.stdout
+    assert "match, for seeded requests: ok" in result.stdout
+    assert "NOT lossless: the proof and the tests on this pair failed" in result.stdout
+
+
+def test_a_rule_that_is_lossy_by_design_is_called_so(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_always(monkeypatch)
+    monkeypatch.setattr(Rejection, "lossless", False)
+    value = _json(*_pair(checkpoints, "--verification", "rejection"))
+    assert not value["lossless"]
+    assert value["lossy_rules"] == ["rejection"]
+    assert value["verdict"] == "not lossless by design: rejection"
+    assert [each["announced_lossless"] for each in value["proven"]] == [False, False, True]
+    assert not value["tested"][0]["passed"]
+    shown = _invoke(*_pair(checkpoints, "--verification", "rejection"))
+    assert shown.exit_code == 1
+    assert "rejection (announces that it is not lossless), for sampled requests: FAILED" in shown.stdout
+
+
+def test_a_rule_that_means_to_be_lossy_never_passes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where nothing shows."""
+    monkeypatch.setattr(Rejection, "lossless", False)
+    value = _json(*_pair(checkpoints, "--verification", "rejection"))
+    assert all(each["passed"] for part in ("proven", "tested", "identity") for each in value[part])
+    assert not value["lossless"]
+
+
+def test_settings_that_leave_no_choice_are_said_to_test_nothing(checkpoints: Checkpoints) -> None:
+    result = _invoke(*_pair(checkpoints, "--top-k", "1"))
+    assert result.exit_code == 0
+    assert "these settings leave no choice, so there was nothing to test" in result.stdout
+
+
+def test_json_stays_json_with_bans(checkpoints: Checkpoints) -> None:
+    value = _json(*_pair(checkpoints, "--logit-bias", '{"70": "-inf", "71": 1}'))
+    assert value["settings"]["sampling"]["logit_bias"] == {"70": "-inf", "71": 1.0}
+    assert value["lossless"]
+
+
+# --- what is asked
+
+
+def _arguments(given: dict[str, Any], method: str | None = None, verification: str | None = None) -> dict[str, Any]:
+    values = {PairFlags.renamed.get(name, name): None for name in PairFlags.names()}
+    return PairFlags({**values, **given}).arguments(method, verification)
+
+
+def test_the_embedded_pair_is_checked_unless_another_is_named() -> None:
+    nothing = {"speculative_config": None}
+    assert _arguments({}) == {"model": "demo", "draft_model": "demo", **nothing}
+    assert _arguments({"draft_model": "x"}) == {"model": "demo", "draft_model": "x", **nothing}
+    assert _arguments({"model": "x"}) == {"model": "x", **nothing}
+    assert _arguments({}, "ngram")["draft_model"] is None
+    assert _arguments({}, verification="match")["speculative_config"] == {"verification": "match"}
+    assert _arguments({}, verification="match")["draft_model"] == "demo"
+    both = _arguments({"model": "x", "speculative_config": "max_order=3"}, "ngram", "match")
+    assert both["speculative_config"] == {"max_order": 3, "method": "ngram", "verification": "match"}
+
+
+def test_only_flags_that_make_a_law_or_an_end_are_offered() -> None:
+    assert {"temperature", "stop", "max_tokens"} <= set(LawFlags.names())
+    assert not {"n", "seed", "logprobs", "speculation"} & set(LawFlags.names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "fix"),
+    [
+        (["--temperature", "0"], "temperature=0", "leave it out"),
+        (["--cases", "0"], "cases=0", "--cases 50"),
+        (["--texts", "-1"], "texts=-1", "--texts 50"),
+        (["--verification", "rejektion"], "'rejektion' is unknown", "did you mean 'rejection'"),
+        (["--no-use-speculative-decoding"], "speculation is off", "--method"),
+        (["--method", "ngram"], "uses no model", "leave out one"),
+        (["--method", "draft_model", "--speculative-config", "method=ngram"], "given twice", "keep one"),
+        (["--top-p", "3"], "top_p=3.0", "range"),
+    ],
+)
+def test_a_mistake_is_explained(checkpoints: Checkpoints, arguments: list[str], problem: str, fix: str) -> None:
+    error = _invoke("--model", checkpoints.target, "--draft-model", checkpoints.near, *arguments).exception
+    assert isinstance(error, SpeculantError)
+    assert problem in error.problem
+    assert fix in error.fix
+
+
+def test_a_model_without_a_draft_is_explained(checkpoints: Checkpoints) -> None:
+    error = _invoke("--model", checkpoints.target).exception
+    assert isinstance(error, SpeculantError)
+    assert "no draft_model" in error.problem
+    assert "--method" in error.fix
+
+
+def test_progress_keeps_off_the_result(checkpoints: Checkpoints) -> None:
+    result = _invoke(*_pair(checkpoints, "--json"), FORCE_COLOR="1", TERM="xterm-256color")
+    assert json.loads(result.stdout)["lossless"]
+    assert "Enumerating on tables" in result.stderr
+
+
+def test_help_has_examples_and_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom speculant.cli.main import app\n"
+        "app(['check-lossless', '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    assert "speculant check-lossless --model ./llama" in found.stdout
+    assert "--verification" in found.stdout

@@ -1,0 +1,135 @@
+"""Texts are compared token for token, and a difference is called what it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.config import EngineConfig
+from speculant.engine.build import Built, build_engine
+from speculant.exactness.identity import ROUNDING, WAYS, Comparison, compare, explained, first_gap
+from speculant.exactness.texts import Reader, complete, reread
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chance, KeyedNoise
+from speculant.sampling.distribution import Node
+from speculant.types import DraftTree, Verdict
+from speculant.verification.match import Match
+from tests.models import Checkpoints
+
+PROMPTS = [[70, 71, 72], [80] * 9, [90]]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=24, seed=0, ignore_eos=True)
+
+
+def build(checkpoints: Checkpoints, **values: str) -> Built:
+    return build_engine(EngineConfig(checkpoints.target, checkpoints.near, spec_length=3, **values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("engine", [{"kernels": "auto"}, {"dtype": "float64"}], ids=str)
+def test_texts_agree_in_every_way(checkpoints: Checkpoints, engine: dict[str, str], params: SamplingParams) -> None:
+    found = compare(build(checkpoints, **engine), "kind", PROMPTS, params)
+    assert [each.way for each in found] == list(WAYS)
+    assert all(each.passed and each.agreeing == each.texts == 3 for each in found)
+    assert all(each.tokens == 72 for each in found)
+    assert all(each.to_dict()["first_difference_gap_nats"] is None for each in found)
+
+
+def test_every_prompt_has_a_seed_of_its_own(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, seeds = build(checkpoints), set()
+    add = built.engine.add_request
+    monkeypatch.setattr(built.engine, "add_request", lambda *given: (seeds.add(given[1].seed), add(*given))[1])
+    compare(built, "seeded", [PROMPTS[0]] * 3, SEEDED)
+    assert seeds == {0, 1, 2}
+
+
+def believing(self: Match, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
+    """Keep what was drafted, whatever the target says."""
+    return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
+
+
+@pytest.mark.parametrize("engine", [{"kernels": "auto"}, {"dtype": "float64"}], ids=str)
+def test_a_rule_that_believes_the_draft_is_found(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, engine: dict[str, str]
+) -> None:
+    built = build_engine(EngineConfig(checkpoints.target, checkpoints.far, **engine))  # type: ignore[arg-type]
+    monkeypatch.setattr(Match, "verify", believing)
+    together, *speculative = compare(built, "greedy", PROMPTS, GREEDY)
+    assert together.passed
+    for each in speculative:
+        assert not each.passed
+        assert each.agreeing < 3
+        assert each.gap is not None
+        assert each.gap > 0.1
+
+
+# --- gaps
+
+
+@pytest.mark.parametrize("params", [GREEDY, replace(SEEDED, temperature=0.7, top_k=4)], ids=["greedy", "seeded"])
+def test_the_gap_is_how_much_the_target_prefers_its_token(checkpoints: Checkpoints, params: SamplingParams) -> None:
+    built = build(checkpoints, dtype="float64")
+    (text,) = complete(built, PROMPTS[:1], [replace(params, speculation=False)])
+    assert first_gap(built, text, text) is None
+    place, mine = 5, text.output[5]
+    theirs = (mine + 1) % 250
+    other = replace(text, tokens=[*text.tokens])
+    other.tokens[len(text.prompt) + place] = theirs
+    here = reread(text, place)
+    here.params = SamplingParams(temperature=params.temperature or 1.0)
+    law = Reader(built, 1, 40).laws([Node(here)])[0]
+    score = law.log() + (0 if params.greedy else noise(text.seed, len(here.tokens), len(law)))
+    assert first_gap(built, text, other) == pytest.approx(float(score[mine] - score[theirs]), abs=1e-9)
+    assert float(score[mine] - score[theirs]) > 0
+
+
+def noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    from speculant.sampling.chance import gumbel
+
+    (key,) = KeyedNoise(seed, position).ahead(1)
+    return gumbel(key, torch.arange(vocab_size))
+
+
+def test_a_text_that_ends_sooner_is_no_near_tie(checkpoints: Checkpoints) -> None:
+    built = build(checkpoints)
+    (text,) = complete(built, PROMPTS[:1], [GREEDY])
+    assert first_gap(built, text, replace(text, tokens=text.tokens[:-1])) == math.inf
+
+
+def test_a_token_that_can_not_be_is_no_near_tie(checkpoints: Checkpoints) -> None:
+    built = build(checkpoints)
+    banned = replace(GREEDY, logit_bias={7: -math.inf})
+    (text,) = complete(built, PROMPTS[:1], [banned])
+    other = replace(text, tokens=[*text.prompt, 7, *text.output[1:]])
+    assert first_gap(built, text, other) == math.inf
+
+
+def test_what_rounding_explains_depends_on_kernels_dtype_and_law(checkpoints: Checkpoints) -> None:
+    native, reference = build(checkpoints), build(checkpoints, kernels="reference")
+    cold = replace(SEEDED, temperature=0.5)
+    assert explained(native, GREEDY) is None
+    assert explained(reference, GREEDY) == ROUNDING[torch.float32]
+    assert explained(reference, cold) == 2 * ROUNDING[torch.float32]
+    assert explained(reference, replace(cold, top_p=0.9)) == math.inf
+    assert explained(reference, replace(GREEDY, top_p=0.9)) == ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("gap", "bound", "passed"),
+    [
+        (None, None, True),
+        (1e-9, None, False),
+        (1e-9, 1e-6, True),
+        (1e-3, 1e-6, False),
+        (math.inf, 0.5, False),
+        (math.inf, math.inf, True),
+    ],
+)
+def test_a_difference_passes_where_rounding_explains_it(gap: float | None, bound: float | None, passed: bool) -> None:
+    found = Comparison("greedy", "plain, together", 8, 8 - (gap is not None), 100, gap, bound)
+    assert found.passed == passed
+    assert found.to_dict()["bitwise"] == (bound is None)
