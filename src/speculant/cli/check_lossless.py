@@ -31,7 +31,7 @@ EXAMPLES = examples(
 )
 WITHOUT = (
     *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
 )  # flags of sampling that no law depends on, or that the check sets itself
 EXIT_FAILED = 1
 NUM_PROMPTS = 8  # of built-in code
