@@ -37,7 +37,7 @@ from tests.oracle import (
 from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
 from tests.watched import CountedCache, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
 
-PATIENCE = 400  # steps in which whoever is left at the end must end
+PATIENCE = 3000  # steps in which whoever is left at the end must end
 RULES = load_rules()
 USUAL = SamplingParams()
 

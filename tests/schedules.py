@@ -92,7 +92,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {},
     {"seed": 9, "top_k": 3, "frequency_penalty": 0.5},
     {"beam_width": 3},
-    {"beam_width": 4, "length_penalty": 0.3},
+    {"beam_width": 3, "length_penalty": 0.3},
 )
 LAWS: tuple[dict[str, Any], ...] = (*({"temperature": 0},) * 5, {"temperature": 0, "ignore_eos": True}, *SAMPLED)
 

@@ -118,9 +118,10 @@ def test_a_search_takes_one_place_in_the_queue() -> None:
     assert rig.engine.metrics.prompt_tokens == 1
 
 
-def test_the_context_s_end_is_the_search_s() -> None:
+@pytest.mark.parametrize("max_tokens", [None, 6, 50])
+def test_the_context_s_end_is_the_search_s(max_tokens: int | None) -> None:
     rig = build_rig(TableModel(PAIR.target, 5), limits=Limits(12, 1, 48))
-    samples = rig.add((1,) * 7, SamplingParams(beam_width=3, n=3, max_tokens=None))
+    samples = rig.add((1,) * 7, SamplingParams(beam_width=3, n=3, max_tokens=max_tokens))
     rig.finish()
     assert [(len(sample.tokens), sample.finish_reason) for sample in samples] == [(12, "length")] * 3
 
