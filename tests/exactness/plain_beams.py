@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from speculant.exactness.laws import Law, Pair
+from speculant.exactness.tables import History, Table
 from speculant.params import SamplingParams
-from tests.exactness.laws import Law, Pair, transformed
-from tests.fakes import History, Table
+from tests.exactness.laws import transformed
 
 
 class Found(NamedTuple):

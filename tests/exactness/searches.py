@@ -10,11 +10,12 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import RequestError
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import Request
-from tests.exactness.laws import FULL_SUPPORT, Pair
 from tests.exactness.plain_beams import Found
-from tests.fakes import Rig, TableModel, build_rig
+from tests.fakes import Rig, build_rig
 
 PROMPT = (1, 0)
 CROWDED = Pair(6, 4, FULL_SUPPORT)

@@ -10,8 +10,9 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import RequestError
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from tests.exactness.laws import FULL_SUPPORT, Pair
 from tests.exactness.plain_beams import edited_law, every_text, exact_law, plain_beams
 from tests.exactness.searches import (
     CROWD_ENDS,
@@ -24,7 +25,7 @@ from tests.exactness.searches import (
     told,
     wide,
 )
-from tests.fakes import MakeCache, TableModel, both_caches, build_rig, few_blocks, paged, slotted
+from tests.fakes import MakeCache, both_caches, build_rig, few_blocks, paged, slotted
 
 NOTHING: frozenset[int] = frozenset()
 ROOMY = Limits(max_model_len=24, max_num_seqs=3, max_num_batched_tokens=64)

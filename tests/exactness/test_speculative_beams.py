@@ -13,10 +13,11 @@ from speculant import LLM, SamplingParams
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
 from speculant.errors import RequestError
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import Table, TableModel
 from speculant.kernels.native import usable_sets
 from speculant.models.branching import Shape
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import FULL_SUPPORT, Pair
 from tests.exactness.searches import (
     CROWD_ENDS,
     CROWDED,
@@ -31,8 +32,6 @@ from tests.fakes import (
     MakeCache,
     Rig,
     ScriptedDrafter,
-    Table,
-    TableModel,
     both_caches,
     build_rig,
     few_blocks,

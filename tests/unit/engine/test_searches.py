@@ -8,10 +8,11 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import CapacityError, RequestError
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import StepOutput
-from tests.exactness.laws import FULL_SUPPORT, Pair
-from tests.fakes import History, Rig, TableModel, build_rig
+from tests.fakes import Rig, build_rig
 
 PAIR = Pair(2, 5, FULL_SUPPORT)
 LIMITS = Limits(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=48)

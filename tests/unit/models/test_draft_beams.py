@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import Limits
+from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
 from speculant.models.beams import draft_beams
 from speculant.models.follower import Follower
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import FULL_SUPPORT, Pair
-from tests.fakes import MakeCache, Rig, TableModel, both_caches, build_rig, few_blocks, paged, stored_tokens
+from tests.fakes import MakeCache, Rig, both_caches, build_rig, few_blocks, paged, stored_tokens
 
 V, WIDTH = 6, 3
 PAIR = Pair(4, V, FULL_SUPPORT)
