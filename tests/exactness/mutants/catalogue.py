@@ -78,7 +78,13 @@ RANDOMNESS = [
         "right=False",
         "test_chance.py::test_no_draw_without_weight[0]",
     ),
-    Mutant("every round starts the streams anew", COMMIT, "    request.rounds += 1\n", "", ROUNDS),
+    Mutant(
+        "every round starts the streams anew",
+        COMMIT,
+        "    request.rounds += 1\n    if tree.size:\n",
+        "    if tree.size:\n",
+        ROUNDS,
+    ),
     Mutant(
         "noise forgets the position",
         CHANCE,
@@ -165,8 +171,8 @@ LAWS = [
     Mutant(
         "last token counted twice in penalties",
         STEP,
-        "Node(fed.item.request, fed.tree.tokens_to(i))",
-        "Node(fed.item.request, [fed.item.request.tokens[-1], *fed.tree.tokens_to(i)])",
+        "Node(request, tree.tokens_to(node), rule",
+        "Node(request, [request.tokens[-1], *tree.tokens_to(node)], rule",
         TRANSFORM.format("frequency"),
     ),
     Mutant(
@@ -266,8 +272,8 @@ ENDS = [
     Mutant(
         "drafts beyond max_tokens",
         LENGTH,
-        "request.params.max_tokens - request.num_output - 1",
-        "request.params.max_tokens - request.num_output",
+        "request.params.max_tokens - (request.reached - len(request.prompt)) - 1",
+        "request.params.max_tokens - (request.reached - len(request.prompt))",
         "test_ends.py::test_no_draft_is_longer_than_can_matter[5]",
     ),
     Mutant(
@@ -280,7 +286,7 @@ ENDS = [
     Mutant(
         "context overflow at K + 1",
         LENGTH,
-        "left = max_len - len(request.tokens) - 1",
+        "left = max_len - request.reached - 1",
         "left = max_len",
         "test_ends.py::test_the_context_is_filled_and_never_overflows[right-5-paged]",
     ),

@@ -73,37 +73,6 @@ RULES = [
         TREE.format("pair-multi_draft"),
     ),
     Mutant(
-        "a residual that is not normalised before the next sibling",
-        MULTI_DRAFT,
-        "        rest = rest / rest.sum()\n",
-        "",
-        TREE.format("pair-multi_draft"),
-    ),
-    Mutant(
-        "a rejected leaf's share kept from its parent",
-        TRAVERSAL,
-        "        self._weights[parent] = share(owed, weight)\n",
-        "",
-        TREE.format("two deep-traversal"),
-    ),
-    Mutant(
-        "the parent's law as it was before a leaf was rejected",
-        TRAVERSAL,
-        "            self.laws[parent] = rest / owed\n",
-        "            pass\n",
-        TREE.format("pair-traversal"),
-    ),
-    Mutant(
-        "siblings drawn without replacement, told as drawn with it",
-        TREES,
-        "        law = law / law.sum()\n"
-        "        drawn.append((pick(law), law))\n"
-        "        law = without(law, drawn[-1][0])\n",
-        "        rest = law / law.sum()\n        for token, _ in drawn:\n            rest = without(rest, token)\n"
-        "        if float(rest.sum()) == 0:\n            break\n        drawn.append((pick(rest), law))\n",
-        TREE.format("pair-multi_draft"),
-    ),
-    Mutant(
         "a merged draw told as a free one",
         BRANCHING,
         "said[token], own[token] = [], rest / rest.sum()",

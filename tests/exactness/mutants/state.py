@@ -85,8 +85,8 @@ BLOCKS = [
     Mutant(
         "state of rejected drafts indexed for reuse",
         COMMIT,
-        "    cache.keep_path(request.seq, base",
-        "    cache.index_prefix(request.seq, request.tokens)\n    cache.keep_path(request.seq, base",
+        "    cache.keep_path(request.seq, base, verdict",
+        "    cache.index_prefix(request.seq, request.tokens)\n    cache.keep_path(request.seq, base, verdict",
         LEFT_BEHIND.format("model"),
     ),
     Mutant(
@@ -194,8 +194,8 @@ PREEMPTION = [
     Mutant(
         "drafts take memory that was promised to others",
         LENGTH,
-        "min(wish, budget, plan.room(item.request.seq))",
-        "min(wish, budget)",
+        "min(budget, plan.room(item.request.seq))",
+        "budget",
         ASIDE.format("model-decode-first"),
     ),
     Mutant(
