@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import RequestError
 from speculant.exactness.laws import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
+from speculant.types import DraftTree, Request
 from tests.exactness.plain_beams import edited_law, every_text, exact_law, plain_beams
 from tests.exactness.searches import (
     CROWD_ENDS,
@@ -25,7 +28,7 @@ from tests.exactness.searches import (
     told,
     wide,
 )
-from tests.fakes import MakeCache, both_caches, build_rig, few_blocks, paged, slotted
+from tests.fakes import MakeCache, ScriptedDrafter, both_caches, build_rig, few_blocks, paged, slotted
 
 NOTHING: frozenset[int] = frozenset()
 ROOMY = Limits(max_model_len=24, max_num_seqs=3, max_num_batched_tokens=64)
@@ -200,3 +203,34 @@ def test_a_search_takes_one_pass_for_each_token() -> None:
     assert best.metrics.timing.target_passes == 7
     assert all(other.metrics.timing.target_passes == 0 for other in others)
     assert best.metrics.verification is None
+
+
+class Listener(ScriptedDrafter):
+    """Asserts that a sequence only grows between its beginning and its end."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: [])
+        self.known: list[int] = []
+        self.beginnings = 0
+
+    def begin(self, seq: Request) -> None:
+        """See `Drafter.begin`."""
+        self.known, self.beginnings = list(seq.tokens), self.beginnings + 1
+
+    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        assert all(seq.tokens == self.known for seq in seqs), "something changed, and it was not told"
+        return super().propose(seqs, limits)
+
+    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+        """See `Drafter.observe`."""
+        self.known += committed
+        assert seq.tokens == self.known, "not the tokens that it was told"
+
+
+@pytest.mark.parametrize("budget", [2, 4, 64])
+def test_a_drafter_hears_of_a_trunk_that_is_left_for_another(budget: int) -> None:
+    listener = Listener()
+    rig = build_rig(TableModel(parting, 3), listener, length=2, limits=Limits(24, 1, budget))
+    searched(rig, wide(2, 9))
+    assert (listener.beginnings > 1) == (budget < 9)
