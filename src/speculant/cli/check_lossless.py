@@ -200,7 +200,7 @@ def _show_proofs(console: Console, proofs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _span(values: Sequence[int]) -> str:
-    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+    return " to ".join(str(value) for value in dict.fromkeys((*values[:1], *values[-1:])))
 
 
 def _show_tests(console: Console, value: Mapping[str, Any]) -> None:

@@ -13,6 +13,10 @@ from speculant.types import Request
 Outcome = TypeVar("Outcome", bound=Hashable)
 
 
+class TooManyWaysError(Exception):
+    """There are more ways to follow than were allowed."""
+
+
 @dataclass
 class Branches:
     """One way through a tree of random decisions: first those of the script, then always the first open one.
@@ -77,14 +81,23 @@ def enumerate_outcomes(run: Callable[[Branches], Outcome]) -> dict[Outcome, floa
     return enumerate_side_by_side(lambda ways: [run(branches) for branches in ways], width=1)
 
 
-def enumerate_side_by_side(run: Callable[[list[Branches]], list[Outcome]], width: int) -> dict[Outcome, float]:
-    """Like `enumerate_outcomes`, for a `run` that follows up to `width` ways at a time."""
+def enumerate_side_by_side(
+    run: Callable[[list[Branches]], list[Outcome]], width: int, most: int | None = None
+) -> dict[Outcome, float]:
+    """Like `enumerate_outcomes`, for a `run` that follows up to `width` ways at a time.
+
+    Raises TooManyWaysError as soon as there are more than `most`; None = any number.
+    """
     outcomes: dict[Outcome, float] = {}
     pending: list[tuple[int, ...]] = [()]
+    followed = 0
     while pending:
         ways = [Branches(script) for script in pending[-width:]]
         del pending[-width:]
         for outcome, branches in zip(run(ways), ways, strict=True):
             outcomes[outcome] = outcomes.get(outcome, 0.0) + branches.probability
             pending += branches.untaken
+        followed += len(ways)
+        if most is not None and followed + len(pending) > most:
+            raise TooManyWaysError
     return outcomes

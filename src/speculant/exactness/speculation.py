@@ -134,11 +134,14 @@ class Stepping(Protocol):
         ...
 
 
-def enumerate_case(case: Case, build: Callable[[EnumeratingChances], Stepping]) -> Enumerated:
-    """Follow every branch of a case through one engine, whose rows are used again and again."""
+def enumerate_case(case: Case, build: Callable[[EnumeratingChances], Stepping], most: int | None = None) -> Enumerated:
+    """Follow every branch of a case through one engine, whose rows are used again and again.
+
+    Raises TooManyWaysError if there are more than `most`.
+    """
     chances = EnumeratingChances()
     engine = build(chances)
-    results = enumerate_side_by_side(lambda ways: _run(case, engine, chances, ways), case.width)
+    results = enumerate_side_by_side(lambda ways: _run(case, engine, chances, ways), case.width, most)
     assert abs(sum(results.values()) - 1) < 1e-12, "branches were lost"
     return Enumerated(case, results)
 

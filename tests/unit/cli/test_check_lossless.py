@@ -147,6 +147,16 @@ def test_a_rule_that_is_lossy_by_design_is_called_so(checkpoints: Checkpoints, m
     assert "rejection (announces that it is not lossless), for sampled requests: FAILED" in shown.stdout
 
 
+def test_lenient_is_measured_with_its_own_lenience(checkpoints: Checkpoints) -> None:
+    deviations = []
+    for lenience in ("0.9", "0.2"):
+        value = _json(*_pair(checkpoints, "--speculative-config", f"verification=lenient,lenience={lenience}"))
+        assert value["lossy_rules"] == ["lenient"]
+        assert [each["announced_lossless"] for each in value["proven"]] == [False, False, True]
+        deviations.append(value["proven"][0]["largest_deviation"])
+    assert 1e-3 < deviations[0] < deviations[1]
+
+
 def test_a_rule_that_means_to_be_lossy_never_passes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where nothing shows."""
     monkeypatch.setattr(Rejection, "lossless", False)

@@ -12,6 +12,7 @@ from speculant.config import SpeculativeConfig
 from speculant.drafting import draft_model
 from speculant.drafting.base import DrafterContext
 from speculant.engine.build import build_rules, load_rules
+from speculant.exactness import proofs
 from speculant.exactness.drafts import Draft, Likeliest, choose_draft
 from speculant.exactness.laws import EXACT
 from speculant.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
@@ -48,7 +49,7 @@ def test_every_branching_rule_is_proven_for_a_tree(rule: str) -> None:
     found = proof(TREE, rule, cases=8)
     assert found.passed
     assert found.mean_accepted > 0.3
-    assert set(found.sizes) == set(TREES)
+    assert set(found.sizes) >= set(TREES) - {(3, 4)}, "a size with too many ways may be left out, the smaller never"
 
 
 @pytest.mark.parametrize("spec", [SpeculativeConfig(method="ngram"), SpeculativeConfig(method="synthetic")])
@@ -99,6 +100,18 @@ def requests(rules: Sequence[str], params: SamplingParams) -> dict[str, Request]
     kinds = {"sampled": params, "greedy": replace(params, temperature=0), "seeded": replace(params, seed=0)}
     named = zip(kinds.items(), rules, strict=True)
     return {kind: make_request([1], params=each, rule=rule) for (kind, each), rule in named}
+
+
+def test_sizes_with_too_many_ways_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "MOST_WAYS", 20)
+    found = proof(MODEL, "block", cases=30)
+    assert found.passed
+    assert found.cases == 30
+    assert {(2, 1), (2, 2)} <= set(found.sizes) < set(CHAINS)
+    monkeypatch.setattr(proofs, "MOST_WAYS", 0)
+    nothing = proof(MODEL, "block", cases=30)
+    assert (nothing.cases, nothing.passed, nothing.error) == (0, False, None)
+    assert not nothing.to_dict()["vocabularies"]
 
 
 def test_claims_are_made_of_the_rules_in_use() -> None:

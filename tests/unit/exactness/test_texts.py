@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -143,7 +144,7 @@ def test_the_second_drafter_tells_the_law_that_it_would_draw_from(checkpoints: C
     built = build_engine(config)
     draft = load_model(checkpoints.far, "float64", role="draft")
     text = texts_of(built, LAW)[0]
-    alone = Reader(Built(built.engine, built.tokenizer, draft, built.limits, False, ""), 1, 40)
+    alone = Reader(replace(built, checkpoint=draft), 1, 40)
     second, copy = Second(config, built, 1, 40), reread(text)
     second.begin(copy)
     for token in text.output:
