@@ -74,7 +74,7 @@ def test_it_says_what_llm_says(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
     async def main() -> None:
         async with engine_of("near", spec_length=3) as engine:
             llm = llm_of("near", spec_length=3)
-            for name in ("speculating", "speculation", "default_params"):
+            for name in ("speculating", "speculating_beams", "speculation", "default_params"):
                 assert getattr(engine, name) == getattr(llm, name)
             assert engine.tokenizer.encode(TEXTS[0]) == llm.tokenizer.encode(TEXTS[0])
             output = await engine.generate(TEXTS[0], request_id="mine")

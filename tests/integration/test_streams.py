@@ -44,6 +44,24 @@ def test_no_piece_shows_half_a_character(llm_of: MakeLLM) -> None:
     assert "".join(piece.text for piece in pieces) == pieces[-1].output.outputs[0].text
 
 
+def test_beams_are_streamed_when_they_have_won(llm_of: MakeLLM) -> None:
+    """No piece comes before the last step, and then every beam has its own text, beside a stream that goes on."""
+    llm, params = llm_of("near"), SamplingParams(beam_width=3, n=2, max_tokens=12, min_tokens=2)
+    (whole,) = llm.generate(TEXTS[0], params)
+    other = llm.stream(TEXTS[1], GREEDY)
+    next(other)
+    pieces = list(llm.stream(TEXTS[0], params))
+    for index, beam in enumerate(whole.outputs):
+        own = [piece for piece in pieces if piece.index == index]
+        assert joined(own) == (beam.token_ids, beam.text)
+        assert own[-1].finish_reason == beam.finish_reason
+    last = pieces[-1].output
+    assert last is not None
+    assert [beam.score for beam in last.outputs] == pytest.approx([beam.score for beam in whole.outputs])
+    assert sum(piece.output is not None for piece in pieces) == 1
+    assert len(list(other)) == GREEDY.max_tokens - 1
+
+
 def test_samples_are_streamed_side_by_side(llm_of: MakeLLM) -> None:
     llm = llm_of("near")
     params = SamplingParams(n=3, seed=1, max_tokens=12)

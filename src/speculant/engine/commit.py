@@ -119,7 +119,7 @@ def fail(request: Request, error: Exception) -> Committed:
 def _fail(request: Request, error: Exception) -> StepOutput:
     request.finish_reason, request.error = "error", error
     if request.params.beam_width is not None:  # what its hypotheses begin with is no part of a result yet
-        request.tokens, request.hypothesis = list(request.prompt), None
+        request.tokens, request.hypothesis, request.stop_reason = list(request.prompt), None, None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
 
