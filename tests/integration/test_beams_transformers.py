@@ -73,14 +73,14 @@ def likely_ends(pair: Pair, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_ends", [0, 1, 2])
-@pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-0.5, 1.0, 2.0])
 @pytest.mark.parametrize("width", [2, 5])
 def test_beams_are_those_of_transformers(pair: Pair, width: int, length_penalty: float, num_ends: int) -> None:
     ended = 0
     for seed in range(2):
         prompt = random_tokens(5 + seed, seed)
         ends = likely_ends(pair, prompt)[:num_ends]
-        params = SamplingParams(beam_width=width, n=width, max_tokens=12, length_penalty=length_penalty)
+        params = SamplingParams(beam_width=width, n=width, max_tokens=10, length_penalty=length_penalty)
         expected, found = theirs(pair, prompt, params, ends), ours(pair, prompt, params, ends)
         assert [text for text, _ in found] == [text for text, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
