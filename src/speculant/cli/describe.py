@@ -62,7 +62,7 @@ def speculation(llm: LLM, output: RequestOutput) -> str:
         return "switched off for this request"
     if metrics.verification is None:
         return llm.speculation
-    warning = "" if metrics.lossless else ", which is NOT LOSSLESS: the text may not be the target's own"
+    warning = "" if metrics.lossless else " (not lossless: the text may not be the target's own)"
     return f"{llm.speculation}, verified by {metrics.verification}{warning}"
 
 

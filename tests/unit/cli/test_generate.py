@@ -95,6 +95,17 @@ def test_text_goes_to_stdout_and_figures_to_stderr(checkpoints: Checkpoints) -> 
     assert "speculation is on: " in result.stderr
 
 
+def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:
+    lenient = ("--speculation", "verification=lenient", "--max-tokens", "8")
+    value = _json(checkpoints, *lenient)
+    assert value["metrics"]["speculative_decoding"]["lossless"] is False
+    warning = "verified by lenient (not lossless: the text may not be the target's own)"
+    assert value["speculation"]["detail"].endswith(warning)
+    strict = _json(checkpoints, "--max-tokens", "8")
+    assert strict["metrics"]["speculative_decoding"]["lossless"] is True
+    assert "lossless" not in strict["speculation"]["detail"]
+
+
 def test_it_says_why_speculation_is_off(checkpoints: Checkpoints) -> None:
     result = _invoke(PROMPT, "--model", checkpoints.target, "--max-tokens", "4")
     assert "speculation is off: no draft_model or speculative_config was given" in result.stderr
