@@ -94,11 +94,7 @@ class DraftTree:
 
     def tokens_to(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to `node`; empty for the root (-1)."""
-        tokens: list[int] = []
-        while node >= 0:
-            tokens.append(self.token_list[node])
-            node = self.parent_list[node]
-        return tokens[::-1]
+        return tokens_to(node, self.token_list, self.parent_list)
 
     def path_along(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes that tokens lead through from the root on, as far as there are any."""
@@ -109,6 +105,15 @@ class DraftTree:
                 break
             path.append(found[0])
         return path
+
+
+def tokens_to(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Return the tokens of a tree from the root's child down to `node`; empty for the root (-1)."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
 
 
 @dataclass(frozen=True)

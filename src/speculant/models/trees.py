@@ -19,7 +19,7 @@ from speculant.models.chains import fit_vocabulary
 from speculant.models.follower import Follower
 from speculant.sampling.chance import KeyedNoise
 from speculant.sampling.distribution import Node, distribution
-from speculant.types import DraftTree, Request
+from speculant.types import DraftTree, Request, tokens_to
 
 
 @dataclass(eq=False)
@@ -50,11 +50,7 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to a node; empty for the root (-1)."""
-        tokens: list[int] = []
-        while node >= 0:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+        return tokens_to(node, self.tokens, self.parents)
 
 
 def plan_trees(sources: Sequence[Follower], drafting: Sequence[tuple[Request, int]]) -> list[Tree]:
