@@ -85,7 +85,7 @@ def test_deterministic_chains(rule: Verifier, length: int) -> None:
 
 @pytest.mark.parametrize("shape", TREES, ids=str)
 def test_sampled_trees(tree_rule: Verifier, shape: Shape) -> None:
-    for seed in range(3):
+    for seed in range(20):
         pair = Pair(seed, 3)
         assert distance(tree_rule, pair, sampled(pair, shape)) <= EXACT, pair
 
