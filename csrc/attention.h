@@ -23,7 +23,7 @@ struct RowBlock {
 struct Plan {
   List<RowBlock> blocks;
   List<float> partial;  // results of spans: maximum, sum, values
-  int64_t most_spans = 0, padded = 0;
+  int64_t most_spans = 0, padded = 0, threads = 1;
   bool split = false;  // whether the spans of a row are pieces of their own
 };
 
@@ -40,6 +40,7 @@ static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan
   }
   plan.padded = (op.dim + LANES - 1) / LANES * LANES;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
+  plan.threads = threads;
   plan.split = plan.most_spans > 1 && plan.blocks.size < 4 * threads;
   if (plan.split) plan.partial.resize(pass.rows * op.heads * plan.most_spans * (plan.padded + 2));
 }
@@ -108,40 +109,51 @@ static inline int64_t find_keys(const RowBlock &block, Keys &keys) {
   return position;
 }
 
-static inline void load_row(const SpOp &op, const void *storage, int64_t slot, int64_t head, int64_t padded, float *to) {
-  const int64_t at = (slot * op.kv_heads + head) * op.dim;
-  int64_t i = 0;
-  if (op.type == SP_F32)
-    for (; i + LANES <= op.dim; i += LANES) store(to + i, load((const float *)storage + at + i));
-  else
-    for (; i + LANES <= op.dim; i += LANES) store(to + i, load_bf16((const uint16_t *)storage + at + i));
-  for (; i < op.dim; i++) to[i] = read_weight(op.type, storage, at + i);
-  for (; i < padded; i++) to[i] = 0.0f;
-}
+// Where the keys and values of a tile are, those of the first head.
+struct Rows {
+  const char *keys[TILE], *values[TILE];
+  int64_t count = 0;
+};
 
-// Storage rows of positions from .. from + count.
-static inline void find_slots(const Keys &keys, int64_t from, int64_t count, int64_t *slots) {
-  const int64_t size = keys.pass.block;
+static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &rows) {
+  const char *key = (const char *)layer_of(keys.pass.keys, keys.op, keys.pass);
+  const char *value = (const char *)layer_of(keys.pass.values, keys.op, keys.pass);
+  const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
   int64_t block = from / size, place = from % size;
-  for (int64_t i = 0; i < count; i++) {
-    slots[i] = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
+  rows.count = end - from < TILE ? end - from : TILE;
+  for (int64_t i = 0; i < rows.count; i++) {
+    const int64_t slot = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
+    rows.keys[i] = key + slot * stride, rows.values[i] = value + slot * stride;
     if (++place == size) place = 0, block++;
   }
 }
+
+// The next tile, asked for line by line while this one is computed: a head's rows are too far apart for the processor to guess
+// them, and all of them at once would only wait for one another.
+struct Ahead {
+  const Rows &rows;
+  const int64_t begin, end;  // bytes of a row
+  int64_t next = 0, at = begin;
+
+  void ask() {
+    if (next >= 2 * rows.count) return;
+    const char *line = (next < rows.count ? rows.keys[next] : rows.values[next - rows.count]) + at;
+    prefetch(line), prefetch(line + 64);
+    if ((at += 128) >= end) at = begin, next++;
+  }
+};
 
 // A tile's keys turned round, so that a vector holds several positions, and where its values are.
 struct Tile {
   alignas(64) float turned[MOST_DIM * TILE];  // [dim][TILE]; or [dim / 2][TILE], two bfloat16 in a dword
   alignas(64) float copied[TILE * MOST_DIM];  // values that could not be read in place
-  const void *values[TILE];
-  bool pairs, narrow;  // whether keys are pairs, and values bfloat16
+  const char *copies[TILE];
+  const char *const *values;
+  int64_t offset;      // of a head's values in their row, in bytes
+  bool pairs, narrow;  // whether keys are pairs of bfloat16, and values
 };
 
 alignas(64) static const float NOTHING[MOST_DIM] = {};
-
-static inline const void *row_at(const SpOp &op, const void *storage, int64_t slot, int64_t head) {
-  return (const char *)storage + (slot * op.kv_heads + head) * op.dim * (op.type == SP_F32 ? 4 : 2);
-}
 
 // Turn `words` dwords of each key, from rows that are whole vectors.
 static inline void turn_keys(const float *const *rows, int64_t words, float *to) {
@@ -152,44 +164,56 @@ static inline void turn_keys(const float *const *rows, int64_t words, float *to)
   }
 }
 
-static void load_keys(const Keys &keys, int64_t head, const int64_t *slots, int64_t count, int64_t padded, Tile &tile) {
+static inline void load_row(const SpOp &op, const char *row, int64_t padded, float *to) {
+  int64_t i = 0;
+  if (op.type == SP_F32)
+    for (; i + LANES <= op.dim; i += LANES) store(to + i, load((const float *)row + i));
+  else
+    for (; i + LANES <= op.dim; i += LANES) store(to + i, load_bf16((const uint16_t *)row + i));
+  for (; i < op.dim; i++) to[i] = read_weight(op.type, row, i);
+  for (; i < padded; i++) to[i] = 0.0f;
+}
+
+static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, Tile &tile) {
   alignas(64) float copied[LANES * MOST_DIM];
-  const SpOp &op = keys.op;
-  const void *storage = layer_of(keys.pass.keys, op, keys.pass);
-  const int64_t words = op.type == SP_F32 ? op.dim : op.dim / 2;
+  const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
   const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else there are tails to fill up
   tile.pairs = whole && op.type != SP_F32;
-  for (int64_t i = 0; i < count; i += LANES) {
+  for (int64_t i = 0; i < from.count; i += LANES) {
     const float *rows[LANES];
-    for (int64_t j = 0; j < LANES; j++) {
-      rows[j] = NOTHING;
-      if (i + j >= count) continue;
-      rows[j] = whole ? (const float *)row_at(op, storage, slots[i + j], head) : copied + j * padded;
-      if (!whole) load_row(op, storage, slots[i + j], head, padded, copied + j * padded);
+    const int64_t some = from.count - i < LANES ? from.count - i : LANES;
+    for (int64_t j = 0; j < some; j++) {
+      rows[j] = whole ? (const float *)(from.keys[i + j] + offset) : copied + j * padded;
+      if (!whole) load_row(op, from.keys[i + j] + offset, padded, copied + j * padded);
     }
+    for (int64_t j = some; j < LANES; j++) rows[j] = NOTHING;
     turn_keys(rows, whole ? words : padded, tile.turned + i);
   }
 }
 
-// Values are read in place where they are whole vectors; bfloat16 only if it is not widened again and again.
-static void load_values(const Keys &keys, int64_t head, const int64_t *slots, int64_t count, int64_t padded, bool again, Tile &tile) {
-  const SpOp &op = keys.op;
-  const void *storage = layer_of(keys.pass.values, op, keys.pass);
-  const bool in_place = op.dim % LANES == 0 && (op.type == SP_F32 || !again);
-  tile.narrow = in_place && op.type != SP_F32;
-  for (int64_t i = 0; i < count; i++) {
-    tile.values[i] = in_place ? row_at(op, storage, slots[i], head) : tile.copied + i * padded;
-    if (!in_place) load_row(op, storage, slots[i], head, padded, tile.copied + i * padded);
+// Values are read in place where they are whole vectors; bfloat16 only if it is not widened `again` and again.
+static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t padded, bool again, Tile &tile) {
+  const int64_t offset = head * op.dim * real_size(op.type);
+  tile.narrow = op.type != SP_F32 && op.dim % (2 * LANES) == 0 && !again;
+  if (tile.narrow || (op.type == SP_F32 && op.dim % LANES == 0)) {
+    tile.values = from.values, tile.offset = offset;
+    return;
   }
+  for (int64_t i = 0; i < from.count; i++) {
+    tile.copies[i] = (const char *)(tile.copied + i * padded);
+    load_row(op, from.values[i] + offset, padded, tile.copied + i * padded);
+  }
+  tile.values = tile.copies, tile.offset = 0;
 }
 
 // Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own.
 template <int COUNT, bool PAIRS>
-static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, float *scores) {
+static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, Ahead &ahead, float *scores) {
   Vec sums[COUNT][TILE_VECS];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
-  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, turned += TILE)
+  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, turned += TILE) {
+    ahead.ask(), ahead.ask();
     for (int half = 0; half < (PAIRS ? 2 : 1); half++) {
       Vec keys[TILE_VECS];
       for (int v = 0; v < TILE_VECS; v++) {
@@ -201,39 +225,67 @@ static inline void score_tile(const float *queries, const float *turned, int64_t
         for (int v = 0; v < TILE_VECS; v++) sums[q][v] = fma(query, keys[v], sums[q][v]);
       }
     }
+  }
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], splat(factor)));
 }
 
-// Turn scores of keys low .. high of a tile into weights, and rescale what a query's running softmax has seen.
-static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t padded, Running run) {
-  for (int64_t i = 0; i < low; i++) scores[i] = -INFINITY;
-  for (int64_t i = high; i < TILE; i++) scores[i] = -INFINITY;
-  Vec best = load(scores);
-  for (int v = 1; v < TILE_VECS; v++) best = max(best, load(scores + v * LANES));
-  const float highest = max_lanes(best), maximum = *run.maximum > highest ? *run.maximum : highest;
-  const float before = exp_one(*run.maximum - maximum);
-  scale_values(run.values, before, padded);
-  Vec sum = zero();
-  for (int v = 0; v < TILE_VECS; v++) store(scores + v * LANES, exp(sub(load(scores + v * LANES), splat(maximum))));
-  for (int64_t i = 0; i < low; i++) scores[i] = 0.0f;
-  for (int64_t i = high; i < TILE; i++) scores[i] = 0.0f;
-  for (int v = 0; v < TILE_VECS; v++) sum = add(sum, load(scores + v * LANES));
-  *run.sum = *run.sum * before + sum_lanes(sum);
-  *run.maximum = maximum;
+// Turn scores of keys low .. high of a tile into weights, and rescale what the queries' running softmaxes have seen. What
+// is done for one query waits for its maximum, so that the others' turn comes between.
+template <int COUNT>
+static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t padded, Running *runs) {
+  const auto fill = [&](float nothing) {
+    for (int q = 0; q < COUNT; q++) {
+      for (int64_t i = 0; i < low; i++) scores[q * TILE + i] = nothing;
+      for (int64_t i = high; i < TILE; i++) scores[q * TILE + i] = nothing;
+    }
+  };
+  float maximum[COUNT];
+  fill(-INFINITY);
+  for (int q = 0; q < COUNT; q++) {
+    Vec best = load(scores + q * TILE);
+    for (int v = 1; v < TILE_VECS; v++) best = max(best, load(scores + q * TILE + v * LANES));
+    const float highest = max_lanes(best);
+    maximum[q] = *runs[q].maximum > highest ? *runs[q].maximum : highest;
+  }
+  for (int q = 0; q < COUNT; q++)
+    for (int v = 0; v < TILE_VECS; v++) {
+      float *at = scores + q * TILE + v * LANES;
+      store(at, exp(sub(load(at), splat(maximum[q]))));
+    }
+  fill(0.0f);
+  for (int q = 0; q < COUNT; q++) {
+    if (*runs[q].maximum != maximum[q]) {
+      const float before = exp_one(*runs[q].maximum - maximum[q]);
+      scale_values(runs[q].values, before, padded);
+      *runs[q].sum *= before;
+      *runs[q].maximum = maximum[q];
+    }
+    Vec sum = zero();
+    for (int v = 0; v < TILE_VECS; v++) sum = add(sum, load(scores + q * TILE + v * LANES));
+    *runs[q].sum += sum_lanes(sum);
+  }
 }
 
-// Add the values of keys low .. high, WIDE vectors of them at a time.
+// Add the values of keys low .. high, WIDE vectors of them at a time. Of pairs of bfloat16, the first of all pairs in a vector
+// come before the second (`part_pairs` undoes it).
 template <int COUNT, int WIDE, bool NARROW>
-static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Running *runs) {
+static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Ahead &ahead, Running *runs) {
   Vec acc[COUNT][WIDE];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < WIDE; v++) acc[q][v] = load(runs[q].values + d + v * LANES);
+  const int64_t offset = tile.offset + d * (NARROW ? 2 : 4);
   for (int64_t i = low; i < high; i++) {
+    ahead.ask();
+    const char *from = tile.values[i] + offset;
     Vec value[WIDE];
     for (int v = 0; v < WIDE; v++) {
-      const int64_t at = d + v * LANES;
-      value[v] = NARROW ? load_bf16((const uint16_t *)tile.values[i] + at) : load((const float *)tile.values[i] + at);
+      if (!NARROW)
+        value[v] = load((const float *)from + v * LANES);
+      else if (v % 2 == 0)
+        value[v] = low_bf16(load_ints(from + v * LANES * 2));
+      else
+        value[v] = high_bf16(load_ints(from + (v - 1) * LANES * 2));
     }
     for (int q = 0; q < COUNT; q++) {
       const Vec weight = splat(weights[q * TILE + i]);
@@ -245,63 +297,80 @@ static inline void add_values(const float *weights, const Tile &tile, int64_t lo
 }
 
 template <int COUNT, bool NARROW>
-static inline void add_all_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t padded, Running *runs) {
+static inline void add_all_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t padded, Ahead &ahead,
+                                  Running *runs) {
+  constexpr int REST = NARROW ? 2 : 1;
   int64_t d = 0;
-  for (; d + 4 * LANES <= padded; d += 4 * LANES) add_values<COUNT, 4, NARROW>(weights, tile, low, high, d, runs);
-  for (; d < padded; d += LANES) add_values<COUNT, 1, NARROW>(weights, tile, low, high, d, runs);
+  for (; d + 4 * LANES <= padded; d += 4 * LANES) add_values<COUNT, 4, NARROW>(weights, tile, low, high, d, ahead, runs);
+  for (; d < padded; d += REST * LANES) add_values<COUNT, REST, NARROW>(weights, tile, low, high, d, ahead, runs);
+}
+
+static inline void part_pairs(float *values, int64_t padded) {
+  float pairs[2 * LANES];
+  for (int64_t d = 0; d < padded; d += 2 * LANES) {
+    memcpy(pairs, values + d, sizeof pairs);
+    for (int i = 0; i < LANES; i++) values[d + 2 * i] = pairs[i], values[d + 2 * i + 1] = pairs[LANES + i];
+  }
 }
 
 template <int COUNT>
 static void attend_tile(const SpOp &op, const float *queries, const Tile &tile, int64_t low, int64_t high, int64_t padded,
-                        Running *runs) {
+                        Ahead &ahead, Running *runs) {
   alignas(64) float scores[COUNT * TILE];
   if (tile.pairs)
-    score_tile<COUNT, true>(queries, tile.turned, op.dim, op.factor, scores);
+    score_tile<COUNT, true>(queries, tile.turned, op.dim, op.factor, ahead, scores);
   else
-    score_tile<COUNT, false>(queries, tile.turned, op.dim, op.factor, scores);
-  for (int q = 0; q < COUNT; q++) weigh_tile(scores + q * TILE, low, high, padded, runs[q]);
+    score_tile<COUNT, false>(queries, tile.turned, op.dim, op.factor, ahead, scores);
+  weigh_tile<COUNT>(scores, low, high, padded, runs);
   if (tile.narrow)
-    add_all_values<COUNT, true>(scores, tile, low, high, padded, runs);
+    add_all_values<COUNT, true>(scores, tile, low, high, padded, ahead, runs);
   else
-    add_all_values<COUNT, false>(scores, tile, low, high, padded, runs);
+    add_all_values<COUNT, false>(scores, tile, low, high, padded, ahead, runs);
 }
 
-typedef void (*AttendTile)(const SpOp &, const float *, const Tile &, int64_t, int64_t, int64_t, Running *);
+typedef void (*AttendTile)(const SpOp &, const float *, const Tile &, int64_t, int64_t, int64_t, Ahead &, Running *);
 constexpr int TOGETHER = TILE_VECS == 4 ? 4 : 1;  // queries whose sums fit the registers
 static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>};
 
 // One span of a block for key heads first .. first + count, a tile at a time: positions lie one after the other in memory,
-// heads within them. `run_at(row, head)` is a query's running softmax, begun here; `position` is the block's first row's.
+// heads within them. `run_at(row, head)` is a query's running softmax, begun here; `position` is the block's first row's;
+// `next_span` is the one that this thread probably takes next.
 template <typename RunAt>
 static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t first, int64_t count, int64_t position,
-                        int64_t span, int64_t padded, RunAt run_at) {
+                        int64_t span, int64_t next_span, int64_t padded, RunAt run_at) {
   Tile tile;
-  int64_t slots[TILE];
+  Rows found[2];
   const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
-  const int64_t last = position + block.rows;  // keys end here
+  const int64_t row_bytes = op.dim * real_size(op.type), last = position + block.rows;  // keys end here
+  const int64_t oldest = op.window && position + 1 > op.window ? position + 1 - op.window : 0, seen = oldest / TILE * TILE;
+  const int64_t begin = span * SPAN > seen ? span * SPAN : seen, end = (span + 1) * SPAN < last ? (span + 1) * SPAN : last;
   for (int64_t r = 0; r < block.rows; r++)
     for (int64_t head = first * group; head < (first + count) * group; head++) begin_running(run_at(r, head), padded);
-  for (int64_t from = span * SPAN; from < (span + 1) * SPAN && from < last; from += TILE) {
-    if (op.window && from + TILE <= position + 1 - op.window) continue;
-    const int64_t size = last - from < TILE ? last - from : TILE;
-    find_slots(keys, from, size, slots);
+  find_rows(keys, begin, last, found[0]);
+  for (int64_t from = begin, turn = 0; from < end; from += TILE, turn ^= 1) {
+    const Rows &rows = found[turn];
+    find_rows(keys, from + TILE < (span + 1) * SPAN ? from + TILE : next_span * SPAN, last, found[turn ^ 1]);
+    Ahead ahead{found[turn ^ 1], first * row_bytes, (first + count) * row_bytes};
     for (int64_t kv_head = first; kv_head < first + count; kv_head++) {
-      load_keys(keys, kv_head, slots, size, padded, tile);
-      load_values(keys, kv_head, slots, size, padded, block.rows * group > 2 * TOGETHER, tile);
+      load_keys(op, rows, kv_head, padded, tile);
+      load_values(op, rows, kv_head, padded, block.rows * group > 2 * TOGETHER, tile);
       for (int64_t r = 0; r < block.rows; r++) {
-        const int64_t end = position + r + 1, begin = op.window && end > op.window ? end - op.window : 0;
-        const int64_t low = begin > from ? begin - from : 0, high = end - from < TILE ? end - from : TILE;
+        const int64_t stop = position + r + 1, start = op.window && stop > op.window ? stop - op.window : 0;
+        const int64_t low = start > from ? start - from : 0, high = stop - from < TILE ? stop - from : TILE;
         if (low >= high) continue;
         const float *queries = op.in + (block.segment->first + block.first + r) * width;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head += TOGETHER) {
           const int64_t rest = (kv_head + 1) * group - head, some = rest < TOGETHER ? rest : TOGETHER;
           Running runs[TOGETHER];
           for (int64_t i = 0; i < some; i++) runs[i] = run_at(r, head + i);
-          ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, runs);
+          ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, ahead, runs);
         }
       }
     }
   }
+  if (begin >= end || !tile.narrow) return;
+  for (int64_t r = 0; r < block.rows; r++)
+    for (int64_t head = first * group; head < (first + count) * group; head++) part_pairs(run_at(r, head).values, padded);
 }
 
 static inline void put_attended(const SpOp &op, int64_t row, int64_t head, Running run) {
@@ -324,7 +393,7 @@ static void attend_block(const SpOp &op, const RowBlock &block, const Keys &keys
   }
   const auto run_at = [&](int64_t row, int64_t query) { return one[row * group + query - head * group]; };
   for (int64_t span = 0; span * SPAN < position + block.rows; span++) {
-    attend_span(op, block, keys, head, 1, position, span, padded, run_at);
+    attend_span(op, block, keys, head, 1, position, span, span + 1, padded, run_at);
     for (int64_t i = 0; i < count; i++)
       if (*one[i].sum != 0.0f) merge(all[i], one[i], padded);
   }
@@ -343,7 +412,7 @@ static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t p
   Keys keys(op, pass, *block.segment);
   const int64_t position = find_keys(block, keys);
   if (!plan.split) return attend_block(op, block, keys, share, position, plan.padded);
-  attend_span(op, block, keys, 0, op.kv_heads, position, share, plan.padded, [&](int64_t row, int64_t head) {
+  attend_span(op, block, keys, 0, op.kv_heads, position, share, share + plan.threads, plan.padded, [&](int64_t row, int64_t head) {
     return running_at(partial_at(plan, op, block.segment->first + block.first + row, head, share), plan.padded);
   });
 }

@@ -44,6 +44,8 @@ static inline void put_cache(const SpOp &op, void *storage, int64_t slot, int64_
   }
 }
 
+static inline int64_t real_size(int type) { return type == SP_F32 ? 4 : 2; }
+
 static inline void *layer_of(void *storage, const SpOp &op, const SpPass &pass) {
   return (char *)storage + op.layer * pass.layer_stride;
 }

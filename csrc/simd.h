@@ -9,8 +9,24 @@
 
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
 
-#if defined(SP_AVX512)
+// Across the lanes, always in the same order: halves are folded onto one another until one lane is left.
+#if defined(SP_AVX2) || defined(SP_AVX512)
 #include <immintrin.h>
+namespace SP_NAMESPACE {
+static inline float sum_of_eight(__m256 v) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float max_of_eight(__m256 v) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+}  // namespace SP_NAMESPACE
+#endif
+
+#if defined(SP_AVX512)
 namespace SP_NAMESPACE {
 constexpr int LANES = 16;
 typedef __m512 Vec;
@@ -51,6 +67,10 @@ static inline Vec load_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 static inline float first_lane(Vec v) { return _mm512_cvtss_f32(v); }
+static inline __m256 low_half(Vec v) { return _mm512_castps512_ps256(v); }
+static inline __m256 high_half(Vec v) { return _mm512_extractf32x8_ps(v, 1); }
+static inline float sum_lanes(Vec v) { return sum_of_eight(_mm256_add_ps(low_half(v), high_half(v))); }
+static inline float max_lanes(Vec v) { return max_of_eight(_mm256_max_ps(low_half(v), high_half(v))); }
 static inline Vec pick(Vec a, Vec b, bool high) {
   return high ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88);
 }
@@ -75,7 +95,6 @@ static inline void turn(const float *const *from, float *to, int64_t to_stride) 
 }  // namespace SP_NAMESPACE
 
 #elif defined(SP_AVX2)
-#include <immintrin.h>
 namespace SP_NAMESPACE {
 constexpr int LANES = 8;
 typedef __m256 Vec;
@@ -116,6 +135,8 @@ static inline Vec load_bf16(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 static inline float first_lane(Vec v) { return _mm256_cvtss_f32(v); }
+static inline float sum_lanes(Vec v) { return sum_of_eight(v); }
+static inline float max_lanes(Vec v) { return max_of_eight(v); }
 static inline void turn(const float *const *from, float *to, int64_t to_stride) {
   __m256 t[8];
   for (int i = 0; i < 8; i += 4) {
@@ -172,6 +193,16 @@ static inline Vec low_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] << 16)) }
 static inline Vec high_bf16(Ints v) { SP_EACH(Vec, from_bits(v.at[i] & 0xffff0000u)) }
 static inline Vec load_bf16(const uint16_t *p) { SP_EACH(Vec, from_bits((uint32_t)p[i] << 16)) }
 static inline float first_lane(Vec v) { return v.at[0]; }
+static inline float sum_lanes(Vec v) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) v.at[i] += v.at[i + width];
+  return v.at[0];
+}
+static inline float max_lanes(Vec v) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) v.at[i] = v.at[i] > v.at[i + width] ? v.at[i] : v.at[i + width];
+  return v.at[0];
+}
 static inline void turn(const float *const *from, float *to, int64_t to_stride) {
   for (int i = 0; i < LANES; i++)
     for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i][j];
@@ -191,22 +222,6 @@ static inline void store_part(float *p, Vec v, int64_t count) {
   alignas(64) float lanes[LANES];
   store(lanes, v);
   memcpy(p, lanes, count * sizeof(float));
-}
-
-// Across the lanes, always in the same order.
-static inline float sum_lanes(Vec v) {
-  alignas(64) float lanes[LANES];
-  store(lanes, v);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  return lanes[0];
-}
-static inline float max_lanes(Vec v) {
-  alignas(64) float lanes[LANES];
-  store(lanes, v);
-  float best = lanes[0];
-  for (int i = 1; i < LANES; i++) best = lanes[i] > best ? lanes[i] : best;
-  return best;
 }
 
 // e^x to about 1e-7, 0 and infinity beyond float32's range, NaN for NaN (Cephes' polynomial).
