@@ -220,7 +220,9 @@ class Request:
         return self._tree_of(self.beams.unscored if self.beams else [], most)
 
     def _tree_of(self, texts: Sequence[Text], most: float = math.inf) -> DraftTree:
-        trunk = tuple(self.output) if texts else ()
+        if not texts:
+            return DraftTree.empty()
+        trunk = tuple(self.output)
         return DraftTree.of_paths([text[len(trunk) :] for text in texts if text[: len(trunk)] == trunk], most)
 
     @property

@@ -31,7 +31,8 @@ class _Sequence:
     length: int = 0
     blocks: list[int] = field(default_factory=list)
     prefix: list[PrefixNode] = field(default_factory=list)
-    rows: Tensor | None = None  # of its blocks, worked out when they are asked for
+    table: Tensor | None = None  # its blocks, made when they are asked for
+    rows: Tensor | None = None  # theirs, and perhaps those of blocks that were given back
 
 
 _NOTHING = _Sequence("")  # what an unknown sequence holds
@@ -83,8 +84,7 @@ class PagedKVCache:
 
     def table(self, seq: int) -> BlockTable:
         """See `KVCache.table`."""
-        blocks = self._held[seq].blocks if seq in self._held else []
-        return BlockTable(torch.tensor(blocks, dtype=torch.int64, device=self._offsets.device), self.block_size)
+        return BlockTable(self._table(self._held.get(seq, _NOTHING)), self.block_size)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KVCache.layer`."""
@@ -215,24 +215,30 @@ class PagedKVCache:
         """Hold another block, of the same content, in this place."""
         self._pool.free(held.blocks[place])
         held.blocks[place] = block
-        held.rows = None
+        held.table = held.rows = None
 
     def _extend(self, held: _Sequence, end: int) -> None:
         missing = self._num_blocks_for(end) - len(held.blocks)
         if missing > 0:
             held.blocks += [self._pool.allocate() for _ in range(missing)]
-            held.rows = None
+            held.table = held.rows = None
 
     def _drop_blocks(self, held: _Sequence, keep: int) -> None:
         """Give back all blocks but the first `keep`, the last one first: a prefix's end is evicted before its start."""
         while len(held.blocks) > keep:
             self._pool.free(held.blocks.pop())
+            held.table = None
+
+    def _table(self, held: _Sequence) -> Tensor:
+        """Return a sequence's blocks."""
+        if held.table is None:
+            held.table = torch.tensor(held.blocks, dtype=torch.int64, device=self._offsets.device)
+        return held.table
 
     def _rows(self, held: _Sequence) -> Tensor:
         """Return the rows of a sequence's blocks, in order of position; at least `length` of them."""
         if held.rows is None:
-            blocks = torch.tensor(held.blocks, dtype=torch.int64, device=self._offsets.device)
-            held.rows = (blocks[:, None] * self.block_size + self._offsets).flatten()
+            held.rows = (self._table(held)[:, None] * self.block_size + self._offsets).flatten()
         return held.rows
 
     def _num_blocks_for(self, n: int) -> int:

@@ -26,16 +26,16 @@ class Storage:
             raise CapacityError(
                 f"the KV cache needs {needed:.2f} GiB for {rows} positions and the allocation failed ({error})", fix
             ) from error
+        self._layers = [(both[0], both[1]) for both in self._data]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values [rows, kv_heads, head_dim], without copying."""
-        both = self._data[layer]
-        return both[0], both[1]
+        return self._layers[layer]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, kv_heads, head_dim] in rows [T]."""
-        self._data[layer, 0].index_copy_(0, rows, keys)
-        self._data[layer, 1].index_copy_(0, rows, values)
+        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
+            stored.index_copy_(0, rows, new)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows source [n] to rows target [n] in every layer; they may overlap."""

@@ -6,6 +6,7 @@ nothing depends on the batch, on other requests or on how many numbers somebody 
 
 from __future__ import annotations
 
+from copy import copy
 from enum import IntEnum
 from typing import Protocol
 
@@ -99,7 +100,7 @@ class KeyedNoise:
     coupled = True
 
     def __init__(self, seed: int, position: int, kernels: Kernels | None = None) -> None:
-        self._seed, self._position, self._kernels = seed, position, kernels
+        self._key, self._position, self._kernels = mix(seed, Purpose.NOISE), position, kernels
 
     def accept(self, probability: float) -> bool:
         """See `Chance.accept`; a matching rule has no use for it."""
@@ -118,12 +119,14 @@ class KeyedNoise:
 
     def moved(self, places: int) -> KeyedNoise:
         """Return the noise of so many positions further on, untouched by draws from this one."""
-        return KeyedNoise(self._seed, self._position + places, self._kernels)
+        moved = copy(self)
+        moved._position += places
+        return moved
 
     def ahead(self, n: int) -> list[int]:
         """Use up n draws without weights: the key of each one's noise."""
         self._position += n
-        return [mix(self._seed, Purpose.NOISE, place) for place in range(self._position - n, self._position)]
+        return [_mix_in(self._key, place) for place in range(self._position - n, self._position)]
 
 
 class KeyedChances:
@@ -150,11 +153,12 @@ def mix(*values: int) -> int:
     """Hash integers to 64 bits: one splitmix64 round per value."""
     state = 0
     for value in values:
-        state = _finalise((state ^ (value & _MASK)) + _GOLDEN & _MASK)
+        state = _mix_in(state, value)
     return state
 
 
-def _finalise(x: int) -> int:
+def _mix_in(state: int, value: int) -> int:
+    x = (state ^ (value & _MASK)) + _GOLDEN & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -88,8 +88,8 @@ RANDOMNESS = [
     Mutant(
         "noise forgets the position",
         CHANCE,
-        "mix(self._seed, Purpose.NOISE, place)",
-        "mix(self._seed, Purpose.NOISE)",
+        "_mix_in(self._key, place)",
+        "self._key",
         "test_chance.py::test_noise_draws_follow_their_weights[weights0]",
     ),
     Mutant(
