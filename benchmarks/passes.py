@@ -1,6 +1,6 @@
 """What a pass of a 1B shape is made of, attention over a long context, and a prompt beside the reference path.
 
-    python benchmarks/passes.py [--rounds 7]
+    python benchmarks/passes.py [--rounds 21] [--prompt-rounds 3]
 
 One row after 256 tokens: the whole pass and its linear layers alone. One row after 8,192 tokens: attention alone,
 beside one read of its keys and values. A prompt of 1,024 tokens in one pass: native and reference. All bfloat16.
@@ -67,8 +67,9 @@ def prompt_pass(model: Decoder | NativeDecoder, tokens: list[int], cache: KVCach
 def main() -> None:
     """Measure and write results/passes.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--prompt-rounds", type=int, default=3)  # the reference takes most of a minute for one
+    arguments = parser.parse_args()
     kernels = open_kernels()
     assert kernels is not None, "the native kernels are not built"
     reference, native = make_decoder(), NativeDecoder(make_decoder(), kernels)
@@ -87,10 +88,12 @@ def main() -> None:
         "linear": some(native, short, caches[0], lambda op: op.code == Code.LINEAR),
         "attention, 8k": some(native, long, caches[0], lambda op: op.code == Code.ATTEND),
         "read, 8k": partial(kernels.read_seconds, stored),
+    }
+    prompts: dict[str, Callable[[], Any]] = {
         "prompt, native": partial(prompt_pass, native, tokens, caches[0]),
         "prompt, reference": partial(prompt_pass, reference, tokens, caches[1]),
     }
-    times = interleave(subjects, rounds)
+    times = interleave(subjects, arguments.rounds) | interleave(prompts, arguments.prompt_rounds)
     figures = {
         "instruction_set": kernels.isa,
         "seconds": {name: spread(values) for name, values in times.items()},
