@@ -78,7 +78,7 @@ class NativeDecoder:
             sines=self._sines.data_ptr(),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
-            layer_stride=_layer_stride(self.cache_shape, cache),
+            layer_stride=2 * keys.nbytes,  # keys and values of a layer lie one after the other
         )
         return Layout(on, (batch, segments, parents, tables))
 
@@ -126,14 +126,14 @@ class _Drawn:
 
     def __init__(self, chains: Sequence[Chain], later: Sequence[Slots], vocab_size: int) -> None:
         count, steps = len(chains), chains[0].limit
-        self._tokens = torch.empty(count, steps, dtype=torch.int64)
+        self._steps = steps
+        self._tokens = array("q", bytes(8 * count * steps))
         self._laws = torch.empty(count, steps, vocab_size, dtype=torch.float64)
-        slots = torch.zeros(count, steps, dtype=torch.int64)
-        chances = array("Q", bytes(8 * count * steps))
-        for row, (chain, slots_of) in enumerate(zip(chains, later, strict=True)):
-            slots[row, : chain.limit - 1] = slots_of.rows
-            for step, chance in enumerate(_foreseeable(chain).ahead(chain.limit)):
-                chances[row * steps + step] = chance
+        slots, chances = array("q"), array("Q")
+        for chain, slots_of in zip(chains, later, strict=True):
+            unused = [0] * (steps - chain.limit)
+            slots.extend([*slots_of.rows.tolist(), 0, *unused])  # the last token is not fed
+            chances.extend([*_foreseeable(chain).ahead(chain.limit), *unused])
         limits = array("q", [chain.limit for chain in chains])
         coupled = array("q", [_foreseeable(chain).coupled for chain in chains])
         laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
@@ -146,15 +146,17 @@ class _Drawn:
             laws=ctypes.addressof(laws),
             coupled=coupled.buffer_info()[0],
             chances=chances.buffer_info()[0],
-            slots=slots.data_ptr(),
-            drawn=self._tokens.data_ptr(),
+            slots=slots.buffer_info()[0],
+            drawn=self._tokens.buffer_info()[0],
             out=self._laws.data_ptr(),
         )
 
     def give(self, chains: Sequence[Chain]) -> None:
         """Tell the chains what they drew."""
-        for chain, tokens, laws in zip(chains, self._tokens.tolist(), self._laws, strict=True):
-            chain.tokens, chain.laws = tokens[: chain.limit], laws[: chain.limit]
+        for row, chain in enumerate(chains):
+            first = row * self._steps
+            chain.tokens = self._tokens[first : first + chain.limit].tolist()
+            chain.laws = self._laws[row, : chain.limit]
 
 
 def _foreseeable(chain: Chain) -> Stream | KeyedNoise:
@@ -198,11 +200,6 @@ def _check_depth(segment: Segment) -> None:
         raise CapacityError(
             f"a draft tree is {max(segment.tree.depths)} deep and the kernels go to {MOST_DEPTH}", "draft fewer tokens."
         )
-
-
-def _layer_stride(shape: CacheShape, cache: KVCache) -> int:
-    """Return the bytes between one layer's keys and the next one's."""
-    return 2 * cache.num_blocks * cache.block_size * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
 
 def _next_power(n: int) -> int:
