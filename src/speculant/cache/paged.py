@@ -84,7 +84,7 @@ class PagedKVCache:
 
     def table(self, seq: int) -> BlockTable:
         """See `KVCache.table`."""
-        return BlockTable(self._table(self._held.get(seq, _NOTHING)), self.block_size)
+        return BlockTable(self._table(self._held.get(seq) or _Sequence("")), self.block_size)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KVCache.layer`."""

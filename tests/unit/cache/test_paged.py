@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,14 @@ def num_known(cache: PagedKVCache, tokens: Sequence[int], salt: str = "") -> int
 
 def blocks(cache: PagedKVCache, seq: int) -> list[int]:
     return cache.table(seq).blocks.tolist()
+
+
+def test_an_empty_table_is_on_its_own_cache_s_device() -> None:
+    """What one cache knows of a sequence that nobody fed is nothing to another cache."""
+    for device in ("cpu", "meta"):
+        cache = PagedKVCache(replace(SHAPE, device=torch.device(device)), 2, BLOCK)
+        assert cache.table(PROBE).blocks.device.type == device
+        assert len(cache.table(PROBE).blocks) == 0
 
 
 def num_free(cache: PagedKVCache) -> int:
