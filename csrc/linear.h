@@ -15,8 +15,7 @@ namespace SP_NAMESPACE {
 constexpr int VECS = 2;                 // vectors across a panel
 constexpr int WIDTH = VECS * LANES;     // outputs of a panel
 constexpr int MOST_ROWS = 12;           // rows taken together: MOST_ROWS * VECS accumulators fit the registers
-constexpr int64_t DEPTH = 512;          // of k taken at a time when there are many rows, so that x stays in the nearest cache
-constexpr int AHEAD = 2048;             // bytes to prefetch ahead
+constexpr int AHEAD = 4096;             // bytes to prefetch ahead: nearer is late beside the arithmetic of eight rows
 
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
@@ -25,7 +24,7 @@ static inline int64_t panel_bytes(int type, int64_t k) {
 }
 
 template <int ROWS>
-static inline void add_f32(const char *weight, const float *x, int64_t stride, int64_t depth, Vec acc[ROWS][VECS]) {
+static inline void add_f32(const char *weight, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
   for (int64_t k = 0; k < depth; k++, weight += WIDTH * 4) {
     Vec w[VECS];
     for (int v = 0; v < VECS; v++) {
@@ -33,14 +32,14 @@ static inline void add_f32(const char *weight, const float *x, int64_t stride, i
       w[v] = load((const float *)weight + v * LANES);
     }
     for (int r = 0; r < ROWS; r++) {
-      Vec a = splat(x[r * stride + k]);
+      Vec a = splat(x[r * depth + k]);
       for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, w[v], acc[r][v]);
     }
   }
 }
 
 template <int ROWS>
-static inline void add_bf16(const char *weight, const float *x, int64_t stride, int64_t depth, Vec acc[ROWS][VECS]) {
+static inline void add_bf16(const char *weight, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
   for (int64_t k = 0; k + 1 < depth; k += 2, weight += WIDTH * 4) {
     Vec low[VECS], high[VECS];
     for (int v = 0; v < VECS; v++) {
@@ -49,7 +48,7 @@ static inline void add_bf16(const char *weight, const float *x, int64_t stride, 
       low[v] = low_bf16(pair), high[v] = high_bf16(pair);
     }
     for (int r = 0; r < ROWS; r++) {
-      Vec a = splat(x[r * stride + k]), b = splat(x[r * stride + k + 1]);
+      Vec a = splat(x[r * depth + k]), b = splat(x[r * depth + k + 1]);
       for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, low[v], acc[r][v]);
       for (int v = 0; v < VECS; v++) acc[r][v] = fma(b, high[v], acc[r][v]);
     }
@@ -57,37 +56,31 @@ static inline void add_bf16(const char *weight, const float *x, int64_t stride, 
   if (depth % 2)
     for (int v = 0; v < VECS; v++) {
       Vec low = low_bf16(load_ints(weight + v * LANES * 4));
-      for (int r = 0; r < ROWS; r++) acc[r][v] = fma(splat(x[r * stride + depth - 1]), low, acc[r][v]);
+      for (int r = 0; r < ROWS; r++) acc[r][v] = fma(splat(x[r * depth + depth - 1]), low, acc[r][v]);
     }
 }
 
-// Sum k .. k + depth of ROWS rows into sums[ROWS][WIDTH], which hold what came before (or are begun, at k = 0).
+// sums[ROWS][WIDTH] of one panel.
 template <int ROWS>
-static void sum_tile(int type, const char *panel, const float *x, int64_t stride, int64_t from, int64_t depth, float *sums) {
+static void sum_rows(int type, const char *panel, const float *x, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) acc[r][v] = from ? load(sums + r * WIDTH + v * LANES) : zero();
-  const char *weight = panel + (type == SP_F32 ? from * WIDTH * 4 : from / 2 * WIDTH * 4);
+    for (int v = 0; v < VECS; v++) acc[r][v] = zero();
   if (type == SP_F32)
-    add_f32<ROWS>(weight, x + from, stride, depth, acc);
+    add_f32<ROWS>(panel, x, k, acc);
   else
-    add_bf16<ROWS>(weight, x + from, stride, depth, acc);
+    add_bf16<ROWS>(panel, x, k, acc);
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-typedef void (*SumTile)(int, const char *, const float *, int64_t, int64_t, int64_t, float *);
-static const SumTile SUM_TILES[MOST_ROWS + 1] = {nullptr,      sum_tile<1>, sum_tile<2>, sum_tile<3>,  sum_tile<4>,
-                                                 sum_tile<5>,  sum_tile<6>, sum_tile<7>, sum_tile<8>,  sum_tile<9>,
-                                                 sum_tile<10>, sum_tile<11>, sum_tile<12>};
+typedef void (*SumRows)(int, const char *, const float *, int64_t, float *);
+static const SumRows SUM_ROWS[MOST_ROWS + 1] = {nullptr,      sum_rows<1>, sum_rows<2>, sum_rows<3>,  sum_rows<4>,
+                                                sum_rows<5>,  sum_rows<6>, sum_rows<7>, sum_rows<8>,  sum_rows<9>,
+                                                sum_rows<10>, sum_rows<11>, sum_rows<12>};
 
-// sums[rows][WIDTH] of one panel, for rows up to MOST_ROWS.
 static inline void sum_panel(const SpOp &op, int64_t panel, const float *x, int64_t rows, float *sums) {
-  const char *weight = (const char *)op.weight + panel * panel_bytes(op.type, op.k);
-  int64_t step = rows > 4 ? DEPTH : op.k;
-  for (int64_t from = 0; from < op.k; from += step)
-    SUM_TILES[rows](op.type, weight, x, op.k, from, op.k - from < step ? op.k - from : step, sums);
-  if (op.k == 0) memset(sums, 0, rows * WIDTH * sizeof(float));
+  SUM_ROWS[rows](op.type, (const char *)op.weight + panel * panel_bytes(op.type, op.k), x, op.k, sums);
 }
 
 static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
