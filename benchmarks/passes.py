@@ -51,7 +51,7 @@ def row_after(cache: KVCache, seq: int, count: int) -> Batch:
 def some(model: NativeDecoder, batch: Batch, cache: KVCache, wanted: Callable[[Op], bool]) -> Callable[[], None]:
     """Return a run of those operations of a pass."""
     chosen = [op for op in model.program.ops if wanted(op)]
-    ops, layout = (Op * len(chosen))(*chosen), model.layout(batch, cache, [segment.slots for segment in batch.segments])
+    ops, layout = (Op * len(chosen))(*chosen), model.layout(batch, cache)
     return lambda: model.kernels.run(ops, layout.on)
 
 

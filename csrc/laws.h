@@ -287,6 +287,13 @@ static inline void share_draw(const double *weights, int64_t n, bool coupled, ui
     add_up(weights, begin, end, share);
 }
 
+// Whether shares that were added up are those of a law: a model that fails makes one of nothing, or of what is not a number.
+static inline bool is_law(const Share *shares, int64_t chunks) {
+  double all = 0.0;
+  for (int64_t chunk = 0; chunk < chunks; chunk++) all += shares[chunk].sum;
+  return std::isfinite(all) && all > 0.0;
+}
+
 static inline int64_t finish_draw(const double *weights, int64_t n, bool coupled, uint64_t chance, const Share *shares) {
   if (coupled) return winner(shares, chunks_of(n));
   return at_share(weights, n, (chance >> 11) * 0x1p-53, shares, chunks_of(n));

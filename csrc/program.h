@@ -58,6 +58,7 @@ static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
 // Memory for the steps of a draft.
 struct KeptDraft {
   List<float> rows, logits;
+  List<double> laws;
   List<Share> shares;
   List<int64_t> tokens, positions, slots;
   List<SpSegment> segments;
@@ -70,9 +71,9 @@ static SpPass next_pass(const SpPass &first, const SpOp &head, const SpDraft &dr
   for (int64_t s = 0; s < count; s++) {
     const SpSegment &segment = first.segments[s];
     const int64_t token = draft.drawn[s * draft.steps + step - 1], position = segment.start + segment.rows + step - 1;
-    kept.tokens[s] = token < head.n ? token : 0;  // any guess is legal, but no row of the table is beyond its end
+    kept.tokens[s] = 0 <= token && token < head.n ? token : 0;  // any guess is legal, but the table has no such row
     kept.positions[s] = position;
-    kept.slots[s] = draft.slots[s * draft.steps + step - 1];
+    kept.slots[s] = segment.table[position / first.block] * first.block + position % first.block;
     kept.segments[s] = {s, 1, position, 1, -1, segment.table};
   }
   pass.rows = pass.num_segments = count;
@@ -94,7 +95,9 @@ static void draw_step(const SpOp &head, const LawJob &job, const SpDraft &draft,
     share_draw(job.law(s), job.width, draft.coupled[s], chance(s), p % chunks, job.of(s)[p % chunks]);
   });
   stages[7].run(job.rows, [&](int64_t s) {
-    draft.drawn[s * draft.steps + step] = finish_draw(job.law(s), job.width, draft.coupled[s], chance(s), job.of(s));
+    const bool drawable = draft.coupled[s] || is_law(job.of(s), chunks);
+    draft.drawn[s * draft.steps + step] =
+        drawable ? finish_draw(job.law(s), job.width, draft.coupled[s], chance(s), job.of(s)) : -1;
   });
 }
 
@@ -108,6 +111,7 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *given_head, con
   int64_t drawing = draft->sequences;
   kept.rows.resize(drawing * head.k), kept.logits.resize(drawing * head.n);
   kept.shares.resize(drawing * chunks_of(draft->width));
+  if (!draft->out) kept.laws.resize(drawing * draft->width);
   head.in = kept.rows.items, head.out = kept.logits.items;
   for (int64_t step = 0; step < draft->steps; step++) {
     while (drawing && draft->limits[drawing - 1] <= step) drawing--;
@@ -117,8 +121,9 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *given_head, con
       const float *last = hidden + (pass.segments[s].first + pass.segments[s].rows - 1) * head.k;
       memcpy(kept.rows.items + s * head.k, last, head.k * sizeof(float));
     }
-    const LawJob job = {head.out,    drawing, head.n, draft->width, draft->laws, draft->out + step * draft->width,
-                        draft->steps * draft->width, kept.shares.items};
+    double *laws = draft->out ? draft->out + step * draft->width : kept.laws.items;
+    const int64_t apart = draft->width * (draft->out ? draft->steps : 1);
+    const LawJob job = {head.out, drawing, head.n, draft->width, draft->laws, laws, apart, kept.shares.items};
     if (is_quantized(head)) for_head.x.resize(drawing, head.k);
     Pieces stages[8] = {};
 #pragma omp parallel num_threads(threads) if (threads > 1)

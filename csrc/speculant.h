@@ -77,9 +77,8 @@ typedef struct {
   const SpLaw *laws;         /* [sequences] */
   const int64_t *coupled;    /* [sequences] what its chances are: see sp_draw */
   const uint64_t *chances;   /* [sequences, steps] */
-  const int64_t *slots;      /* [sequences, steps] storage rows of the tokens drawn; the last one is not fed */
-  int64_t *drawn;            /* [sequences, steps] */
-  double *out;               /* [sequences, steps, width] the laws they were drawn from */
+  int64_t *drawn;            /* [sequences, steps]; -1 = its law is none, and what follows means nothing: not if coupled */
+  double *out;               /* [sequences, steps, width] the laws they were drawn from, or NULL */
 } SpDraft;
 
 int sp_version(void);
@@ -94,7 +93,7 @@ int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 void sp_pack(int set, int threads, int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw; and again with
- * each sequence's newest token, until all have what they want. */
+ * each sequence's newest token, which goes behind the others in its block table, until all have what they want. */
 void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft);
 /* out[rows, width] = the laws that logits[rows, given] make */
 void sp_laws(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *laws, double *out);

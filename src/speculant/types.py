@@ -3,117 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
 from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from speculant.beams import Beams, Hypothesis, Text
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
-
-
-@dataclass(frozen=True)
-class DraftTree:
-    """Proposed tokens in prefix order; the root is the last committed token and not part of it.
-
-    A chain is a tree whose node i has parent i - 1.
-    """
-
-    tokens: Tensor  # [n] int64
-    parents: Tensor  # [n] int64; parents come before children; -1 = child of the root
-    probs: Tensor | None = None  # [n, V]: the law each node was really drawn from; None = deterministic
-
-    @classmethod
-    def chain(cls, tokens: list[int], probs: Tensor | None = None) -> DraftTree:
-        """Make a tree without branches."""
-        return cls(torch.tensor(tokens, dtype=torch.int64), torch.arange(-1, len(tokens) - 1), probs)
-
-    @staticmethod
-    @cache
-    def empty() -> DraftTree:
-        """Return the tree of no nodes: plain decoding."""
-        return DraftTree.chain([])
-
-    @classmethod
-    def of_paths(cls, paths: Iterable[Sequence[int]], most: float = math.inf) -> DraftTree:
-        """Make the prefix tree of paths, leaving out those for which `most` nodes are too few."""
-        nodes: dict[tuple[int, ...], int] = {(): -1}
-        for path in paths:
-            prefixes = [tuple(path[: end + 1]) for end in range(len(path))]
-            missing = [prefix for prefix in prefixes if prefix not in nodes]
-            if len(nodes) - 1 + len(missing) <= most:
-                nodes.update({prefix: len(nodes) - 1 + place for place, prefix in enumerate(missing)})
-        del nodes[()]
-        tokens = torch.tensor([path[-1] for path in nodes], dtype=torch.int64)
-        return cls(tokens, torch.tensor([nodes.get(path[:-1], -1) for path in nodes], dtype=torch.int64))
-
-    @property
-    def size(self) -> int:
-        """The number of nodes."""
-        return len(self.token_list)
-
-    @cached_property
-    def token_list(self) -> list[int]:
-        """The tokens as Python integers."""
-        return [int(token) for token in self.tokens.tolist()]
-
-    @cached_property
-    def parent_list(self) -> list[int]:
-        """The parents as Python integers."""
-        return [int(parent) for parent in self.parents.tolist()]
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether no node has a sibling."""
-        return self.parent_list == list(range(-1, self.size - 1))
-
-    @cached_property
-    def depths(self) -> list[int]:
-        """Each node's distance from the root, 1 for its children."""
-        depths: list[int] = []
-        for parent in self.parent_list:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
-
-    @cached_property
-    def ancestor_mask(self) -> Tensor:
-        """[n, n] bool: entry (i, j) says that node j is node i or one of its ancestors."""
-        mask = torch.eye(self.size, dtype=torch.bool)
-        for node, parent in enumerate(self.parent_list):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
-
-    def children(self, node: int) -> list[int]:
-        """Return the children of a node in drawing order; -1 asks for the root's."""
-        return [child for child, parent in enumerate(self.parent_list) if parent == node]
-
-    def tokens_to(self, node: int) -> list[int]:
-        """Return the tokens from the root's child down to `node`; empty for the root (-1)."""
-        return tokens_to(node, self.token_list, self.parent_list)
-
-    def path_along(self, tokens: Iterable[int]) -> list[int]:
-        """Return the nodes that tokens lead through from the root on, as far as there are any."""
-        path: list[int] = []
-        for token in tokens:
-            found = [child for child in self.children(path[-1] if path else -1) if self.token_list[child] == token]
-            if not found:
-                break
-            path.append(found[0])
-        return path
-
-
-def tokens_to(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Return the tokens of a tree from the root's child down to `node`; empty for the root (-1)."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
+from speculant.tree import DraftTree as DraftTree
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.architecture.source import PACKAGE, Module
 
-EVERYWHERE = frozenset({"types", "beams", "params", "config", "errors", "metrics"})
+EVERYWHERE = frozenset({"types", "tree", "beams", "params", "config", "errors", "metrics"})
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
 
@@ -19,7 +19,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "params": frozenset({"errors"}),
     "metrics": frozenset({"errors"}),
     "beams": frozenset(),
-    "types": frozenset({"errors", "params", "metrics", "beams"}),
+    "tree": frozenset(),
+    "types": frozenset({"errors", "params", "metrics", "beams", "tree"}),
     "config": frozenset({"errors", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "params", "types", "config"}),

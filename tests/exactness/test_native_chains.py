@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from speculant.models.native_decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree
-from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
+from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, tokens_of
 from tests.models import make_request
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -26,6 +28,7 @@ LAWS = [
     {"temperature": 1.0, "min_p": 0.02},
 ]  # fmt: skip
 LIMITS = [3, 0, 5, 1, 4]  # tokens to draw; 0 = a backlog that is only fed
+COUPLED = [[True] * 5, [False] * 5, [True, False, True, False, False]]
 CACHES = {
     "slotted": lambda shape: SlottedKVCache(shape, 8, 64),
     "paged": lambda shape: PagedKVCache(shape, 100, 4),
@@ -39,13 +42,13 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
     return made
 
 
-def make_chains(model: NativeDecoder, coupled: bool) -> list[Chain]:
+def make_chains(model: NativeDecoder, coupled: Sequence[bool]) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
     chances, made = KeyedChances(model.kernels), []
-    for seq, (law, limit) in enumerate(zip(LAWS, LIMITS, strict=True)):
+    for seq, (law, limit, shares) in enumerate(zip(LAWS, LIMITS, coupled, strict=True)):
         tokens = tokens_of(seq, model.vocab_size)[: 9 + 5 * seq]
         params = SamplingParams(**law)  # type: ignore[arg-type]
-        request = make_request(tokens, params=params, seq=seq, coupled=coupled)
+        request = make_request(tokens, params=params, seq=seq, coupled=shares)
         made.append(Chain(request, tokens[-1:] if seq % 2 else tokens[5:], limit, chances.draft(request)))
     return made
 
@@ -58,13 +61,15 @@ def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None
 
 
 @torch.inference_mode()
-def grown(model: NativeDecoder, kind: str, coupled: bool, vocab_size: int, together: bool = True) -> list[Chain]:
+def grown(
+    model: NativeDecoder, kind: str, coupled: Sequence[bool], vocab_size: int, together: bool = True
+) -> list[Chain]:
     """Let the chains grow, all at once or one after the other."""
     cache, made = cache_of(model.cache_shape, kind), make_chains(model, coupled)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
         grow(model, share, cache, vocab_size, model.kernels)
-    for chain in made:
+    for chain in [chain for chain in made if len(chain.tokens) == chain.limit]:
         assert cache.length(chain.request.seq) == len(chain.request.tokens) + max(chain.limit - 1, 0)
     cache.check()
     return made
@@ -72,20 +77,19 @@ def grown(model: NativeDecoder, kind: str, coupled: bool, vocab_size: int, toget
 
 def assert_same(some: list[Chain], others: list[Chain]) -> None:
     assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
-    assert [len(chain.tokens) for chain in some] == LIMITS
     for one, other in zip(some, others, strict=True):
-        assert (one.laws is None) == (other.laws is None) == (one.limit == 0)
+        assert (one.laws is None) == (other.laws is None) == (one.request.coupled or not one.tokens)
         if one.laws is not None and other.laws is not None:
             assert torch.equal(one.laws, other.laws)
 
 
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
-@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("coupled", COUPLED)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZED])
 @pytest.mark.parametrize("isa", SETS)
 def test_one_call_is_many(
-    isa: str, quantization: str | None, kind: str, coupled: bool, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+    isa: str, quantization: str | None, kind: str, coupled: list[bool], vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_native(isa, QUANTIZED[quantization] if quantization else None)
     at_once = grown(model, kind, coupled, vocab_size)
@@ -94,14 +98,15 @@ def test_one_call_is_many(
     stepwise = grown(model, kind, coupled, vocab_size)
     assert_same(at_once, stepwise)
     assert_same(alone, stepwise)
+    assert [len(chain.tokens) for chain in stepwise] == LIMITS
     assert len({token for chain in stepwise for token in chain.tokens}) > 5
 
 
 def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> None:
     """Penalties are counted in Python; the neighbour is none the worse."""
     model = make_native()
-    plain = grown(model, "paged", True, 96)
-    cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, True)
+    plain = grown(model, "paged", [True] * 5, 96)
+    cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, [True] * 5)
     penalised = make_request(tokens_of(0)[:9], params=SamplingParams(repetition_penalty=1.3), seq=50)
     extra = Chain(penalised, penalised.tokens, 4, KeyedChances(model.kernels).draft(penalised))
     feed_before(model, made, cache)
@@ -109,3 +114,21 @@ def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> No
         grow(model, [extra, *made], cache, 96, model.kernels)
     assert len(extra.tokens) == 4
     assert_same(made, plain)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of a law that is none would be accepted or refused by nonsense; the neighbours are none the worse."""
+    healthy = grown(make_native(), kind, [False] * 5, 96)
+    poison = next(token for token in healthy[2].tokens[:-1] if token not in healthy[2].request.tokens)
+    decoder = make_decoder()
+    decoder.model.embed_tokens.weight[poison] = torch.nan
+    monkeypatch.setattr(chains_module, "can_replay", lambda chain: at_once)
+    failing = grown(NativeDecoder(decoder, make_native().kernels), kind, [False] * 5, 96)
+    for chain, whole in list(zip(failing, healthy, strict=True))[1:]:  # what is not a number has a best one: the first
+        text = [*chain.request.tokens, *whole.tokens]
+        sound = text.index(poison) + 1 if poison in text else len(text)
+        assert chain.tokens == whole.tokens[: max(0, sound - len(chain.request.tokens))]
+        assert not chain.tokens or (chain.laws is not None and len(chain.laws) == len(chain.tokens))
+    assert 0 < len(failing[2].tokens) < len(healthy[2].tokens)

@@ -65,7 +65,7 @@ class ReservationPlan(Protocol):
         ...
 
     def take(self, seq: int, n: int) -> None:
-        """Count n positions for `seq`; n is at most its room. Below 0, positions that were taken are given back."""
+        """Count n positions for `seq`; n is at most its room."""
         ...
 
 

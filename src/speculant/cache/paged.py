@@ -21,6 +21,7 @@ from speculant.cache.blocks import BlockPool
 from speculant.cache.prefix import PrefixIndex, PrefixNode
 from speculant.cache.storage import Storage
 from speculant.errors import CapacityError
+from speculant.tree import ids
 
 
 @dataclass
@@ -65,7 +66,9 @@ class PagedKVCache:
         self._own(held, start, end)
         self._extend(held, end)
         held.length = end
-        return Slots(seq, start, self._rows(held)[start:end])
+        size = self.block_size
+        rows = ids([held.blocks[place // size] * size + place % size for place in range(start, end)])
+        return Slots(seq, start, rows.to(self._offsets.device))
 
     def plan(self) -> PagedPlan:
         """See `KVCache.plan`."""
@@ -232,7 +235,7 @@ class PagedKVCache:
     def _table(self, held: _Sequence) -> Tensor:
         """Return a sequence's blocks."""
         if held.table is None:
-            held.table = torch.tensor(held.blocks, dtype=torch.int64, device=self._offsets.device)
+            held.table = ids(held.blocks).to(self._offsets.device)
         return held.table
 
     def _rows(self, held: _Sequence) -> Tensor:

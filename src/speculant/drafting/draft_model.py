@@ -15,7 +15,7 @@ from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
 from speculant.errors import ConfigError
 from speculant.kernels.native import Kernels
-from speculant.models.base import CausalLM, Chain
+from speculant.models.base import CausalLM
 from speculant.models.beams import draft_beams
 from speculant.models.branching import Branching, Shape
 from speculant.models.chains import grow
@@ -86,7 +86,8 @@ class ModelDrafter:
         drafting = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit > 0]
         others = [(seq, limit) for seq, limit in drafting if seq.beams is None]
         made = self._grow_chains(others) if self._branching is None else self._grow_trees(others, self._branching)
-        made |= self._search([(seq, limit) for seq, limit in drafting if seq.beams is not None])
+        if len(others) < len(drafting):
+            made |= self._search([(seq, limit) for seq, limit in drafting if seq.beams is not None])
         return [made.get(seq.seq, DraftTree.empty()) for seq in seqs]
 
     def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
@@ -95,7 +96,7 @@ class ModelDrafter:
         grow(follower.model, chains, follower.cache, self._vocab_size, self._kernels)
         for chain in chains:
             follower.note(chain.request, [*chain.feed, *chain.tokens[:-1]])
-        return {chain.request.seq: _tree(chain) for chain in chains if chain.tokens}
+        return {chain.request.seq: DraftTree.chain(chain.tokens, chain.laws) for chain in chains if chain.tokens}
 
     def _grow_trees(self, drafting: Sequence[tuple[Request, int]], branching: Branching) -> dict[int, DraftTree]:
         trees = plan_trees([self._follower], drafting)
@@ -108,15 +109,6 @@ class ModelDrafter:
             level = NODES_PER_BEAM * self._branching.depth
             drafting = [(seq, min(limit, level * seq.beams.width)) for seq, limit in drafting if seq.beams]
         return draft_beams(self._follower, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
-
-
-def _tree(chain: Chain) -> DraftTree:
-    """Return what a chain drew, up to the first law that is no law: the model failed there."""
-    if chain.request.coupled or chain.laws is None:
-        return DraftTree.chain(chain.tokens)
-    sound = chain.laws.sum(-1).isfinite().tolist()
-    size = sound.index(False) if False in sound else len(sound)
-    return DraftTree.chain(chain.tokens[:size], chain.laws[:size])
 
 
 def build(context: DrafterContext) -> ModelDrafter:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from speculant.errors import ConfigError, suggest
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
+NO_LAW = -1  # what is drawn from a law that is none
 
 
 class Type(IntEnum):
@@ -95,7 +96,7 @@ class Draft(Structure):
     _fields_: ClassVar[Any] = [
         ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
         ("limits", c_void_p), ("laws", c_void_p), ("coupled", c_void_p), ("chances", c_void_p),
-        ("slots", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
+        ("drawn", c_void_p), ("out", c_void_p),
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, Slots
 from speculant.sampling.chance import Chance
+from speculant.tree import ids
 from speculant.types import DraftTree, Request
 
 
@@ -61,7 +62,8 @@ class Feed:
 class Chain:
     """One sequence's share of a draft: feed what its cache has not seen, then draw `limit` tokens (0 = none).
 
-    All of them are fed but the last. laws [limit, V] are those the tokens were drawn from.
+    All of them are fed but the last. laws [tokens, V] are those the tokens were drawn from, if a ratio rule may ask for
+    them: what comes of a law that is none, because the model failed, is then no token, and the chain ends before it.
     """
 
     request: Request
@@ -70,6 +72,11 @@ class Chain:
     chance: Chance
     tokens: list[int] = field(default_factory=list)
     laws: Tensor | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions of the cache it needs."""
+        return len(self.feed) + max(self.limit - 1, 0)
 
 
 class CausalLM(Protocol):
@@ -109,13 +116,13 @@ def build_batch(feeds: Sequence[Feed], cache: KVCache, device: torch.device) -> 
         tokens += [*feed.tokens, *feed.tree.token_list]
         positions += [*range(slots.start, root + 1), *(root + depth for depth in feed.tree.depths)]
     return Batch(
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
+        ids(tokens).to(device),
+        ids(positions).to(device),
         torch.cat([segment.slots.rows for segment in segments]),
         tuple(segments),
     )
 
 
-def known(tokens: Sequence[int], model: CausalLM) -> list[int]:
-    """Replace tokens beyond the model's own vocabulary by its first one: any guess is legal, no lookup is."""
-    return [token if token < model.vocab_size else 0 for token in tokens]
+def known(tokens: Sequence[int], vocab_size: int) -> list[int]:
+    """Replace tokens beyond a model's own vocabulary by its first one: any guess is legal, no lookup is."""
+    return [token if token < vocab_size else 0 for token in tokens]

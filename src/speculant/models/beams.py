@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
-import torch
 from torch import Tensor
 
 from speculant.beams import Beams, Text
@@ -19,6 +18,7 @@ from speculant.models.chains import fit_vocabulary
 from speculant.models.follower import Follower
 from speculant.sampling.distribution import Node, distribution
 from speculant.sampling.ranking import rank
+from speculant.tree import ids
 from speculant.types import DraftTree, Request
 
 
@@ -109,8 +109,8 @@ def _take_round(
     feeds, rows, nodes, end = list[Feed](), list[int](), list[Node](), 0
     for search in searches:
         tree = search.tree if search.grows else DraftTree.empty()
-        fed = DraftTree(torch.tensor(known(tree.token_list, model), dtype=torch.int64), tree.parents)
-        feeds.append(Feed(search.request.seq, known(search.feed, model), fed))
+        fed = DraftTree(ids(known(tree.token_list, model.vocab_size)), tree.parents)
+        feeds.append(Feed(search.request.seq, known(search.feed, model.vocab_size), fed))
         root, end = end + len(search.feed) - 1, end + len(search.feed) + tree.size
         for text in search.tips if search.grows else ():
             rows.append(root + 1 + [-1, *tree.path_along(text)][-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM, Chain, Feed, build_batch, known
-from speculant.models.native_decoder import NativeDecoder, can_replay
+from speculant.models.native_decoder import NativeDecoder
+from speculant.models.replay import can_replay
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree
 
@@ -23,13 +25,16 @@ def grow(
 
     A chain's tokens and laws are the same in any company, on the kernels that have invariant rows.
     """
-    stepwise = _Stepwise(model, cache, vocab_size, kernels)
-    by_itself = [chain for chain in chains if isinstance(model, NativeDecoder) and can_replay(chain)]
-    growing = [(chain, chain.feed) for chain in chains if chain not in by_itself]
+    by_itself, growing = list[Chain](), list[tuple[Chain, list[int]]]()
+    for chain in chains:
+        if isinstance(model, NativeDecoder) and can_replay(chain):
+            by_itself.append(chain)
+        else:
+            growing.append((chain, chain.feed))
     if isinstance(model, NativeDecoder) and by_itself:
         model.grow(by_itself, cache, vocab_size)
-    while growing:
-        growing = stepwise.feed(growing)
+    if growing:
+        _Stepwise(model, cache, vocab_size, kernels).grow(growing)
 
 
 @dataclass(frozen=True)
@@ -41,27 +46,38 @@ class _Stepwise:
     vocab_size: int
     kernels: Kernels | None
 
-    def feed(self, feeds: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
+    def grow(self, growing: list[tuple[Chain, list[int]]]) -> None:
+        """Feed and draw until no chain wants more."""
+        while growing:
+            growing = self._feed(growing)
+
+    def _feed(self, feeds: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
         """Feed each chain's tokens, draw one for each that wants any, and return what has to be fed next."""
-        batch = build_batch(
-            [Feed(chain.request.seq, known(tokens, self.model), DraftTree.empty()) for chain, tokens in feeds],
-            self.cache,
-            self.model.cache_shape.device,
-        )
+        size = self.model.vocab_size
+        fed = [Feed(chain.request.seq, known(tokens, size), DraftTree.empty()) for chain, tokens in feeds]
+        batch = build_batch(fed, self.cache, self.model.cache_shape.device)
         hidden = self.model.forward(batch, self.cache)
         last = -1
         ends = [last := last + len(tokens) for _, tokens in feeds]
         drawing = [(chain, end) for (chain, _), end in zip(feeds, ends, strict=True) if chain.limit]
-        if drawing:
-            self._draw([chain for chain, _ in drawing], hidden[[end for _, end in drawing]])
-        return [(chain, chain.tokens[-1:]) for chain, _ in drawing if len(chain.tokens) < chain.limit]
+        if not drawing:
+            return []
+        drawn = self._draw([chain for chain, _ in drawing], hidden[[end for _, end in drawing]])
+        return [(chain, chain.tokens[-1:]) for chain in drawn if len(chain.tokens) < chain.limit]
 
-    def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> None:
+    def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> list[Chain]:
+        """Draw a token for each; return those that could."""
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
         laws = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.kernels)
+        drawn = []
         for chain, law in zip(chains, laws, strict=True):
+            if not chain.request.coupled:
+                if not 0 < float(law.sum()) < math.inf:
+                    continue
+                chain.laws = law[None] if chain.laws is None else torch.cat([chain.laws, law[None]])
             chain.tokens = [*chain.tokens, chain.chance.draw(law)]
-            chain.laws = law[None] if chain.laws is None else torch.cat([chain.laws, law[None]])
+            drawn.append(chain)
+        return drawn
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

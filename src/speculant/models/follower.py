@@ -10,6 +10,7 @@ differently is rolled back and what is missing is fed in the next round:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,18 +59,24 @@ class Follower:
         """
         for request, _ in drafting:
             self._roll_back(request)
-        budget, plan, chains = self._budget, self.cache.plan(), list[Chain]()
+        chains = self._feed(drafting, _Endless())
+        if not _fits(chains, self.cache.plan()):
+            plan = self.cache.plan()
+            chains = self._feed(drafting, plan)
+            _take_in_turn(plan, chains)
+        return chains
+
+    def _feed(self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan) -> list[Chain]:
+        """Take what each has not seen, as far as budget and room go; who is still behind draws nothing."""
+        budget, chains = self._budget, list[Chain]()
         for request, limit in drafting:
             start = len(self._fed[request.seq].tokens)
             missing = request.tokens[start : start + min(budget, plan.room(request.seq))]
-            plan.take(request.seq, len(missing))
-            budget -= len(missing)
-            ready = start + len(missing) == len(request.tokens)
             if missing:
+                plan.take(request.seq, len(missing))
+                budget -= len(missing)
+                ready = start + len(missing) == len(request.tokens)
                 chains.append(Chain(request, missing, limit if ready else 0, self._chances.draft(request)))
-        growing = [chain for chain in chains if chain.limit > 1]
-        if not _take_all(plan, growing):
-            _take_in_turn(plan, growing)
         return chains
 
     def _roll_back(self, request: Request) -> None:
@@ -81,8 +88,8 @@ class Follower:
         if not fed.tokens and not self.cache.length(request.seq):
             self.cache.release(request.seq)
             fed.tokens = request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]
-        keep = fed.agreed
-        while keep < min(len(fed.tokens), len(request.tokens) - 1) and fed.tokens[keep] == request.tokens[keep]:
+        keep, most = fed.agreed, min(len(fed.tokens), len(request.tokens) - 1)
+        while keep < most and fed.tokens[keep] == request.tokens[keep]:
             keep += 1
         fed.agreed = keep
         del fed.tokens[keep:]
@@ -91,20 +98,30 @@ class Follower:
         self.cache.index_prefix(request.seq, request.tokens)
 
 
-def _take_all(plan: ReservationPlan, growing: Sequence[Chain]) -> bool:
-    """Take room for all drafts but each one's last token, which is not fed; or nothing, if there is too little."""
-    for done, chain in enumerate(growing):
-        if plan.room(chain.request.seq) < chain.limit - 1:
-            for other in growing[:done]:
-                plan.take(other.request.seq, 1 - other.limit)
+class _Endless:
+    """The plan of a cache that is never full."""
+
+    def room(self, seq: int) -> int:
+        """See `ReservationPlan.room`."""
+        return sys.maxsize
+
+    def take(self, seq: int, n: int) -> None:
+        """See `ReservationPlan.take`."""
+
+
+def _fits(chains: Sequence[Chain], plan: ReservationPlan) -> bool:
+    """Whether there is room for all chains at once."""
+    for chain in chains:
+        if plan.room(chain.request.seq) < chain.num_positions:
             return False
-        plan.take(chain.request.seq, chain.limit - 1)
+        plan.take(chain.request.seq, chain.num_positions)
     return True
 
 
-def _take_in_turn(plan: ReservationPlan, growing: Sequence[Chain]) -> None:
-    """Share what room there is, a position each in turn, and cut the drafts to it."""
-    for length in range(1, max(chain.limit for chain in growing)):
+def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:
+    """Share what room there is behind what is fed, a position each in turn, and cut the drafts to it."""
+    growing = [chain for chain in chains if chain.limit > 1]
+    for length in range(1, max((chain.limit for chain in growing), default=0)):
         for chain in growing:
             if plan.room(chain.request.seq):
                 plan.take(chain.request.seq, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, Slots
+from speculant.cache.base import CacheShape, KVCache
 from speculant.errors import CapacityError
-from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Draft, Kernels, Law, Op, Pass, Type
-from speculant.models.base import Batch, Chain, Feed, Segment, build_batch, known
+from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
+from speculant.models.base import Batch, Chain, Segment
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import PackedDecoder, Program, linear
+from speculant.models.replay import ChainRows, Drawn, address
 from speculant.models.rotary import Rotary
-from speculant.sampling.chance import KeyedNoise, Stream
-from speculant.sampling.distribution import edits, native_law
-from speculant.types import DraftTree
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
 
@@ -53,34 +50,36 @@ class NativeDecoder:
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """See `CausalLM.forward`; hidden states are float32."""
-        layout = self.layout(batch, cache, [segment.slots for segment in batch.segments])
+        layout = self.layout(batch, cache)
         self.kernels.run(self.program.ops, layout.on)
         return self.program.hidden[: batch.tokens.shape[0]].clone()
 
-    def layout(self, batch: Batch, cache: KVCache, reserved: Sequence[Slots]) -> Layout:
-        """Say what the program is run on; `reserved` is all that will be written."""
-        rows = batch.tokens.shape[0]
+    def layout(self, batch: Batch, cache: KVCache) -> Layout:
+        """Say what the program is run on."""
+        segments, parents, tables = _segments(batch, cache)
+        on = self._pass(cache, batch.tokens.shape[0], max(segment.slots.end for segment in batch.segments))
+        on.tokens, on.positions, on.slots = batch.tokens.data_ptr(), batch.positions.data_ptr(), batch.rows.data_ptr()
+        on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
+        return Layout(on, (batch, segments, parents, tables))
+
+    def _pass(self, cache: KVCache, rows: int, end: int) -> Pass:
+        """Make a pass over a cache's storage, with room for so many rows and angles for positions below `end`."""
         if rows > self.program.room:
             self.program = Program(self._weights, _next_power(rows))
-        self._make_angles(max(slots.end for slots in reserved))
-        segments, parents, tables = _segments(batch, cache)
+        if end > len(self._cosines):
+            cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
+            half = cosines.shape[-1] // 2
+            self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
         keys, values = cache.layer(0)
-        on = Pass(
+        return Pass(
             rows=rows,
-            num_segments=len(batch.segments),
             block=cache.block_size,
-            tokens=batch.tokens.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.rows.data_ptr(),
-            segments=segments.buffer_info()[0],
-            parents=parents.buffer_info()[0],
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
-            layer_stride=2 * keys.nbytes,  # keys and values of a layer lie one after the other
+            layer_stride=2 * (values.data_ptr() - keys.data_ptr()),  # a layer's keys, its values, the next one's keys
         )
-        return Layout(on, (batch, segments, parents, tables))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`; float32."""
@@ -93,75 +92,19 @@ class NativeDecoder:
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         """Draw the tokens of chains that can be replayed, all in one call; see `chains.grow`."""
         chains = sorted(chains, key=lambda chain: -chain.limit)
-        batch = build_batch(
-            [Feed(chain.request.seq, known(chain.feed, self), DraftTree.empty()) for chain in chains],
-            cache,
-            self.cache_shape.device,
-        )
+        rows = ChainRows()
+        for chain in chains:
+            rows.add(chain, self.vocab_size, cache)
+        on = self._pass(cache, len(rows.tokens), rows.end)
+        on.tokens, on.positions, on.slots = address(rows.tokens), address(rows.positions), address(rows.slots)
+        on.num_segments, on.segments = len(chains), address(rows.segments)
         drawing = [chain for chain in chains if chain.limit]
-        later = [cache.reserve(chain.request.seq, chain.limit - 1) for chain in drawing]
-        layout = self.layout(batch, cache, [*(segment.slots for segment in batch.segments), *later])
         if drawing:
-            draft = _Drawn(drawing, later, vocab_size)
-            self.kernels.draft(self.program.ops, self._head, layout.on, draft.asked)
+            draft = Drawn(drawing, vocab_size)
+            self.kernels.draft(self.program.ops, self._head, on, draft.asked)
             draft.give(drawing)
         else:
-            self.kernels.run(self.program.ops, layout.on)
-
-    def _make_angles(self, positions: int) -> None:
-        """Make sure that the tables of angles reach that far."""
-        if positions > len(self._cosines):
-            cosines, sines = self._rotary.angles(torch.arange(_next_power(positions)), torch.float32)
-            half = cosines.shape[-1] // 2
-            self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-
-
-def can_replay(chain: Chain) -> bool:
-    """Whether a chain's draws can be foreseen, and its laws are no matter of single tokens or their history."""
-    return isinstance(chain.chance, Stream | KeyedNoise) and not edits(chain.request.params)
-
-
-class _Drawn:
-    """Room for what chains draw, longest first; `asked` points to it."""
-
-    def __init__(self, chains: Sequence[Chain], later: Sequence[Slots], vocab_size: int) -> None:
-        count, steps = len(chains), chains[0].limit
-        self._steps = steps
-        self._tokens = array("q", bytes(8 * count * steps))
-        self._laws = torch.empty(count, steps, vocab_size, dtype=torch.float64)
-        slots, chances = array("q"), array("Q")
-        for chain, slots_of in zip(chains, later, strict=True):
-            unused = [0] * (steps - chain.limit)
-            slots.extend([*slots_of.rows.tolist(), 0, *unused])  # the last token is not fed
-            chances.extend([*_foreseeable(chain).ahead(chain.limit), *unused])
-        limits = array("q", [chain.limit for chain in chains])
-        coupled = array("q", [_foreseeable(chain).coupled for chain in chains])
-        laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
-        self._kept = (slots, chances, limits, coupled, laws)
-        self.asked = Draft(
-            sequences=count,
-            steps=steps,
-            width=vocab_size,
-            limits=limits.buffer_info()[0],
-            laws=ctypes.addressof(laws),
-            coupled=coupled.buffer_info()[0],
-            chances=chances.buffer_info()[0],
-            slots=slots.buffer_info()[0],
-            drawn=self._tokens.buffer_info()[0],
-            out=self._laws.data_ptr(),
-        )
-
-    def give(self, chains: Sequence[Chain]) -> None:
-        """Tell the chains what they drew."""
-        for row, chain in enumerate(chains):
-            first = row * self._steps
-            chain.tokens = self._tokens[first : first + chain.limit].tolist()
-            chain.laws = self._laws[row, : chain.limit]
-
-
-def _foreseeable(chain: Chain) -> Stream | KeyedNoise:
-    assert isinstance(chain.chance, Stream | KeyedNoise)
-    return chain.chance
+            self.kernels.run(self.program.ops, on)
 
 
 def why_not_native(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -19,7 +19,8 @@ from speculant.models.chains import fit_vocabulary
 from speculant.models.follower import Follower
 from speculant.sampling.chance import KeyedNoise
 from speculant.sampling.distribution import Node, distribution
-from speculant.types import DraftTree, Request, tokens_to
+from speculant.tree import ids, tokens_to
+from speculant.types import DraftTree, Request
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class Tree:
     def draft(self) -> DraftTree:
         """Return the tree so far; laws are told where a ratio rule may ask for them."""
         probs = torch.stack(self.laws) if self.laws and not self.request.coupled else None
-        return DraftTree(_ids(self.tokens), _ids(self.parents), probs)
+        return DraftTree(ids(self.tokens), ids(self.parents), probs)
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to a node; empty for the root (-1)."""
@@ -95,7 +96,8 @@ class _Grower:
         heard = []
         for place, source in enumerate(self.sources):
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
-            feeds = [Feed(plan.request.seq, known(plan.feed, source.model), DraftTree.empty()) for _, plan in plans]
+            size = source.model.vocab_size
+            feeds = [Feed(plan.request.seq, known(plan.feed, size), DraftTree.empty()) for _, plan in plans]
             heard.append(self._listen(source, feeds, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
             for _, plan in plans:
                 source.note(plan.request, plan.feed)
@@ -163,10 +165,5 @@ def _so_far(tree: Tree, source: Follower) -> Feed:
     """Return the feed of a tree's root and nodes, anew."""
     request, model = tree.request, source.model
     source.cache.truncate_to(request.seq, len(request.tokens) - 1)
-    return Feed(
-        request.seq, known(request.tokens[-1:], model), DraftTree(_ids(known(tree.tokens, model)), _ids(tree.parents))
-    )
-
-
-def _ids(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    nodes = DraftTree(ids(known(tree.tokens, model.vocab_size)), ids(tree.parents))
+    return Feed(request.seq, known(request.tokens[-1:], model.vocab_size), nodes)

@@ -63,8 +63,7 @@ class Stream:
         self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, kernels: Kernels | None = None
     ) -> None:
         self._kernels = kernels
-        self._accept_key = mix(seed, purposes[0], round_)
-        self._draw_key = mix(seed, purposes[1], round_)
+        self._accept_key, self._draw_key = (_mix_in(0, mix(seed, purpose, round_)) for purpose in purposes)
         self._count = 0
 
     def accept(self, probability: float) -> bool:
@@ -83,11 +82,11 @@ class Stream:
     def ahead(self, n: int) -> list[int]:
         """Use up n draws without weights: 64 random bits for each."""
         self._count += n
-        return [mix(self._draw_key, count) for count in range(self._count - n + 1, self._count + 1)]
+        return [_mix_in(self._draw_key, count) for count in range(self._count - n + 1, self._count + 1)]
 
     def _uniform(self, key: int) -> float:
         self._count += 1
-        return (mix(key, self._count) >> 11) * 2.0**-53
+        return (_mix_in(key, self._count) >> 11) * 2.0**-53
 
 
 class KeyedNoise:

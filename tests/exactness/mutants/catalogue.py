@@ -53,7 +53,7 @@ RANDOMNESS = [
     Mutant(
         "u always 0",
         CHANCE,
-        "return (mix(key, self._count) >> 11) * 2.0**-53",
+        "return (_mix_in(key, self._count) >> 11) * 2.0**-53",
         "return 0.0",
         "test_chance.py::test_accept_follows_its_probability[0.5]",
     ),

@@ -151,8 +151,8 @@ DRAFTING = [
     Mutant(
         "draft state of rejected drafts indexed for reuse",
         FOLLOWER,
-        "        keep = fed.agreed\n",
-        "        self.cache.index_prefix(request.seq, request.tokens)\n        keep = fed.agreed\n",
+        "        keep, most = fed.agreed,",
+        "        self.cache.index_prefix(request.seq, request.tokens)\n        keep, most = fed.agreed,",
         KNOWN,
     ),
     Mutant(

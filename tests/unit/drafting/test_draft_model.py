@@ -12,8 +12,8 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
-from speculant.drafting.draft_model import ModelDrafter, _tree
-from speculant.models.base import Batch, CausalLM, Chain
+from speculant.drafting.draft_model import ModelDrafter
+from speculant.models.base import Batch, CausalLM
 from speculant.models.chains import fit_vocabulary
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
@@ -205,16 +205,3 @@ class Counting:
         if len(self.rows) == self.fail_at:
             raise RuntimeError("out of luck")
         return self.model.forward(batch, cache)
-
-
-def test_a_draft_model_that_fails_says_what_it_drew_before() -> None:
-    """A law that is no law is not drafted from: what follows would be accepted or refused by nonsense."""
-    request = make_request([1, 2], params=SamplingParams(), coupled=False)
-    chain = Chain(request, [2], 3, KeyedChances().draft(request), tokens=[4, 5, 6])
-    chain.laws = torch.full((3, 8), 1 / 8, dtype=torch.float64)
-    assert _tree(chain).token_list == [4, 5, 6]
-    chain.laws[1] = torch.nan
-    tree = _tree(chain)
-    assert tree.token_list == [4]
-    assert tree.probs is not None
-    assert tree.probs.shape == (1, 8)
