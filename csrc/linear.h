@@ -130,9 +130,9 @@ static inline void linear_piece(const SpOp &op, int64_t all_rows, int64_t togeth
   }
 }
 
-static void run_linear(const SpOp &op, const SpPass &pass, int64_t piece) {
+static void run_linear(const SpOp &op, int64_t all, int64_t piece) {
   alignas(64) float sums[2 * MOST_ROWS * WIDTH];
-  linear_piece(op, pass.rows, MOST_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
+  linear_piece(op, all, MOST_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
     sum_panel(op, panel, op.in + row * op.k, rows, to);
   });
 }

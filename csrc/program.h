@@ -7,128 +7,170 @@
 
 namespace SP_NAMESPACE {
 
+static inline bool is_quantized(const SpOp &op) { return op.code == SP_LINEAR && (op.type == SP_INT8 || op.type == SP_INT4); }
+
+// Make room for the rows of x that quantised layers read.
+static void make_room(const SpOp *ops, int count, int64_t rows, Quantized &x) {
+  for (int i = 0; i < count; i++)
+    if (is_quantized(ops[i])) x.resize(rows, ops[i].k);
+}
+
+static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan) {
+  for (int i = 0; i < count; i++)
+    if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan);  // all layers have the same shape
+}
+
+static inline void run_linear_op(const SpOp &op, int64_t rows, Quantized &x, Pieces *stages) {
+  if (is_quantized(op)) {
+    stages[0].run(rows, [&](int64_t t) { run_quantize(op, x, t); });
+    stages[1].run(linear_pieces(op, rows, MOST_QUANTIZED_ROWS), [&](int64_t p) { run_quantized(op, rows, x, p); });
+  } else {
+    stages[0].run(linear_pieces(op, rows, MOST_ROWS), [&](int64_t p) { run_linear(op, rows, p); });
+  }
+}
+
+static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Quantized &x, Pieces *stages) {
+  switch (op.code) {
+    case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
+    case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
+    case SP_LINEAR: return run_linear_op(op, pass.rows, x, stages);
+    case SP_ROTATE: return stages[0].run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });
+    case SP_ATTEND:
+      stages[0].run(attend_pieces(op, plan), [&](int64_t p) { run_attend(op, pass, plan, p); });
+      if (plan.split) stages[1].run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, plan, p); });
+  }
+}
+
+// Every thread of a team calls this; stages are two per operation.
+static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Quantized &x, Pieces *stages) {
+  for (int i = 0; i < count; i++) run_op(ops[i], pass, plan, x, stages + 2 * i);
+}
+
 // Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
 struct Kept {
   Plan plan;
   Quantized x;
-  List<Pieces> stages;  // two per operation
+  List<Pieces> stages;
 };
-
-static inline bool is_quantized(const SpOp &op) { return op.code == SP_LINEAR && (op.type == SP_INT8 || op.type == SP_INT4); }
-
-static void prepare(const SpOp *ops, int count, const SpPass &pass, int threads, Kept &kept) {
-  kept.stages.resize(2 * count);
-  memset((void *)kept.stages.items, 0, 2 * count * sizeof(Pieces));
-  bool planned = false;  // all layers have the same shape
-  for (int i = 0; i < count; i++) {
-    if (ops[i].code == SP_ATTEND && !planned) plan_attention(ops[i], pass, threads, kept.plan), planned = true;
-    if (is_quantized(ops[i])) kept.x.resize(pass.rows, ops[i].k);
-  }
-}
-
-static inline void run_linear_op(const SpOp &op, const SpPass &pass, Kept &kept, Pieces &first, Pieces &second) {
-  if (is_quantized(op)) {
-    first.run(pass.rows, [&](int64_t t) { run_quantize(op, kept.x, t); });
-    second.run(linear_pieces(op, pass.rows, MOST_QUANTIZED_ROWS), [&](int64_t p) { run_quantized(op, pass, kept.x, p); });
-  } else {
-    first.run(linear_pieces(op, pass.rows, MOST_ROWS), [&](int64_t p) { run_linear(op, pass, p); });
-  }
-}
-
-static inline void run_op(const SpOp &op, const SpPass &pass, Kept &kept, Pieces &first, Pieces &second) {
-  switch (op.code) {
-    case SP_EMBED: return first.run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
-    case SP_NORM: return first.run(pass.rows, [&](int64_t t) { run_norm(op, t); });
-    case SP_LINEAR: return run_linear_op(op, pass, kept, first, second);
-    case SP_ROTATE: return first.run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });
-    case SP_ATTEND:
-      first.run(attend_pieces(op, kept.plan), [&](int64_t p) { run_attend(op, pass, kept.plan, p); });
-      if (kept.plan.split) second.run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, kept.plan, p); });
-  }
-}
 
 static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   static thread_local Kept own;
   Kept &kept = own;  // the caller's, in every thread of the team
-  prepare(ops, count, *pass, threads, kept);
+  clear_stages(kept.stages, 2 * count);
+  plan_pass(ops, count, *pass, threads, kept.plan);
+  make_room(ops, count, pass->rows, kept.x);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int i = 0; i < count; i++) run_op(ops[i], *pass, kept, kept.stages[2 * i], kept.stages[2 * i + 1]);
+  run_ops(ops, count, *pass, kept.plan, kept.x, kept.stages.items);
 }
 
-// Memory for the steps of a draft.
-struct KeptDraft {
+// A draft: steps of a pass, laws and draws. All threads go through all of them in one parallel region, for that is what costs most
+// where another program holds a processor; so whatever the pieces of a step read is that step's own.
+struct Drafting {
+  struct Step {
+    int64_t drawing;  // sequences
+    SpPass pass;
+    Plan plan;
+  };
+  const SpOp *ops;
+  int count, threads;
+  SpOp head;
+  const SpPass *first;
+  const SpDraft *draft;
   List<float> rows, logits;
-  List<double> laws;
+  List<double> laws;  // where nobody asks for them
   List<Share> shares;
+  Quantized x;
   List<int64_t> tokens, positions, slots;
   List<SpSegment> segments;
+  List<Pieces> stages;
+  Step *steps = nullptr;
+  int64_t num_steps = 0;
+  ~Drafting() { delete[] steps; }
+
+  int num_stages() const { return 2 * count + 10; }
+
+  void begin() {
+    const int64_t most = draft->sequences, all = most * draft->steps;
+    rows.resize(most * head.k), logits.resize(most * head.n), shares.resize(most * chunks_of(draft->width));
+    if (!draft->out) laws.resize(most * draft->width);
+    tokens.resize(all), positions.resize(all), slots.resize(all), segments.resize(all);
+    make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
+    head.in = rows.items, head.out = logits.items;
+    clear_stages(stages, num_stages() * draft->steps);
+    if (draft->steps > num_steps) {
+      delete[] steps;
+      steps = new Step[num_steps = draft->steps];
+    }
+  }
+
+  // The pass that feeds what the first `drawing` sequences drew in the step before.
+  SpPass next_pass(int64_t step, int64_t drawing) {
+    SpPass pass = *first;
+    const int64_t from = step * draft->sequences;
+    for (int64_t s = 0; s < drawing; s++) {
+      const SpSegment &segment = first->segments[s];
+      const int64_t token = draft->drawn[s * draft->steps + step - 1], position = segment.start + segment.rows + step - 1;
+      tokens[from + s] = 0 <= token && token < head.n ? token : 0;  // any guess is legal, but the table has no such row
+      positions[from + s] = position;
+      slots[from + s] = segment.table[position / first->block] * first->block + position % first->block;
+      segments[from + s] = {s, 1, position, 1, -1, segment.table};
+    }
+    pass.rows = pass.num_segments = drawing;
+    pass.tokens = &tokens[from], pass.positions = &positions[from], pass.slots = &slots[from], pass.segments = &segments[from];
+    return pass;
+  }
+
+  void prepare(int64_t step) {
+    int64_t drawing = draft->sequences;
+    while (drawing && draft->limits[drawing - 1] <= step) drawing--;
+    steps[step].drawing = drawing;
+    steps[step].pass = step ? next_pass(step, drawing) : *first;
+    plan_pass(ops, count, steps[step].pass, threads, steps[step].plan);
+  }
+
+  // Laws and draws, behind the pass.
+  void draw(int64_t step, Pieces *stages) {
+    const Step &now = steps[step];
+    double *out = draft->out ? draft->out + step * draft->width : laws.items;
+    const LawJob job = {head.out, now.drawing, head.n, draft->width, draft->laws, out,
+                        draft->width * (draft->out ? draft->steps : 1), shares.items};
+    make_laws(job, stages);
+    const int64_t chunks = job.chunks();
+    const auto chance = [&](int64_t s) { return draft->chances[s * draft->steps + step]; };
+    stages[4].run(job.rows * chunks, [&](int64_t p) {
+      const int64_t s = p / chunks;
+      share_draw(job.law(s), job.width, draft->coupled[s], chance(s), p % chunks, job.of(s)[p % chunks]);
+    });
+    stages[5].run(job.rows, [&](int64_t s) {
+      const bool drawable = draft->coupled[s] || is_law(job.of(s), chunks);
+      draft->drawn[s * draft->steps + step] =
+          drawable ? finish_draw(job.law(s), job.width, draft->coupled[s], chance(s), job.of(s)) : -1;
+    });
+  }
+
+  // Every thread of the team calls it.
+  void run_step(int64_t step) {
+    Pieces *own = stages.items + step * num_stages(), *behind = own + 1 + 2 * count;
+    own[0].run(1, [&](int64_t) { prepare(step); });
+    Step &now = steps[step];
+    run_ops(ops, count, now.pass, now.plan, x, own + 1);
+    behind[0].run(now.drawing, [&](int64_t s) {
+      const float *last = ops[count - 1].out + (now.pass.segments[s].first + now.pass.segments[s].rows - 1) * head.k;
+      memcpy(rows.items + s * head.k, last, head.k * sizeof(float));
+    });
+    run_linear_op(head, now.drawing, x, behind + 1);
+    draw(step, behind + 3);
+  }
 };
 
-// The pass that feeds what the first `count` sequences drew in the step before.
-static SpPass next_pass(const SpPass &first, const SpOp &head, const SpDraft &draft, int64_t step, int64_t count, KeptDraft &kept) {
-  SpPass pass = first;
-  kept.tokens.resize(count), kept.positions.resize(count), kept.slots.resize(count), kept.segments.resize(count);
-  for (int64_t s = 0; s < count; s++) {
-    const SpSegment &segment = first.segments[s];
-    const int64_t token = draft.drawn[s * draft.steps + step - 1], position = segment.start + segment.rows + step - 1;
-    kept.tokens[s] = 0 <= token && token < head.n ? token : 0;  // any guess is legal, but the table has no such row
-    kept.positions[s] = position;
-    kept.slots[s] = segment.table[position / first.block] * first.block + position % first.block;
-    kept.segments[s] = {s, 1, position, 1, -1, segment.table};
-  }
-  pass.rows = pass.num_segments = count;
-  pass.tokens = kept.tokens.items, pass.positions = kept.positions.items, pass.slots = kept.slots.items;
-  pass.segments = kept.segments.items;
-  return pass;
-}
-
-// Logits, laws and draws of a step, behind its pass. Every thread of the team calls it.
-static void draw_step(const SpOp &head, const LawJob &job, const SpDraft &draft, int64_t step, Kept &kept, Pieces *stages) {
-  SpPass rows = {};
-  rows.rows = job.rows;
-  run_linear_op(head, rows, kept, stages[0], stages[1]);
-  make_laws(job, stages + 2);
-  const int64_t chunks = job.chunks();
-  const auto chance = [&](int64_t s) { return draft.chances[s * draft.steps + step]; };
-  stages[6].run(job.rows * chunks, [&](int64_t p) {
-    const int64_t s = p / chunks;
-    share_draw(job.law(s), job.width, draft.coupled[s], chance(s), p % chunks, job.of(s)[p % chunks]);
-  });
-  stages[7].run(job.rows, [&](int64_t s) {
-    const bool drawable = draft.coupled[s] || is_law(job.of(s), chunks);
-    draft.drawn[s * draft.steps + step] =
-        drawable ? finish_draw(job.law(s), job.width, draft.coupled[s], chance(s), job.of(s)) : -1;
-  });
-}
-
-static void draft_tokens(const SpOp *ops, int count, const SpOp *given_head, const SpPass *first, const SpDraft *draft, int threads) {
-  static thread_local KeptDraft own;
-  static thread_local Kept head_kept;
-  KeptDraft &kept = own;
-  Kept &for_head = head_kept;
-  const float *hidden = ops[count - 1].out;
-  SpOp head = *given_head;
-  int64_t drawing = draft->sequences;
-  kept.rows.resize(drawing * head.k), kept.logits.resize(drawing * head.n);
-  kept.shares.resize(drawing * chunks_of(draft->width));
-  if (!draft->out) kept.laws.resize(drawing * draft->width);
-  head.in = kept.rows.items, head.out = kept.logits.items;
-  for (int64_t step = 0; step < draft->steps; step++) {
-    while (drawing && draft->limits[drawing - 1] <= step) drawing--;
-    const SpPass pass = step ? next_pass(*first, head, *draft, step, drawing, kept) : *first;
-    run(ops, count, &pass, threads);
-    for (int64_t s = 0; s < drawing; s++) {
-      const float *last = hidden + (pass.segments[s].first + pass.segments[s].rows - 1) * head.k;
-      memcpy(kept.rows.items + s * head.k, last, head.k * sizeof(float));
-    }
-    double *laws = draft->out ? draft->out + step * draft->width : kept.laws.items;
-    const int64_t apart = draft->width * (draft->out ? draft->steps : 1);
-    const LawJob job = {head.out, drawing, head.n, draft->width, draft->laws, laws, apart, kept.shares.items};
-    if (is_quantized(head)) for_head.x.resize(drawing, head.k);
-    Pieces stages[8] = {};
+static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpPass *first, const SpDraft *draft, int threads) {
+  static thread_local Drafting own;
+  Drafting &drafting = own;
+  drafting.ops = ops, drafting.count = count, drafting.threads = threads;
+  drafting.head = *head, drafting.first = first, drafting.draft = draft;
+  drafting.begin();
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    draw_step(head, job, *draft, step, for_head, stages);
-  }
+  for (int64_t step = 0; step < draft->steps; step++) drafting.run_step(step);
 }
 
 static double read_all(const void *data, int64_t bytes, int threads) {

@@ -133,9 +133,9 @@ static inline void sum_quantized_panel(const SpOp &op, Quantized &x, int64_t pan
             x.scales.items + row, x.sums.items + row * (depth / GROUP), depth, sums);
 }
 
-static void run_quantized(const SpOp &op, const SpPass &pass, Quantized &x, int64_t piece) {
+static void run_quantized(const SpOp &op, int64_t all, Quantized &x, int64_t piece) {
   alignas(64) float sums[2 * MOST_QUANTIZED_ROWS * WIDTH];
-  linear_piece(op, pass.rows, MOST_QUANTIZED_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
+  linear_piece(op, all, MOST_QUANTIZED_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
     sum_quantized_panel(op, x, panel, row, rows, to);
   });
 }

@@ -58,4 +58,9 @@ struct List {
   T &operator[](int64_t i) { return items[i]; }
 };
 
+static inline void clear_stages(List<Pieces> &stages, int64_t count) {
+  stages.resize(count);
+  __builtin_memset((void *)stages.items, 0, count * sizeof(Pieces));
+}
+
 }  // namespace SP_NAMESPACE
