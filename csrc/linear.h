@@ -5,6 +5,9 @@
 //
 // An output is one accumulator that runs over k in order, whatever the number of rows beside it; rows are only taken
 // together so that a weight is loaded once for several.
+//
+// x is float32 and bfloat16 weights are widened; but where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is rounded
+// to bfloat16 before it meets them (prepared.h), and its accumulators take k in order by pairs: of each, the second goes first.
 #pragma once
 #include "simd.h"
 #include "speculant.h"
@@ -61,33 +64,61 @@ static inline void add_bf16(const char *weight, const float *x, int64_t stride, 
     }
 }
 
-// Sum k .. k + depth of ROWS rows into sums[ROWS][WIDTH], which hold what came before (or are begun, at k = 0).
 template <int ROWS>
-static void sum_tile(int type, const char *panel, const float *x, int64_t stride, int64_t from, int64_t depth, float *sums) {
+static inline void add_any(int type, const char *weight, const float *x, int64_t stride, int64_t depth, Vec acc[ROWS][VECS]) {
+  if (type == SP_F32)
+    add_f32<ROWS>(weight, x, stride, depth, acc);
+  else
+    add_bf16<ROWS>(weight, x, stride, depth, acc);
+}
+
+#if defined(SP_BF16_PAIRS)
+constexpr bool ROUNDS = true;  // whether x becomes bfloat16 where the weights are
+
+// Rows of bfloat16 have an even depth: where k is odd, a zero is behind it.
+template <int ROWS>
+static inline void add_any(int, const char *weight, const uint16_t *x, int64_t stride, int64_t depth, Vec acc[ROWS][VECS]) {
+  for (int64_t k = 0; k < depth; k += 2, weight += WIDTH * 4) {
+    Ints w[VECS];
+    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
+    for (int r = 0; r < ROWS; r++) {
+      const Ints pair = splat_dword(x + r * stride + k);
+      for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
+    }
+  }
+}
+#else
+constexpr bool ROUNDS = false;
+#endif
+
+// Sum k .. k + depth of ROWS rows into sums[ROWS][WIDTH], which hold what came before (or are begun, at k = 0).
+template <int ROWS, typename X>
+static void sum_tile(int type, const char *panel, const X *x, int64_t stride, int64_t from, int64_t depth, float *sums) {
   Vec acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = from ? load(sums + r * WIDTH + v * LANES) : zero();
   const char *weight = panel + (type == SP_F32 ? from * WIDTH * 4 : from / 2 * WIDTH * 4);
-  if (type == SP_F32)
-    add_f32<ROWS>(weight, x + from, stride, depth, acc);
-  else
-    add_bf16<ROWS>(weight, x + from, stride, depth, acc);
+  add_any<ROWS>(type, weight, x + from, stride, depth, acc);
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-typedef void (*SumTile)(int, const char *, const float *, int64_t, int64_t, int64_t, float *);
-static const SumTile SUM_TILES[MOST_ROWS + 1] = {nullptr,      sum_tile<1>, sum_tile<2>, sum_tile<3>,  sum_tile<4>,
-                                                 sum_tile<5>,  sum_tile<6>, sum_tile<7>, sum_tile<8>,  sum_tile<9>,
-                                                 sum_tile<10>, sum_tile<11>, sum_tile<12>};
+template <typename X>
+using SumTile = void (*)(int, const char *, const X *, int64_t, int64_t, int64_t, float *);
+template <typename X>
+static const SumTile<X> SUM_TILES[MOST_ROWS + 1] = {nullptr,         sum_tile<1, X>,  sum_tile<2, X>,  sum_tile<3, X>,
+                                                    sum_tile<4, X>,  sum_tile<5, X>,  sum_tile<6, X>,  sum_tile<7, X>,
+                                                    sum_tile<8, X>,  sum_tile<9, X>,  sum_tile<10, X>, sum_tile<11, X>,
+                                                    sum_tile<12, X>};
 
-// sums[rows][WIDTH] of one panel, for rows up to MOST_ROWS.
-static inline void sum_panel(const SpOp &op, int64_t panel, const float *x, int64_t rows, float *sums) {
-  const char *weight = (const char *)op.weight + panel * panel_bytes(op.type, op.k);
-  int64_t step = rows > 4 ? DEPTH : op.k;
-  for (int64_t from = 0; from < op.k; from += step)
-    SUM_TILES[rows](op.type, weight, x, op.k, from, op.k - from < step ? op.k - from : step, sums);
-  if (op.k == 0) memset(sums, 0, rows * WIDTH * sizeof(float));
+// sums[rows][WIDTH] of one panel, for rows of x [rows, k] up to MOST_ROWS.
+template <typename X>
+static inline void sum_panel(const SpOp &op, int64_t panel, const X *x, int64_t k, int64_t rows, float *sums) {
+  const char *weight = (const char *)op.weight + panel * panel_bytes(op.type, k);
+  int64_t step = rows > 4 ? DEPTH : k;
+  for (int64_t from = 0; from < k; from += step)
+    SUM_TILES<X>[rows](op.type, weight, x, k, from, k - from < step ? k - from : step, sums);
+  if (k == 0) memset(sums, 0, rows * WIDTH * sizeof(float));
 }
 
 static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
@@ -137,10 +168,12 @@ static inline void linear_piece(const SpOp &op, int64_t all_rows, int64_t togeth
   }
 }
 
-static void run_linear(const SpOp &op, const SpPass &pass, int64_t piece) {
+// x [T, k]; its k may be padded.
+template <typename X>
+static void run_linear(const SpOp &op, const X *x, int64_t k, const SpPass &pass, int64_t piece) {
   alignas(64) float sums[2 * MOST_ROWS * WIDTH];
   linear_piece(op, pass.rows, MOST_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
-    sum_panel(op, panel, op.in + row * op.k, rows, to);
+    sum_panel(op, panel, x + row * k, k, rows, to);
   });
 }
 

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "laws.h"
 #include "pack.h"
+#include "prepared.h"
 #include "table.h"
 
 namespace SP_NAMESPACE {
@@ -10,11 +11,9 @@ namespace SP_NAMESPACE {
 // Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
 struct Kept {
   Plan plan;
-  Quantized x;
+  Prepared x;
   List<Pieces> stages;  // two per operation
 };
-
-static inline bool is_quantized(const SpOp &op) { return op.code == SP_LINEAR && (op.type == SP_INT8 || op.type == SP_INT4); }
 
 static void prepare(const SpOp *ops, int count, const SpPass &pass, int threads, Kept &kept) {
   kept.stages.resize(2 * count);
@@ -22,16 +21,16 @@ static void prepare(const SpOp *ops, int count, const SpPass &pass, int threads,
   bool planned = false;  // all layers have the same shape
   for (int i = 0; i < count; i++) {
     if (ops[i].code == SP_ATTEND && !planned) plan_attention(ops[i], pass, threads, kept.plan), planned = true;
-    if (is_quantized(ops[i])) kept.x.resize(pass.rows, ops[i].k);
+    if (is_prepared(ops[i])) make_room(ops[i], pass.rows, kept.x);
   }
 }
 
 static inline void run_linear_op(const SpOp &op, const SpPass &pass, Kept &kept, Pieces &first, Pieces &second) {
-  if (is_quantized(op)) {
-    first.run(pass.rows, [&](int64_t t) { run_quantize(op, kept.x, t); });
-    second.run(linear_pieces(op, pass.rows, MOST_QUANTIZED_ROWS), [&](int64_t p) { run_quantized(op, pass, kept.x, p); });
+  if (is_prepared(op)) {
+    first.run(pass.rows, [&](int64_t t) { prepare_row(op, kept.x, t); });
+    second.run(prepared_pieces(op, pass.rows), [&](int64_t p) { run_prepared(op, pass, kept.x, p); });
   } else {
-    first.run(linear_pieces(op, pass.rows, MOST_ROWS), [&](int64_t p) { run_linear(op, pass, p); });
+    first.run(linear_pieces(op, pass.rows, MOST_ROWS), [&](int64_t p) { run_linear(op, op.in, op.k, pass, p); });
   }
 }
 
@@ -119,7 +118,7 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *given_head, con
     }
     const LawJob job = {head.out,    drawing, head.n, draft->width, draft->laws, draft->out + step * draft->width,
                         draft->steps * draft->width, kept.shares.items};
-    if (is_quantized(head)) for_head.x.resize(drawing, head.k);
+    if (is_prepared(head)) make_room(head, drawing, for_head.x);
     Pieces stages[8] = {};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     draw_step(head, job, *draft, step, for_head, stages);
