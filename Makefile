@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= auto
 SOAK ?= 20
+NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_native_bf16.py \
+	tests/contracts/test_native_laws.py tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/exactness
@@ -12,10 +14,10 @@ CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak sanitize check format bench clean
+.PHONY: help demo test test-all soak sanitize bf16-model check format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## plain beside speculative decoding, with the embedded models
 	@$(BIN)/speculant demo
@@ -33,8 +35,12 @@ sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built t
 	$(INSTALL) --no-deps --upgrade --target build/sanitized -C cmake.define.SANITIZE=address,undefined .
 	OMP_NUM_THREADS=1 SPECULANT_LIBRARY=build/sanitized/speculant/kernels/libspeculant.so \
 		LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-		$(BIN)/python -m pytest -q tests/contracts/test_native_kernels.py tests/contracts/test_native_laws.py \
-		tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
+		$(BIN)/python -m pytest -q $(NATIVE_TESTS)
+
+bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of the bfloat16 instruction in its place
+	$(INSTALL) --no-deps --upgrade --target build/bf16-model -C cmake.define.BF16_MODEL=ON .
+	SPECULANT_LIBRARY=build/bf16-model/speculant/kernels/libspeculant.so SPECULANT_ISA=avx512bf16 \
+		$(PYTEST) -m "not slow" $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
 
 check: $(VENV)/.installed-dev ## format, lint, types, architecture, fast tests, style figures
 	$(BIN)/ruff format --check $(CHECKED)

@@ -12,6 +12,16 @@ static bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 static bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#if defined(SP_BF16_PAIRS)  // the compiler knows the instruction, or there is a model of it
+extern const SpTable sp_table_avx512bf16;
+static bool has_avx512bf16() {
+#if defined(SP_BF16_MODEL)
+  return has_avx512vnni();
+#else
+  return has_avx512vnni() && __builtin_cpu_supports("avx512bf16");
+#endif
+}
+#endif
 #endif
 
 static const struct {
@@ -20,6 +30,9 @@ static const struct {
   bool (*usable)();
 } SETS[] = {
 #if defined(__x86_64__)
+#if defined(SP_BF16_PAIRS)
+    {"avx512bf16", &sp_table_avx512bf16, has_avx512bf16},
+#endif
     {"avx512vnni", &sp_table_avx512vnni, has_avx512vnni},
     {"avx512", &sp_table_avx512, has_avx512},
     {"avx2", &sp_table_avx2, has_avx2},

@@ -5,6 +5,9 @@
 //
 // An output is one accumulator that runs over k in order, whatever the number of rows beside it; rows are only taken
 // together so that a weight is loaded once for several.
+//
+// x is float32 and bfloat16 weights are widened; but where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
+// rounded to bfloat16 before it meets them (prepared.h), and accumulators take k by pairs: of each, the second goes first.
 #pragma once
 #include "simd.h"
 #include "speculant.h"
@@ -60,27 +63,54 @@ static inline void add_bf16(const char *weight, const float *x, int64_t depth, V
     }
 }
 
-// sums[ROWS][WIDTH] of one panel.
 template <int ROWS>
-static void sum_rows(int type, const char *panel, const float *x, int64_t k, float *sums) {
+static inline void add_any(int type, const char *weight, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  if (type == SP_F32)
+    add_f32<ROWS>(weight, x, depth, acc);
+  else
+    add_bf16<ROWS>(weight, x, depth, acc);
+}
+
+#if defined(SP_BF16_PAIRS)
+constexpr bool ROUNDS = true;  // whether x becomes bfloat16 where the weights are
+
+// Rows of bfloat16 have an even depth: where k is odd, a zero is behind it.
+template <int ROWS>
+static inline void add_any(int, const char *weight, const uint16_t *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  for (int64_t k = 0; k < depth; k += 2, weight += WIDTH * 4) {
+    Ints w[VECS];
+    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
+    for (int r = 0; r < ROWS; r++) {
+      const Ints pair = splat_dword(x + r * depth + k);
+      for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
+    }
+  }
+}
+#else
+constexpr bool ROUNDS = false;
+#endif
+
+// sums[ROWS][WIDTH] of one panel, for rows of x [rows, k].
+template <int ROWS, typename X>
+static void sum_rows(int type, const char *panel, const X *x, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = zero();
-  if (type == SP_F32)
-    add_f32<ROWS>(panel, x, k, acc);
-  else
-    add_bf16<ROWS>(panel, x, k, acc);
+  add_any<ROWS>(type, panel, x, k, acc);
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-typedef void (*SumRows)(int, const char *, const float *, int64_t, float *);
-static const SumRows SUM_ROWS[MOST_ROWS + 1] = {nullptr,      sum_rows<1>, sum_rows<2>, sum_rows<3>,  sum_rows<4>,
-                                                sum_rows<5>,  sum_rows<6>, sum_rows<7>, sum_rows<8>,  sum_rows<9>,
-                                                sum_rows<10>, sum_rows<11>, sum_rows<12>};
+template <typename X>
+using SumRows = void (*)(int, const char *, const X *, int64_t, float *);
+template <typename X>
+static const SumRows<X> SUM_ROWS[MOST_ROWS + 1] = {nullptr,        sum_rows<1, X>, sum_rows<2, X>,  sum_rows<3, X>,  sum_rows<4, X>,
+                                                   sum_rows<5, X>, sum_rows<6, X>, sum_rows<7, X>,  sum_rows<8, X>,  sum_rows<9, X>,
+                                                   sum_rows<10, X>, sum_rows<11, X>, sum_rows<12, X>};
 
-static inline void sum_panel(const SpOp &op, int64_t panel, const float *x, int64_t rows, float *sums) {
-  SUM_ROWS[rows](op.type, (const char *)op.weight + panel * panel_bytes(op.type, op.k), x, op.k, sums);
+template <typename X>
+static inline void sum_panel(const SpOp &op, int64_t panel, const X *x, int64_t k, int64_t rows, float *sums) {
+  SUM_ROWS<X>[rows](op.type, (const char *)op.weight + panel * panel_bytes(op.type, k), x, k, sums);
 }
 
 static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
@@ -130,10 +160,12 @@ static inline void linear_piece(const SpOp &op, int64_t all_rows, int64_t togeth
   }
 }
 
-static void run_linear(const SpOp &op, int64_t all, int64_t piece) {
+// x [T, k]; its k may be padded.
+template <typename X>
+static void run_linear(const SpOp &op, const X *x, int64_t k, int64_t all, int64_t piece) {
   alignas(64) float sums[2 * MOST_ROWS * WIDTH];
   linear_piece(op, all, MOST_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
-    sum_panel(op, panel, op.in + row * op.k, rows, to);
+    sum_panel(op, panel, x + row * k, k, rows, to);
   });
 }
 

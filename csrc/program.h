@@ -3,33 +3,26 @@
 #include "attention.h"
 #include "laws.h"
 #include "pack.h"
+#include "prepared.h"
 #include "table.h"
 
 namespace SP_NAMESPACE {
-
-static inline bool is_quantized(const SpOp &op) { return op.code == SP_LINEAR && (op.type == SP_INT8 || op.type == SP_INT4); }
-
-// Make room for the rows of x that quantised layers read.
-static void make_room(const SpOp *ops, int count, int64_t rows, Quantized &x) {
-  for (int i = 0; i < count; i++)
-    if (is_quantized(ops[i])) x.resize(rows, ops[i].k);
-}
 
 static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan) {
   for (int i = 0; i < count; i++)
     if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan);  // all layers have the same shape
 }
 
-static inline void run_linear_op(const SpOp &op, int64_t rows, Quantized &x, Pieces *stages) {
-  if (is_quantized(op)) {
-    stages[0].run(rows, [&](int64_t t) { run_quantize(op, x, t); });
-    stages[1].run(linear_pieces(op, rows, MOST_QUANTIZED_ROWS), [&](int64_t p) { run_quantized(op, rows, x, p); });
+static inline void run_linear_op(const SpOp &op, int64_t rows, Prepared &x, Pieces *stages) {
+  if (is_prepared(op)) {
+    stages[0].run(rows, [&](int64_t t) { prepare_row(op, x, t); });
+    stages[1].run(prepared_pieces(op, rows), [&](int64_t p) { run_prepared(op, rows, x, p); });
   } else {
-    stages[0].run(linear_pieces(op, rows, MOST_ROWS), [&](int64_t p) { run_linear(op, rows, p); });
+    stages[0].run(linear_pieces(op, rows, MOST_ROWS), [&](int64_t p) { run_linear(op, op.in, op.k, rows, p); });
   }
 }
 
-static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Quantized &x, Pieces *stages) {
+static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Prepared &x, Pieces *stages) {
   switch (op.code) {
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
@@ -42,14 +35,14 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Quanti
 }
 
 // Every thread of a team calls this; stages are two per operation.
-static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Quantized &x, Pieces *stages) {
+static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Prepared &x, Pieces *stages) {
   for (int i = 0; i < count; i++) run_op(ops[i], pass, plan, x, stages + 2 * i);
 }
 
 // Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
 struct Kept {
   Plan plan;
-  Quantized x;
+  Prepared x;
   List<Pieces> stages;
 };
 
@@ -79,7 +72,7 @@ struct Drafting {
   List<float> rows, logits;
   List<double> laws;  // where nobody asks for them
   List<Share> shares;
-  Quantized x;
+  Prepared x;
   List<int64_t> tokens, positions, slots;
   List<SpSegment> segments;
   List<Pieces> stages;

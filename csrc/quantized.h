@@ -55,12 +55,6 @@ static void run_quantize(const SpOp &op, Quantized &x, int64_t t) {
   quantize_row(op.in + t * op.k, op.k, x.values.items + t * depth, &x.scales[t], x.sums.items + t * depth / GROUP);
 }
 
-static inline int32_t four_values(const int8_t *values) {
-  int32_t four;
-  memcpy(&four, values, 4);
-  return four;
-}
-
 template <int ROWS>
 static void sum_int8(const char *panel, const int8_t *x, const float *scales, const int32_t *sums, int64_t depth, float *out) {
   Ints acc[ROWS][VECS];
@@ -71,7 +65,7 @@ static void sum_int8(const char *panel, const int8_t *x, const float *scales, co
     Ints w[VECS];
     for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
-      const Ints four = splat_ints(four_values(x + r * depth + k));
+      const Ints four = splat_dword(x + r * depth + k);
       for (int v = 0; v < VECS; v++) acc[r][v] = add_products(acc[r][v], w[v], four);
     }
   }
@@ -103,7 +97,7 @@ static void sum_int4(const char *panel, const int8_t *x, const float *scales, co
         low[v] = low_halves(both), high[v] = high_halves(both);
       }
       for (int r = 0; r < ROWS; r++) {
-        const Ints four = splat_ints(four_values(x + r * depth + k)), next = splat_ints(four_values(x + r * depth + k + 4));
+        const Ints four = splat_dword(x + r * depth + k), next = splat_dword(x + r * depth + k + 4);
         for (int v = 0; v < VECS; v++) acc[r][v] = add_products(add_products(acc[r][v], low[v], four), high[v], next);
       }
     }

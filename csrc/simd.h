@@ -63,6 +63,25 @@ static inline Ints add_products(Ints sum, Ints w, Ints x) {
 }
 static inline Vec low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 static inline Vec high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000))); }
+#if defined(SP_BF16_PAIRS)
+// A subnormal number becomes a zero of its sign.
+static inline Vec flush(Vec v) {
+  const Ints bits = _mm512_castps_si512(v);
+  const __mmask16 small = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+  return _mm512_castsi512_ps(_mm512_mask_and_epi32(bits, small, bits, _mm512_set1_epi32((int)0x80000000)));
+}
+// Adds the products of a pair of bfloat16 to each lane: first that of the high halves, then that of the low ones, each sum rounded
+// to nearest even, subnormal numbers taken for zeros. The model, for tests on processors that lack the instruction (VDPBF16PS),
+// is what Intel's manual says of it.
+static inline Vec add_pairs(Vec sum, Ints w, Ints x) {
+#if defined(SP_BF16_MODEL)
+  sum = flush(fma(flush(high_bf16(w)), flush(high_bf16(x)), flush(sum)));
+  return flush(fma(flush(low_bf16(w)), flush(low_bf16(x)), sum));
+#else
+  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
+#endif
+}
+#endif
 static inline Vec load_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
@@ -211,6 +230,13 @@ static inline void turn(const float *const *from, float *to, int64_t to_stride) 
 #endif
 
 namespace SP_NAMESPACE {
+
+// The four bytes at p in every lane.
+static inline Ints splat_dword(const void *p) {
+  int32_t dword;
+  memcpy(&dword, p, 4);
+  return splat_ints(dword);
+}
 
 // The first `count` < LANES floats, zeros behind them.
 static inline Vec load_part(const float *p, int64_t count) {

@@ -6,7 +6,9 @@
  * Every row's result depends on that row (and the keys it sees) alone, bit for bit: sums run in one fixed order, tiles of
  * keys begin at absolute positions, and how the work is cut among threads or rows never shows.
  *
- * All activations are float32. T = rows of the pass.
+ * All activations are float32. They are multiplied as such, with two exceptions: int8 and int4 weights meet rows in int8, and on
+ * the set avx512bf16 bfloat16 weights meet rows that were rounded to bfloat16, as its instruction multiplies nothing else.
+ * T = rows of the pass.
  */
 #ifndef SPECULANT_H
 #define SPECULANT_H

@@ -93,6 +93,18 @@ def test_logits_are_the_reference_s(isa: str, variant: str) -> None:
     assert float((seen - expected).abs().max()) < 1e-4 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_logits_are_near_the_reference_s(isa: str, variant: str) -> None:
+    """The weights are the same numbers; the cache is rounded to bfloat16, and so may be what a set multiplies."""
+    native = make_native(isa, dtype=torch.bfloat16, **VARIANTS[variant])
+    decoder = make_decoder(torch.bfloat16, **VARIANTS[variant]).float()
+    tokens = tokens_of(1, decoder.vocab_size)
+    expected = feed(decoder, CACHES["slotted"](decoder.cache_shape), 1, tokens, [NUM_TOKENS])
+    seen = feed(native, CACHES["paged"](native.cache_shape), 1, tokens, [NUM_TOKENS])
+    assert float((seen - expected).norm() / expected.norm()) < 0.02
+
+
 @pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -31,7 +31,10 @@ class Layout:
 
 
 class NativeDecoder:
-    """A decoder whose weights were taken and packed; activations are float32, whatever the weights are."""
+    """A decoder whose weights were taken and packed; activations are float32, whatever the weights are.
+
+    What a linear layer rounds them to before it multiplies is the kernels' matter: see csrc/speculant.h.
+    """
 
     def __init__(self, decoder: Decoder, kernels: Kernels, quantization: Type | None = None) -> None:
         self.cache_shape: CacheShape = decoder.cache_shape
