@@ -18,6 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speculant.tree import ids
+
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -37,16 +41,22 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the next positions of one sequence go: `rows[i]` is the storage row of `start + i`."""
+    """Where the next positions of one sequence go: `places[i]` is the storage row of `start + i`."""
 
     seq: int
     start: int
-    rows: Tensor  # [n] int64
+    places: Sequence[int]
+    device: torch.device = CPU
+
+    @property
+    def rows(self) -> Tensor:
+        """The storage rows [n] int64, beside the storage."""
+        return ids(self.places).to(self.device)
 
     @property
     def end(self) -> int:
         """The sequence's length once these positions are written."""
-        return self.start + self.rows.shape[0]
+        return self.start + len(self.places)
 
 
 @dataclass(frozen=True)

@@ -60,15 +60,15 @@ class PagedKVCache:
         """See `KVCache.reserve`."""
         start, end = self.length(seq), self.length(seq) + n
         if n == 0:
-            return Slots(seq, start, self._offsets[:0])
+            return Slots(seq, start, (), self._offsets.device)
         self._require(self.missing(seq, n), f"sequence {seq} needs")
         held = self._held.setdefault(seq, _Sequence(""))
         self._own(held, start, end)
         self._extend(held, end)
         held.length = end
         size = self.block_size
-        rows = ids([held.blocks[place // size] * size + place % size for place in range(start, end)])
-        return Slots(seq, start, rows.to(self._offsets.device))
+        places = [held.blocks[position // size] * size + position % size for position in range(start, end)]
+        return Slots(seq, start, places, self._offsets.device)
 
     def plan(self) -> PagedPlan:
         """See `KVCache.plan`."""
@@ -186,9 +186,9 @@ class PagedKVCache:
 
     def missing(self, seq: int, n: int) -> int:
         """Return how many blocks have to be allocated before `seq` can grow by n positions, copies included."""
-        held = self._held.get(seq, _NOTHING)
         if n == 0:
             return 0
+        held = self._held.get(seq, _NOTHING)
         end = held.length + n
         return self._num_blocks_for(end) - len(held.blocks) + self._num_copies(held, held.length, end)
 

@@ -36,10 +36,10 @@ class SlottedKVCache:
                 "raise max_model_len or send a shorter prompt.",
             )
         if n == 0:
-            return Slots(seq, start, self._rows[:0])
+            return Slots(seq, start, (), self._rows.device)
         first = self._slot_of(seq) * self.max_len + start
         self._length[seq] = start + n
-        return Slots(seq, start, self._rows[first : first + n])
+        return Slots(seq, start, range(first, first + n), self._rows.device)
 
     def plan(self) -> SlottedPlan:
         """See `KVCache.plan`."""

@@ -28,7 +28,7 @@ class Segment:
     @property
     def num_rows(self) -> int:
         """Rows of this sequence in the batch."""
-        return self.slots.rows.shape[0]
+        return len(self.slots.places)
 
     @property
     def num_committed(self) -> int:
@@ -108,17 +108,18 @@ class CausalLM(Protocol):
 
 def build_batch(feeds: Sequence[Feed], cache: KVCache, device: torch.device) -> Batch:
     """Reserve cache rows for every feed and lay the sequences side by side (seed 001 D4)."""
-    segments, tokens, positions = [], [], []
+    segments, tokens, positions, places = list[Segment](), list[int](), list[int](), list[int]()
     for feed in feeds:
         slots = cache.reserve(feed.seq, len(feed.tokens) + feed.tree.size)
         root = slots.start + len(feed.tokens) - 1
         segments.append(Segment(slots, feed.tree))
         tokens += [*feed.tokens, *feed.tree.token_list]
         positions += [*range(slots.start, root + 1), *(root + depth for depth in feed.tree.depths)]
+        places += slots.places
     return Batch(
         ids(tokens).to(device),
         ids(positions).to(device),
-        torch.cat([segment.slots.rows for segment in segments]),
+        ids(places).to(device),
         tuple(segments),
     )
 

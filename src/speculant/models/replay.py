@@ -15,10 +15,12 @@ from speculant.models.base import Chain, known
 from speculant.sampling.chance import KeyedNoise, Stream
 from speculant.sampling.distribution import edits, native_law
 
+FORESEEABLE = (Stream, KeyedNoise)
+
 
 def can_replay(chain: Chain) -> bool:
     """Whether a chain's draws can be foreseen, and its laws are no matter of single tokens or their history."""
-    return isinstance(chain.chance, Stream | KeyedNoise) and not edits(chain.request.params)
+    return isinstance(chain.chance, FORESEEABLE) and not edits(chain.request.params)
 
 
 class ChainRows:
@@ -36,7 +38,7 @@ class ChainRows:
         self.segments.extend((len(self.tokens), fed, slots.start, fed, -1, table.data_ptr()))
         self.tokens.extend(known(chain.feed, vocab_size))
         self.positions.extend(range(slots.start, slots.start + fed))
-        self.slots.extend(slots.rows.tolist()[:fed])
+        self.slots.extend(slots.places[:fed])
         self.end = max(self.end, slots.end)
         self._tables.append(table)
 
@@ -50,11 +52,12 @@ class Drawn:
         self._steps = steps
         self._tokens = array("q", bytes(8 * count * steps))
         self._laws = torch.empty(count, told, vocab_size, dtype=torch.float64)
-        chances = array("Q")
+        chances, coupled, limits = array("Q"), array("q"), array("q")
         for chain in chains:
-            chances.extend([*_foreseeable(chain).ahead(chain.limit), *[0] * (steps - chain.limit)])
-        limits = array("q", [chain.limit for chain in chains])
-        coupled = array("q", [_foreseeable(chain).coupled for chain in chains])
+            assert isinstance(chain.chance, FORESEEABLE)
+            chances.extend([*chain.chance.ahead(chain.limit), *[0] * (steps - chain.limit)])
+            coupled.append(chain.chance.coupled)
+            limits.append(chain.limit)
         laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
         self._kept = (chances, limits, coupled, laws)
         self.asked = Draft(
@@ -76,11 +79,6 @@ class Drawn:
             tokens = self._tokens[first : first + chain.limit].tolist()
             chain.tokens = tokens[: tokens.index(NO_LAW)] if NO_LAW in tokens else tokens
             chain.laws = None if chain.request.coupled else self._laws[row, : len(chain.tokens)]
-
-
-def _foreseeable(chain: Chain) -> Stream | KeyedNoise:
-    assert isinstance(chain.chance, Stream | KeyedNoise)
-    return chain.chance
 
 
 def address(items: array[int]) -> int:

@@ -11,7 +11,7 @@ from speculant.types import DraftTree
 
 
 def drawn(start: int, positions: list[int], tree: DraftTree, window: int | None = None) -> list[str]:
-    segment = Segment(Slots(0, start, torch.arange(start, start + len(positions))), tree)
+    segment = Segment(Slots(0, start, range(start, start + len(positions))), tree)
     mask = visible_keys(segment, torch.tensor(positions), window)
     return ["".join("#" if visible else "." for visible in row) for row in mask.tolist()]
 
