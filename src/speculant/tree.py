@@ -26,8 +26,8 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None) -> DraftTree:
         """Make a tree without branches."""
-        tree = cls(ids(tokens), _chain_parents(len(tokens)), probs)
-        vars(tree).update(token_list=list(tokens), is_chain=True)  # known, and asked for in every pass
+        tree = cls(ids(tokens), ids(range(-1, len(tokens) - 1)), probs)
+        vars(tree)["is_chain"] = True  # known, and asked for in every pass
         return tree
 
     @staticmethod
@@ -107,11 +107,6 @@ class DraftTree:
 def ids(values: Sequence[int]) -> Tensor:
     """Return integers as a tensor [n] int64; much sooner than torch.tensor does."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
-
-
-@cache
-def _chain_parents(size: int) -> Tensor:
-    return torch.arange(-1, size - 1)
 
 
 def tokens_to(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
