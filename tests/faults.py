@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from speculant.drafting import draft_model
-from speculant.models.base import Chain
+from speculant.models.base import CausalLM, Chain
 from speculant.types import DraftTree
 from speculant.verification import rejection
 
@@ -25,13 +26,13 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_flatter_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a draft model report, of chains, laws that are flatter than those that it drew from."""
-    told = draft_model._tree
+    draw = draft_model.grow
 
-    def flatter(chain: Chain) -> DraftTree:
-        tree = told(chain)
-        if tree.probs is None:
-            return tree
-        weights = tree.probs**0.3
-        return dataclasses.replace(tree, probs=weights / weights.sum(-1, keepdim=True))
+    def flatter(model: CausalLM, chains: Sequence[Chain], *rest: Any) -> None:
+        draw(model, chains, *rest)
+        for chain in chains:
+            if chain.laws is not None:
+                weights = chain.laws**0.3
+                chain.laws = weights / weights.sum(-1, keepdim=True)
 
-    monkeypatch.setattr(draft_model, "_tree", flatter)
+    monkeypatch.setattr(draft_model, "grow", flatter)
