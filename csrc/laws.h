@@ -30,14 +30,13 @@ struct LawJob {
   const float *logits;
   int64_t rows, given, width;  // tokens that have a logit, tokens that a law is over
   const SpLaw *laws;
-  double *out;
-  int64_t stride;
-  Share *shares;  // [rows, chunks]
+  double *const *out;  // [rows]
+  Share *shares;       // [rows, chunks]
 
   int64_t chunks() const { return chunks_of(width); }
   int64_t known() const { return given < width ? given : width; }
   const float *scores(int64_t row) const { return logits + row * given; }
-  double *law(int64_t row) const { return out + row * stride; }
+  double *law(int64_t row) const { return out[row]; }
   Share *of(int64_t row) const { return shares + row * chunks(); }
 };
 
@@ -204,14 +203,22 @@ static void make_laws(const LawJob &job, Pieces *stages) {
   stages[3].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
 }
 
-// The hash of sampling/chance.py, for the tokens from `first` on.
+// The hashes of sampling/chance.py: of one number, and for the tokens from `first` on.
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+
+template <class T>
+static inline T scramble(T x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+static inline uint64_t mix_in(uint64_t state, uint64_t value) { return scramble((state ^ value) + GOLDEN); }
+
 static inline Reals uniforms(uint64_t key, int64_t first) {
   Words token;
   for (int i = 0; i < REALS; i++) token[i] = (uint64_t)(first + i);
-  Words x = token * 0x9E3779B97F4A7C15u + key;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  x = x ^ (x >> 31);
+  const Words x = scramble(token * GOLDEN + key);
   return ((Reals)(x >> 12 | 0x4330000000000000u) - 0x1p52 + 0.5) * 0x1p-52;
 }
 
@@ -307,9 +314,11 @@ static int64_t draw(const double *weights, int64_t n, int coupled, uint64_t chan
 }
 
 static void laws(const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *by, double *out, int threads) {
-  static thread_local List<Share> kept;
-  kept.resize(rows * chunks_of(width));
-  const LawJob job = {logits, rows, given, width, by, out, width, kept.items};
+  static thread_local List<Share> shares;
+  static thread_local List<double *> places;
+  shares.resize(rows * chunks_of(width)), places.resize(rows);
+  for (int64_t row = 0; row < rows; row++) places[row] = out + row * width;
+  const LawJob job = {logits, rows, given, width, by, places.items, shares.items};
   Pieces stages[4] = {};
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * width > CHUNK)
   make_laws(job, stages);

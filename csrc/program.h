@@ -63,6 +63,7 @@ struct Drafting {
     int64_t drawing;  // sequences
     SpPass pass;
     Plan plan;
+    List<double *> laws;
   };
   const SpOp *ops;
   int count, threads;
@@ -70,7 +71,7 @@ struct Drafting {
   const SpPass *first;
   const SpDraft *draft;
   List<float> rows, logits;
-  List<double> laws;  // where nobody asks for them
+  List<double> unasked;  // laws
   List<Share> shares;
   Prepared x;
   List<int64_t> tokens, positions, slots;
@@ -85,7 +86,8 @@ struct Drafting {
   void begin() {
     const int64_t most = draft->sequences, all = most * draft->steps;
     rows.resize(most * head.k), logits.resize(most * head.n), shares.resize(most * chunks_of(draft->width));
-    if (!draft->out) laws.resize(most * draft->width);
+    for (int64_t s = 0; s < most; s++)
+      if (!draft->out[s]) unasked.resize(most * draft->width);
     tokens.resize(all), positions.resize(all), slots.resize(all), segments.resize(all);
     make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
     head.in = rows.items, head.out = logits.items;
@@ -116,20 +118,22 @@ struct Drafting {
   void prepare(int64_t step) {
     int64_t drawing = draft->sequences;
     while (drawing && draft->limits[drawing - 1] <= step) drawing--;
-    steps[step].drawing = drawing;
-    steps[step].pass = step ? next_pass(step, drawing) : *first;
-    plan_pass(ops, count, steps[step].pass, threads, steps[step].plan);
+    Step &now = steps[step];
+    now.drawing = drawing;
+    now.pass = step ? next_pass(step, drawing) : *first;
+    plan_pass(ops, count, now.pass, threads, now.plan);
+    now.laws.resize(drawing);
+    for (int64_t s = 0; s < drawing; s++)
+      now.laws[s] = draft->out[s] ? draft->out[s] + step * draft->width : unasked.items + s * draft->width;
   }
 
   // Laws and draws, behind the pass.
   void draw(int64_t step, Pieces *stages) {
     const Step &now = steps[step];
-    double *out = draft->out ? draft->out + step * draft->width : laws.items;
-    const LawJob job = {head.out, now.drawing, head.n, draft->width, draft->laws, out,
-                        draft->width * (draft->out ? draft->steps : 1), shares.items};
+    const LawJob job = {head.out, now.drawing, head.n, draft->width, draft->laws, now.laws.items, shares.items};
     make_laws(job, stages);
     const int64_t chunks = job.chunks();
-    const auto chance = [&](int64_t s) { return draft->chances[s * draft->steps + step]; };
+    const auto chance = [&](int64_t s) { return mix_in(draft->chances[2 * s], draft->chances[2 * s + 1] + step); };
     stages[4].run(job.rows * chunks, [&](int64_t p) {
       const int64_t s = p / chunks;
       share_draw(job.law(s), job.width, draft->coupled[s], chance(s), p % chunks, job.of(s)[p % chunks]);

@@ -78,9 +78,9 @@ typedef struct {
   const int64_t *limits;     /* [sequences] tokens to draw, 1 .. steps; they never rise from one sequence to the next */
   const SpLaw *laws;         /* [sequences] */
   const int64_t *coupled;    /* [sequences] what its chances are: see sp_draw */
-  const uint64_t *chances;   /* [sequences, steps] */
+  const uint64_t *chances;   /* [sequences, 2] a key and a count: step i's chance is the hash of the key and count + i */
   int64_t *drawn;            /* [sequences, steps]; -1 = its law is none, and what follows means nothing: not if coupled */
-  double *out;               /* [sequences, steps, width] the laws they were drawn from, or NULL */
+  double *const *out;        /* [sequences] where each one's laws [limit, width] go, or NULL: nobody asks for them */
 } SpDraft;
 
 int sp_version(void);

@@ -16,7 +16,7 @@ from torch import Tensor
 class DraftTree:
     """Proposed tokens in prefix order; the root is the last committed token and not part of it.
 
-    A chain is a tree whose node i has parent i - 1.
+    A chain is a tree whose node i has parent i - 1. What is made of integers has its tensors when they are asked for.
     """
 
     tokens: Tensor  # [n] int64
@@ -25,10 +25,25 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None) -> DraftTree:
-        """Make a tree without branches."""
-        tree = cls(ids(tokens), ids(range(-1, len(tokens) - 1)), probs)
+        """Make a tree without branches of integers."""
+        tree = cls.of(tokens, range(-1, len(tokens) - 1), probs)
         vars(tree)["is_chain"] = True  # known, and asked for in every pass
         return tree
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int], probs: Tensor | None = None) -> DraftTree:
+        """Make a tree of integers."""
+        tree = cls.__new__(cls)
+        vars(tree).update(token_list=_integers(tokens), parent_list=_integers(parents), probs=probs)
+        return tree
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Make a tensor of a tree that was made of integers."""
+        if name not in ("tokens", "parents"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        made = ids(self.token_list if name == "tokens" else self.parent_list)
+        vars(self)[name] = made
+        return made
 
     @staticmethod
     @cache
@@ -46,7 +61,7 @@ class DraftTree:
             if len(nodes) - 1 + len(missing) <= most:
                 nodes.update({prefix: len(nodes) - 1 + place for place, prefix in enumerate(missing)})
         del nodes[()]
-        return cls(ids([path[-1] for path in nodes]), ids([nodes.get(path[:-1], -1) for path in nodes]))
+        return cls.of([path[-1] for path in nodes], [nodes.get(path[:-1], -1) for path in nodes])
 
     @property
     def size(self) -> int:
@@ -102,6 +117,11 @@ class DraftTree:
                 break
             path.append(found[0])
         return path
+
+
+def _integers(values: Sequence[int]) -> list[int]:
+    """Return Python's own integers, whatever kind they were; raises TypeError for what is none."""
+    return array("q", values).tolist()
 
 
 def ids(values: Sequence[int]) -> Tensor:

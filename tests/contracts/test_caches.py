@@ -114,12 +114,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), seqs=st.lists(st.integers(0, 4), min_size=1, max_size=4), replay=st.booleans())
     def feed_by_plan(self, data: st.DataObject, seqs: list[int], replay: bool) -> None:
-        """What a plan has room for is granted, all of it and in any order."""
+        """What a plan has room for is granted, all of it and in any order; what it has none for takes nothing."""
         plan, taken = self.cache.plan(), dict.fromkeys(seqs, 0)
         for seq in seqs:
-            n = data.draw(st.integers(-taken[seq], plan.room(seq)))
-            plan.take(seq, n)
-            taken[seq] += n
+            before = [plan.room(each) for each in range(NUM_NAMES)]
+            n = data.draw(st.integers(0, before[seq] + BLOCK))
+            if plan.take(seq, n):
+                taken[seq] += n
+            else:
+                assert n > before[seq]
+                assert before == [plan.room(each) for each in range(NUM_NAMES)]
         left = [plan.room(seq) for seq in range(NUM_NAMES)]
         for seq in data.draw(st.permutations(list(taken))):
             if taken[seq]:
@@ -307,7 +311,8 @@ def test_nothing_can_always_be_reserved_and_takes_nothing(cache: KVCache) -> Non
         slots = cache.reserve(seq, 0)
         assert (slots.start, slots.end) == (length, length)
     plan = cache.plan()
-    plan.take(99, 0)
+    assert plan.take(99, 0)
+    assert not plan.take(99, 1)
     assert [plan.room(seq) for seq in (98, 99)] == [0, 0]
     cache.check()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, Purpose, Stream
+from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix_in
 from speculant.sampling.distribution import Node, distribution
 from tests.models import make_request
 
@@ -109,7 +109,8 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
     expected = [source.draw(weights) for source in (noise, noise, streams, streams)]
     noise, streams = KeyedNoise(seed, 3, native), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1, native)
     assert [source.draw(weights) for source in (noise, noise, streams, streams)] == expected
-    keys = [*KeyedNoise(seed, 3).ahead(2), *Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1).ahead(2)]
+    ahead = [KeyedNoise(seed, 3).ahead(2), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1).ahead(2)]
+    keys = [mix_in(key, count + draw) for key, count in ahead for draw in range(2)]
     coupled = [True, True, False, False]
     assert [native.draw(weights, *draw) for draw in zip(coupled, keys, strict=True)] == expected
 

@@ -74,8 +74,8 @@ class ReservationPlan(Protocol):
         """Return how many positions more could be taken for `seq`."""
         ...
 
-    def take(self, seq: int, n: int) -> None:
-        """Count n positions for `seq`; n is at most its room."""
+    def take(self, seq: int, n: int) -> bool:
+        """Count n positions (n >= 0) for `seq` if it has room for them; say whether it has."""
         ...
 
 

@@ -58,12 +58,14 @@ class PagedKVCache:
 
     def reserve(self, seq: int, n: int) -> Slots:
         """See `KVCache.reserve`."""
-        start, end = self.length(seq), self.length(seq) + n
+        held = self._held.get(seq) or _Sequence("")
+        start, end = held.length, held.length + n
         if n == 0:
             return Slots(seq, start, (), self._offsets.device)
-        self._require(self.missing(seq, n), f"sequence {seq} needs")
-        held = self._held.setdefault(seq, _Sequence(""))
-        self._own(held, start, end)
+        foreign = self._foreign(held, start, end)
+        self._require(self._num_blocks_for(end) - len(held.blocks) + len(foreign), f"sequence {seq} needs")
+        self._held[seq] = held
+        self._own(held, foreign)
         self._extend(held, end)
         held.length = end
         size = self.block_size
@@ -113,8 +115,9 @@ class PagedKVCache:
         require_path(seq, self.length(seq), base, path)
         if list(path) != list(range(len(path))):
             held, end = self._held[seq], base + len(path)
-            self._require(self._num_copies(held, base, end), f"sequence {seq} has to move shared positions and needs")
-            self._own(held, base, end)
+            foreign = self._foreign(held, base, end)
+            self._require(len(foreign), f"sequence {seq} has to move shared positions and needs")
+            self._own(held, foreign)
             rows = self._rows(held)
             self._storage.move(rows[base + torch.tensor(path, device=rows.device)], rows[base:end])
         self.truncate_to(seq, base + len(path))
@@ -190,25 +193,22 @@ class PagedKVCache:
             return 0
         held = self._held.get(seq, _NOTHING)
         end = held.length + n
-        return self._num_blocks_for(end) - len(held.blocks) + self._num_copies(held, held.length, end)
+        return self._num_blocks_for(end) - len(held.blocks) + len(self._foreign(held, held.length, end))
 
     def most(self, seq: int, num_blocks: int) -> int:
         """Return by how many positions `seq` could grow with that many newly allocated blocks."""
         held = self._held.get(seq, _NOTHING)
-        copies = self._num_copies(held, held.length, held.length + 1)
+        copies = len(self._foreign(held, held.length, held.length + 1))
         return max(0, (len(held.blocks) + num_blocks - copies) * self.block_size - held.length)
-
-    def _num_copies(self, held: _Sequence, start: int, end: int) -> int:
-        return len(self._foreign(held, start, end))
 
     def _foreign(self, held: _Sequence, start: int, end: int) -> list[int]:
         """Return the places of held blocks that positions from start to end touch and that must not be written."""
         touched = range(start // self.block_size, min(self._num_blocks_for(end), len(held.blocks)))
         return [place for place in touched if not self._pool.is_writable(held.blocks[place])]
 
-    def _own(self, held: _Sequence, start: int, end: int) -> None:
+    def _own(self, held: _Sequence, foreign: Sequence[int]) -> None:
         """Replace blocks that must not be written by copies, the last one first like all that is given back."""
-        for place in reversed(self._foreign(held, start, end)):
+        for place in reversed(foreign):
             shared, own = held.blocks[place], self._pool.allocate()
             self._storage.move(shared * self.block_size + self._offsets, own * self.block_size + self._offsets)
             del held.prefix[place:]
@@ -261,11 +261,15 @@ class PagedPlan:
         taken = self._taken.get(seq, 0)
         return self._cache.most(seq, self._num_free + self._cache.missing(seq, taken)) - taken
 
-    def take(self, seq: int, n: int) -> None:
+    def take(self, seq: int, n: int) -> bool:
         """See `ReservationPlan.take`."""
         taken = self._taken.get(seq, 0)
-        self._num_free -= self._cache.missing(seq, taken + n) - self._cache.missing(seq, taken)
+        more = self._cache.missing(seq, taken + n) - self._cache.missing(seq, taken)
+        if more > self._num_free:
+            return False
+        self._num_free -= more
         self._taken[seq] = taken + n
+        return True
 
 
 def _block_of(node: PrefixNode) -> int:

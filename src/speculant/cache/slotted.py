@@ -143,11 +143,11 @@ class SlottedPlan:
         """See `ReservationPlan.room`."""
         return self._room.get(seq, self._max_len if self._num_free else 0)
 
-    def take(self, seq: int, n: int) -> None:
+    def take(self, seq: int, n: int) -> bool:
         """See `ReservationPlan.take`."""
-        if n == 0:
-            return
         left = self.room(seq) - n
-        if seq not in self._room:
-            self._num_free -= 1
-        self._room[seq] = left
+        if n and left >= 0:
+            if seq not in self._room:
+                self._num_free -= 1
+            self._room[seq] = left
+        return left >= 0

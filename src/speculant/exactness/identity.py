@@ -13,7 +13,7 @@ from torch import Tensor
 from speculant.engine.build import Built
 from speculant.exactness.texts import Reader, complete, reread
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, gumbel
+from speculant.sampling.chance import KeyedNoise, gumbel, mix_in
 from speculant.sampling.distribution import Node
 from speculant.types import Request
 
@@ -107,8 +107,8 @@ def _preferences(built: Built, request: Request, tokens: Tensor) -> Tensor:
     logs = reader.laws([Node(law, softened=True)])[0, tokens].log().cpu()
     if request.params.greedy:
         return logs
-    (key,) = KeyedNoise(request.seed, len(request.tokens)).ahead(1)
-    return logs + gumbel(key, tokens)
+    key = KeyedNoise(request.seed, len(request.tokens)).ahead(1)
+    return logs + gumbel(mix_in(*key), tokens)
 
 
 def _finite(value: float | None) -> float | None:

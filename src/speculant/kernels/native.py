@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speculant.errors import ConfigError, suggest
 
-VERSION = 3
+VERSION = 4
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
 NO_LAW = -1  # what is drawn from a law that is none

@@ -18,7 +18,6 @@ from speculant.models.chains import fit_vocabulary
 from speculant.models.follower import Follower
 from speculant.sampling.distribution import Node, distribution
 from speculant.sampling.ranking import rank
-from speculant.tree import ids
 from speculant.types import DraftTree, Request
 
 
@@ -109,7 +108,7 @@ def _take_round(
     feeds, rows, nodes, end = list[Feed](), list[int](), list[Node](), 0
     for search in searches:
         tree = search.tree if search.grows else DraftTree.empty()
-        fed = DraftTree(ids(known(tree.token_list, model.vocab_size)), tree.parents)
+        fed = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
         feeds.append(Feed(search.request.seq, known(search.feed, model.vocab_size), fed))
         root, end = end + len(search.feed) - 1, end + len(search.feed) + tree.size
         for text in search.tips if search.grows else ():

@@ -60,7 +60,8 @@ class Follower:
         for request, _ in drafting:
             self._roll_back(request)
         chains = self._feed(drafting, _Endless())
-        if not _fits(chains, self.cache.plan()):
+        plan = self.cache.plan()
+        if not all(plan.take(chain.request.seq, chain.num_positions) for chain in chains):
             plan = self.cache.plan()
             chains = self._feed(drafting, plan)
             _take_in_turn(plan, chains)
@@ -105,17 +106,9 @@ class _Endless:
         """See `ReservationPlan.room`."""
         return sys.maxsize
 
-    def take(self, seq: int, n: int) -> None:
+    def take(self, seq: int, n: int) -> bool:
         """See `ReservationPlan.take`."""
-
-
-def _fits(chains: Sequence[Chain], plan: ReservationPlan) -> bool:
-    """Whether there is room for all chains at once."""
-    for chain in chains:
-        if plan.room(chain.request.seq) < chain.num_positions:
-            return False
-        plan.take(chain.request.seq, chain.num_positions)
-    return True
+        return True
 
 
 def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:
@@ -123,8 +116,6 @@ def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:
     growing = [chain for chain in chains if chain.limit > 1]
     for length in range(1, max((chain.limit for chain in growing), default=0)):
         for chain in growing:
-            if plan.room(chain.request.seq):
-                plan.take(chain.request.seq, 1)
-            else:
+            if not plan.take(chain.request.seq, 1):
                 chain.limit = length
         growing = [chain for chain in growing if chain.limit > length + 1]

@@ -73,15 +73,15 @@ class NativeDecoder:
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2
             self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-        keys, values = cache.layer(0)
+        keys, values = (stored.data_ptr() for stored in cache.layer(0))
         return Pass(
             rows=rows,
             block=cache.block_size,
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            layer_stride=2 * (values.data_ptr() - keys.data_ptr()),  # a layer's keys, its values, the next one's keys
+            keys=keys,
+            values=values,
+            layer_stride=2 * (values - keys),  # a layer's keys, its values, the next one's keys
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,18 +48,19 @@ class Drawn:
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int) -> None:
         count, steps = len(chains), chains[0].limit
-        told = steps if any(not chain.request.coupled for chain in chains) else 0  # of laws; nobody else asks for them
         self._steps = steps
         self._tokens = array("q", bytes(8 * count * steps))
-        self._laws = torch.empty(count, told, vocab_size, dtype=torch.float64)
-        chances, coupled, limits = array("Q"), array("q"), array("q")
+        chances, coupled, limits, told = array("Q"), array("q"), array("q"), array("Q")
         for chain in chains:
             assert isinstance(chain.chance, FORESEEABLE)
-            chances.extend([*chain.chance.ahead(chain.limit), *[0] * (steps - chain.limit)])
+            chances.extend(chain.chance.ahead(chain.limit))
             coupled.append(chain.chance.coupled)
             limits.append(chain.limit)
+            if not chain.request.coupled:  # nobody else asks for them
+                chain.laws = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
+            told.append(0 if chain.laws is None else chain.laws.data_ptr())
         laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
-        self._kept = (chances, limits, coupled, laws)
+        self._kept = (chances, limits, coupled, laws, told)
         self.asked = Draft(
             sequences=count,
             steps=steps,
@@ -69,7 +70,7 @@ class Drawn:
             coupled=address(coupled),
             chances=address(chances),
             drawn=address(self._tokens),
-            out=self._laws.data_ptr() if told else None,
+            out=address(told),
         )
 
     def give(self, chains: Sequence[Chain]) -> None:
@@ -77,8 +78,10 @@ class Drawn:
         for row, chain in enumerate(chains):
             first = row * self._steps
             tokens = self._tokens[first : first + chain.limit].tolist()
-            chain.tokens = tokens[: tokens.index(NO_LAW)] if NO_LAW in tokens else tokens
-            chain.laws = None if chain.request.coupled else self._laws[row, : len(chain.tokens)]
+            if NO_LAW in tokens:
+                tokens = tokens[: tokens.index(NO_LAW)]
+                chain.laws = None if chain.laws is None else chain.laws[: len(tokens)]
+            chain.tokens = tokens
 
 
 def address(items: array[int]) -> int:

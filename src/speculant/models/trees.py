@@ -19,7 +19,7 @@ from speculant.models.chains import fit_vocabulary
 from speculant.models.follower import Follower
 from speculant.sampling.chance import KeyedNoise
 from speculant.sampling.distribution import Node, distribution
-from speculant.tree import ids, tokens_to
+from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
 
 
@@ -47,7 +47,7 @@ class Tree:
     def draft(self) -> DraftTree:
         """Return the tree so far; laws are told where a ratio rule may ask for them."""
         probs = torch.stack(self.laws) if self.laws and not self.request.coupled else None
-        return DraftTree(ids(self.tokens), ids(self.parents), probs)
+        return DraftTree.of(self.tokens, self.parents, probs)
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to a node; empty for the root (-1)."""
@@ -165,5 +165,5 @@ def _so_far(tree: Tree, source: Follower) -> Feed:
     """Return the feed of a tree's root and nodes, anew."""
     request, model = tree.request, source.model
     source.cache.truncate_to(request.seq, len(request.tokens) - 1)
-    nodes = DraftTree(ids(known(tree.tokens, model.vocab_size)), ids(tree.parents))
+    nodes = DraftTree.of(known(tree.tokens, model.vocab_size), tree.parents)
     return Feed(request.seq, known(request.tokens[-1:], model.vocab_size), nodes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import copy
 from enum import IntEnum
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -63,7 +64,7 @@ class Stream:
         self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, kernels: Kernels | None = None
     ) -> None:
         self._kernels = kernels
-        self._accept_key, self._draw_key = (_mix_in(0, mix(seed, purpose, round_)) for purpose in purposes)
+        self._accept_key, self._draw_key = (mix(mix(seed, purpose, round_)) for purpose in purposes)
         self._count = 0
 
     def accept(self, probability: float) -> bool:
@@ -73,20 +74,20 @@ class Stream:
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
         if self._kernels is not None and weights.dtype == torch.float64:
-            return self._kernels.draw(weights, self.coupled, self.ahead(1)[0])
+            return self._kernels.draw(weights, self.coupled, mix_in(*self.ahead(1)))
         cumulative = weights.to(torch.float64).cumsum(0)
         point = cumulative[-1:] * self._uniform(self._draw_key)
         index = int(torch.searchsorted(cumulative, point, right=True))
         return index if index < len(weights) else int(weights.nonzero()[-1])
 
-    def ahead(self, n: int) -> list[int]:
-        """Use up n draws without weights: 64 random bits for each."""
+    def ahead(self, n: int) -> tuple[int, int]:
+        """Use up n draws without weights; return (key, count): draw i has the random bits `mix_in(key, count + i)`."""
         self._count += n
-        return [_mix_in(self._draw_key, count) for count in range(self._count - n + 1, self._count + 1)]
+        return self._draw_key, self._count - n + 1
 
     def _uniform(self, key: int) -> float:
         self._count += 1
-        return (_mix_in(key, self._count) >> 11) * 2.0**-53
+        return (mix_in(key, self._count) >> 11) * 2.0**-53
 
 
 class KeyedNoise:
@@ -107,7 +108,7 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
-        key = self.ahead(1)[0]
+        key = mix_in(*self.ahead(1))
         if self._kernels is not None and weights.dtype == torch.float64:
             return self._kernels.draw(weights, self.coupled, key)
         support = weights.nonzero().flatten()
@@ -122,10 +123,10 @@ class KeyedNoise:
         moved._position += places
         return moved
 
-    def ahead(self, n: int) -> list[int]:
-        """Use up n draws without weights: the key of each one's noise."""
+    def ahead(self, n: int) -> tuple[int, int]:
+        """Use up n draws without weights; return (key, count): draw i has the noise of `mix_in(key, count + i)`."""
         self._position += n
-        return [_mix_in(self._key, place) for place in range(self._position - n, self._position)]
+        return self._key, self._position - n
 
 
 class KeyedChances:
@@ -148,15 +149,17 @@ class KeyedChances:
         return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._kernels)
 
 
+@lru_cache(maxsize=1024)  # a request's own are asked for in every step
 def mix(*values: int) -> int:
     """Hash integers to 64 bits: one splitmix64 round per value."""
     state = 0
     for value in values:
-        state = _mix_in(state, value)
+        state = mix_in(state, value)
     return state
 
 
-def _mix_in(state: int, value: int) -> int:
+def mix_in(state: int, value: int) -> int:
+    """Hash one more integer into a state of 64 bits."""
     x = (state ^ (value & _MASK)) + _GOLDEN & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -53,7 +53,7 @@ RANDOMNESS = [
     Mutant(
         "u always 0",
         CHANCE,
-        "return (_mix_in(key, self._count) >> 11) * 2.0**-53",
+        "return (mix_in(key, self._count) >> 11) * 2.0**-53",
         "return 0.0",
         "test_chance.py::test_accept_follows_its_probability[0.5]",
     ),
@@ -88,8 +88,8 @@ RANDOMNESS = [
     Mutant(
         "noise forgets the position",
         CHANCE,
-        "_mix_in(self._key, place)",
-        "self._key",
+        "return self._key, self._position - n\n",
+        "return self._key, 0\n",
         "test_chance.py::test_noise_draws_follow_their_weights[weights0]",
     ),
     Mutant(

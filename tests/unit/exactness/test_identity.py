@@ -88,10 +88,10 @@ def test_the_gap_is_how_much_the_target_prefers_its_token(checkpoints: Checkpoin
 
 
 def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    from speculant.sampling.chance import gumbel
+    from speculant.sampling.chance import gumbel, mix_in
 
-    (key,) = KeyedNoise(seed, position).ahead(1)
-    return gumbel(key, torch.arange(vocab_size))
+    key = KeyedNoise(seed, position).ahead(1)
+    return gumbel(mix_in(*key), torch.arange(vocab_size))
 
 
 def test_a_text_that_ends_sooner_is_no_near_tie(checkpoints: Checkpoints) -> None:

@@ -1,0 +1,58 @@
+"""A draft tree says the same whether it was made of tensors or of integers."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from speculant.types import DraftTree
+
+TOKENS, PARENTS = [7, 5, 7, 6, 9], [-1, -1, 1, 1, 3]
+FACTS = ("size", "token_list", "parent_list", "is_chain", "depths")
+
+
+@pytest.mark.parametrize(("tokens", "parents"), [(TOKENS, PARENTS), (TOKENS, [-1, 0, 1, 2, 3]), ([], [])])
+def test_integers_and_tensors_make_the_same_tree(tokens: list[int], parents: list[int]) -> None:
+    laws = torch.rand(len(tokens), 10)
+    made, given = DraftTree.of(tokens, parents, laws), DraftTree(torch.tensor(tokens), torch.tensor(parents), laws)
+    for fact in FACTS:
+        assert getattr(made, fact) == getattr(given, fact)
+    assert torch.equal(made.ancestor_mask, given.ancestor_mask)
+    assert made.tokens.dtype == made.parents.dtype == torch.int64
+    assert (made.tokens.tolist(), made.parents.tolist()) == (tokens, parents)
+    assert made.tokens is made.tokens
+    assert made.probs is laws
+
+
+def test_a_chain_is_a_tree_of_integers() -> None:
+    chain = DraftTree.chain(TOKENS)
+    assert (chain.is_chain, chain.parents.tolist(), chain.probs) == (True, [-1, 0, 1, 2, 3], None)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, dataclasses.replace, lambda t: pickle.loads(pickle.dumps(t))]
+)
+def test_copies_are_whole(copied: Callable[[DraftTree], DraftTree]) -> None:
+    tree = copied(DraftTree.of(TOKENS, PARENTS))
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.depths) == (TOKENS, PARENTS, [1, 1, 2, 2, 3])
+
+
+def test_a_tree_keeps_its_tokens_whatever_becomes_of_the_list() -> None:
+    tokens = [1, 2, 3]
+    tree = DraftTree.chain(tokens)
+    tokens.append(4)
+    assert (tree.token_list, tree.tokens.tolist()) == ([1, 2, 3], [1, 2, 3])
+
+
+def test_tokens_are_integers() -> None:
+    assert all(type(token) is int for token in DraftTree.chain(list(torch.tensor([1, 2]))).token_list)
+    with pytest.raises(TypeError):
+        DraftTree.chain([1.5])  # type: ignore[list-item]
+
+
+def test_there_is_nothing_else() -> None:
+    with pytest.raises(AttributeError, match="colour"):
+        DraftTree.chain([1]).colour  # noqa: B018
