@@ -129,17 +129,34 @@ static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &
 }
 
 // The next tile, asked for line by line while this one is computed: a head's rows are too far apart for the processor to guess
-// them, and all of them at once would only wait for one another.
+// them, and all of them at once would only wait for one another. Several runs of rows take turns, as linear layers' streams do.
 struct Ahead {
+  static constexpr int64_t RUNS = 2;  // of keys, and as many of values
   const Rows &rows;
   const int64_t begin, end;  // bytes of a row
-  int64_t next = 0, at = begin;
+  int64_t next = 0;          // row
+  const char *row, *line, *stop;
+
+  Ahead(const Rows &r, int64_t from, int64_t to) : rows(r), begin(from), end(to), row((const char *)&r) { go_on(); }
 
   void ask() {
-    if (next >= 2 * rows.count) return;
-    const char *line = (next < rows.count ? rows.keys[next] : rows.values[next - rows.count]) + at;
     prefetch(line), prefetch(line + 64);
-    if ((at += 128) >= end) at = begin, next++;
+    if ((line += 128) >= stop) go_on();
+  }
+
+  void take(const Ahead &other) { next = other.next, row = other.row, line = other.line, stop = other.stop; }
+
+  // To the next row; behind the last one, to that again.
+  void go_on() {
+    while (next < 2 * TILE) {
+      const int64_t place = next / 2 % RUNS * (TILE / RUNS) + next / (2 * RUNS);
+      const char *const *from = next++ % 2 ? rows.values : rows.keys;
+      if (place < rows.count) {
+        row = from[place];
+        break;
+      }
+    }
+    line = row + begin, stop = row + end;
   }
 };
 
@@ -208,7 +225,8 @@ static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t 
 
 // Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own.
 template <int COUNT, bool PAIRS>
-static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, Ahead &ahead, float *scores) {
+static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, Ahead &all, float *scores) {
+  Ahead ahead = all;  // in registers
   Vec sums[COUNT][TILE_VECS];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
@@ -226,6 +244,7 @@ static inline void score_tile(const float *queries, const float *turned, int64_t
       }
     }
   }
+  all.take(ahead);
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], splat(factor)));
 }
@@ -270,7 +289,8 @@ static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t 
 // Add the values of keys low .. high, WIDE vectors of them at a time. Of pairs of bfloat16, the first of all pairs in a vector
 // come before the second (`part_pairs` undoes it).
 template <int COUNT, int WIDE, bool NARROW>
-static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Ahead &ahead, Running *runs) {
+static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Ahead &all, Running *runs) {
+  Ahead ahead = all;
   Vec acc[COUNT][WIDE];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < WIDE; v++) acc[q][v] = load(runs[q].values + d + v * LANES);
@@ -292,6 +312,7 @@ static inline void add_values(const float *weights, const Tile &tile, int64_t lo
       for (int v = 0; v < WIDE; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
     }
   }
+  all.take(ahead);
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < WIDE; v++) store(runs[q].values + d + v * LANES, acc[q][v]);
 }
@@ -350,7 +371,7 @@ static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys,
   for (int64_t from = begin, turn = 0; from < end; from += TILE, turn ^= 1) {
     const Rows &rows = found[turn];
     find_rows(keys, from + TILE < (span + 1) * SPAN ? from + TILE : next_span * SPAN, last, found[turn ^ 1]);
-    Ahead ahead{found[turn ^ 1], first * row_bytes, (first + count) * row_bytes};
+    Ahead ahead(found[turn ^ 1], first * row_bytes, (first + count) * row_bytes);
     for (int64_t kv_head = first; kv_head < first + count; kv_head++) {
       load_keys(op, rows, kv_head, padded, tile);
       load_values(op, rows, kv_head, padded, block.rows * group > 2 * TOGETHER, tile);

@@ -1,7 +1,12 @@
 // Linear layers over packed weights: y = x W^T, one summation order per row, always.
 //
-//   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, k by k:   [k][WIDTH]        float32
-//                                                                   [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
+//   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, step by step of k:   [k][WIDTH]        float32
+//                                                                              [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
+//
+// The steps of a panel lie in so many streams, and successive ones in successive streams. So memory is read at several places in
+// turn: the processor's prefetchers follow each of them, and it gives a quarter more than to a reader of one.
+//
+//   3 streams of 8 steps   0 3 6 | 1 4 7 | 2 5 .      . = padding
 //
 // An output is one accumulator that runs over k in order, whatever the number of rows beside it; rows are only taken
 // together so that a weight is loaded once for several.
@@ -18,17 +23,42 @@ namespace SP_NAMESPACE {
 constexpr int VECS = 2;                 // vectors across a panel
 constexpr int WIDTH = VECS * LANES;     // outputs of a panel
 constexpr int MOST_ROWS = 12;           // rows taken together: MOST_ROWS * VECS accumulators fit the registers
-constexpr int AHEAD = 4096;             // bytes to prefetch ahead: nearer is late beside the arithmetic of eight rows
+constexpr int STEP = WIDTH * 4;         // bytes of a step: a dword for each output
+constexpr int STREAMS = 8;
+constexpr int AHEAD = 512;              // bytes to prefetch ahead, in every stream
 
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
-static inline int64_t panel_bytes(int type, int64_t k) {
-  return type == SP_F32 ? k * WIDTH * 4 : (k + 1) / 2 * WIDTH * 4;
+// Steps of a stream: an odd number, or those that are read together would want the same places in the first cache.
+static inline int64_t stream_steps(int64_t steps, int streams) { return (steps + streams - 1) / streams | 1; }
+
+// Steps with those that fill up the streams.
+static inline int64_t padded_steps(int64_t steps, int streams) { return streams * stream_steps(steps, streams); }
+
+// Where step j lies, in steps.
+static inline int64_t place_of(int64_t j, int64_t steps, int streams) {
+  return j % streams * stream_steps(steps, streams) + j / streams;
 }
 
+// Call step(j, where it lies) for the first `count` of a panel's steps of so many bytes each, in order. `step` stands in one place only:
+// where it is written out twice, the compiler moves what int8 adds up from register to register.
+template <typename Step>
+static inline void each_step(const char *panel, int64_t steps, int64_t count, int64_t bytes, int streams, Step step) {
+  const int64_t apart = stream_steps(steps, streams) * bytes;
+  for (int64_t first = 0; first < count; first += streams, panel += bytes) {
+    const int64_t end = first + streams < count ? first + streams : count;
+    const char *at = panel;
+    for (int64_t j = first; j < end; j++, at += apart) step(j, at);
+  }
+}
+
+static inline int64_t steps_of(int type, int64_t k) { return type == SP_F32 ? k : (k + 1) / 2; }
+
+static inline int64_t panel_bytes(int type, int64_t k) { return padded_steps(steps_of(type, k), STREAMS) * STEP; }
+
 template <int ROWS>
-static inline void add_f32(const char *weight, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  for (int64_t k = 0; k < depth; k++, weight += WIDTH * 4) {
+static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  each_step(panel, depth, depth, STEP, STREAMS, [&](int64_t k, const char *weight) __attribute__((always_inline)) {
     Vec w[VECS];
     for (int v = 0; v < VECS; v++) {
       prefetch(weight + v * LANES * 4 + AHEAD);
@@ -38,12 +68,13 @@ static inline void add_f32(const char *weight, const float *x, int64_t depth, Ve
       Vec a = splat(x[r * depth + k]);
       for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, w[v], acc[r][v]);
     }
-  }
+  });
 }
 
 template <int ROWS>
-static inline void add_bf16(const char *weight, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  for (int64_t k = 0; k + 1 < depth; k += 2, weight += WIDTH * 4) {
+static inline void add_bf16(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  const int64_t steps = (depth + 1) / 2;
+  each_step(panel, steps, depth / 2, STEP, STREAMS, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Vec low[VECS], high[VECS];
     for (int v = 0; v < VECS; v++) {
       prefetch(weight + v * LANES * 4 + AHEAD);
@@ -51,24 +82,24 @@ static inline void add_bf16(const char *weight, const float *x, int64_t depth, V
       low[v] = low_bf16(pair), high[v] = high_bf16(pair);
     }
     for (int r = 0; r < ROWS; r++) {
-      Vec a = splat(x[r * depth + k]), b = splat(x[r * depth + k + 1]);
+      Vec a = splat(x[r * depth + 2 * j]), b = splat(x[r * depth + 2 * j + 1]);
       for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, low[v], acc[r][v]);
       for (int v = 0; v < VECS; v++) acc[r][v] = fma(b, high[v], acc[r][v]);
     }
-  }
+  });
   if (depth % 2)
     for (int v = 0; v < VECS; v++) {
-      Vec low = low_bf16(load_ints(weight + v * LANES * 4));
+      Vec low = low_bf16(load_ints(panel + place_of(depth / 2, steps, STREAMS) * STEP + v * LANES * 4));
       for (int r = 0; r < ROWS; r++) acc[r][v] = fma(splat(x[r * depth + depth - 1]), low, acc[r][v]);
     }
 }
 
 template <int ROWS>
-static inline void add_any(int type, const char *weight, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
+static inline void add_any(int type, const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
   if (type == SP_F32)
-    add_f32<ROWS>(weight, x, depth, acc);
+    add_f32<ROWS>(panel, x, depth, acc);
   else
-    add_bf16<ROWS>(weight, x, depth, acc);
+    add_bf16<ROWS>(panel, x, depth, acc);
 }
 
 #if defined(SP_BF16_PAIRS)
@@ -76,15 +107,15 @@ constexpr bool ROUNDS = true;  // whether x becomes bfloat16 where the weights a
 
 // Rows of bfloat16 have an even depth: where k is odd, a zero is behind it.
 template <int ROWS>
-static inline void add_any(int, const char *weight, const uint16_t *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  for (int64_t k = 0; k < depth; k += 2, weight += WIDTH * 4) {
+static inline void add_any(int, const char *panel, const uint16_t *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  each_step(panel, depth / 2, depth / 2, STEP, STREAMS, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Ints w[VECS];
     for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
-      const Ints pair = splat_dword(x + r * depth + k);
+      const Ints pair = splat_dword(x + r * depth + 2 * j);
       for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
     }
-  }
+  });
 }
 #else
 constexpr bool ROUNDS = false;
@@ -188,17 +219,24 @@ static inline uint16_t to_bf16(float value) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Where weight j of a panel's output i is, in values of its type.
+static inline int64_t value_at(int type, int64_t k, int64_t j, int64_t i) {
+  const int64_t steps = steps_of(type, k);
+  return type == SP_F32 ? place_of(j, steps, STREAMS) * WIDTH + i : (place_of(j / 2, steps, STREAMS) * WIDTH + i) * 2 + j % 2;
+}
+
 static void pack_panel(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
+  memset(packed, 0, panel_bytes(type, k));
   for (int64_t i = 0; i < WIDTH; i++) {
     const int64_t row = panel * WIDTH + i;
     for (int64_t j = 0; j < k; j++) {
       const float value = row < n ? read_weight(source, weight, row * k + j) : 0.0f;
+      const int64_t at = value_at(type, k, j, i);
       if (type == SP_F32)
-        ((float *)packed)[j * WIDTH + i] = value;
+        ((float *)packed)[at] = value;
       else
-        ((uint16_t *)packed)[(j / 2 * WIDTH + i) * 2 + j % 2] = to_bf16(value);
+        ((uint16_t *)packed)[at] = to_bf16(value);
     }
-    if (type == SP_BF16 && k % 2) ((uint16_t *)packed)[(k / 2 * WIDTH + i) * 2 + 1] = 0;
   }
 }
 
@@ -208,8 +246,7 @@ static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
   const char *panel = (const char *)op.weight + token / WIDTH * panel_bytes(op.type, width);
   const int64_t i = token % WIDTH;
   for (int64_t j = 0; j < width; j++)
-    op.out[t * width + j] = op.type == SP_F32 ? ((const float *)panel)[j * WIDTH + i]
-                                              : read_weight(SP_BF16, panel, (j / 2 * WIDTH + i) * 2 + j % 2);
+    op.out[t * width + j] = read_weight(op.type, panel, value_at(op.type, width, j, i));
 }
 
 }  // namespace SP_NAMESPACE

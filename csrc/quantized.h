@@ -1,9 +1,9 @@
 // Linear layers over int8 and int4 weights. A row of x becomes int8 by its own largest value; products are summed exactly in
 // int32, so only the few float operations behind them have an order, and that is fixed.
 //
-//   int8   [k / 4][WIDTH][4] bytes q + 128      then scale[WIDTH] float32            w = scale * q, q = -127 .. 127
-//   int4   per group of GROUP k: [GROUP / 8][WIDTH][4] bytes, then scale[WIDTH] bfloat16
-//          a byte holds k + j below and k + 4 + j above, j = 0 .. 3                  w = scale * (q - 8), q = 0 .. 15
+//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; behind them scale[WIDTH] float32      w = scale * q, q = -127 .. 127
+//   int4   steps of a group, GROUP k: [GROUP / 8][WIDTH][4] bytes, then scale[WIDTH] bfloat16
+//          a byte holds k + j below and k + 4 + j above, j = 0 .. 3                      w = scale * (q - 8), q = 0 .. 15
 //
 // Weights are stored without sign because that is what the instruction takes; the surplus is a multiple of the sum of x.
 #pragma once
@@ -12,13 +12,17 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t GROUP = 32;
+constexpr int64_t GROUP_BYTES = GROUP / 2 * WIDTH + WIDTH * 2;
+constexpr int GROUP_STREAMS = 4;  // a panel has few groups, and a stream must be long enough to be followed
 constexpr int MOST_QUANTIZED_ROWS = 8;
 
 static inline int64_t padded_depth(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
+static inline int64_t int8_bytes(int64_t depth) { return padded_steps(depth / 4, STREAMS) * STEP; }
+
 static inline int64_t quantized_panel_bytes(int type, int64_t k) {
   const int64_t depth = padded_depth(k);
-  return type == SP_INT8 ? depth * WIDTH + WIDTH * 4 : depth / 2 * WIDTH + depth / GROUP * WIDTH * 2;
+  return type == SP_INT8 ? int8_bytes(depth) + WIDTH * 4 : padded_steps(depth / GROUP, GROUP_STREAMS) * GROUP_BYTES;
 }
 
 // Rows of x in int8: x = scale * q; sums[group] of q.
@@ -60,21 +64,21 @@ static void sum_int8(const char *panel, const int8_t *x, const float *scales, co
   Ints acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = no_ints();
-  const char *weight = panel;
-  for (int64_t k = 0; k < depth; k += 4, weight += WIDTH * 4) {
+  each_step(panel, depth / 4, depth / 4, STEP, STREAMS, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Ints w[VECS];
     for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
-      const Ints four = splat_dword(x + r * depth + k);
+      const Ints four = splat_dword(x + r * depth + 4 * j);
       for (int v = 0; v < VECS; v++) acc[r][v] = add_products(acc[r][v], w[v], four);
     }
-  }
+  });
+  const float *factors = (const float *)(panel + int8_bytes(depth));
   for (int r = 0; r < ROWS; r++) {
     int32_t surplus = 0;
     for (int64_t g = 0; g < depth / GROUP; g++) surplus += sums[r * (depth / GROUP) + g];
     for (int v = 0; v < VECS; v++) {
       const Vec exact = to_floats(sub_ints(acc[r][v], splat_ints(128 * surplus)));
-      store(out + r * WIDTH + v * LANES, mul(mul(exact, splat(scales[r])), load((const float *)weight + v * LANES)));
+      store(out + r * WIDTH + v * LANES, mul(mul(exact, splat(scales[r])), load(factors + v * LANES)));
     }
   }
 }
@@ -84,12 +88,13 @@ static void sum_int4(const char *panel, const int8_t *x, const float *scales, co
   Vec total[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) total[r][v] = zero();
-  const char *weight = panel;
-  for (int64_t g = 0; g < depth / GROUP; g++) {
+  const int64_t groups = depth / GROUP;
+  each_step(panel, groups, groups, GROUP_BYTES, GROUP_STREAMS, [&](int64_t g, const char *weight) __attribute__((always_inline)) {
     Ints acc[ROWS][VECS];
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < VECS; v++) acc[r][v] = no_ints();
-    for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, weight += WIDTH * 4) {
+#pragma GCC unroll 4
+    for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, weight += STEP) {
       Ints low[VECS], high[VECS];
       for (int v = 0; v < VECS; v++) {
         prefetch(weight + v * LANES * 4 + AHEAD);
@@ -104,12 +109,11 @@ static void sum_int4(const char *panel, const int8_t *x, const float *scales, co
     for (int v = 0; v < VECS; v++) {
       const Vec scale = load_bf16((const uint16_t *)weight + v * LANES);
       for (int r = 0; r < ROWS; r++) {
-        const Ints exact = sub_ints(acc[r][v], splat_ints(8 * sums[r * (depth / GROUP) + g]));
+        const Ints exact = sub_ints(acc[r][v], splat_ints(8 * sums[r * groups + g]));
         total[r][v] = fma(to_floats(exact), scale, total[r][v]);
       }
     }
-    weight += WIDTH * 2;
-  }
+  });
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) store(out + r * WIDTH + v * LANES, mul(total[r][v], splat(scales[r])));
 }
@@ -148,8 +152,8 @@ static void pack_int8(int source, const void *weight, int64_t n, int64_t k, int6
     for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(weight_at(source, weight, n, k, row, j)));
     const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
     for (int64_t j = 0; j < depth; j++)
-      packed[(j / 4 * WIDTH + i) * 4 + j % 4] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
-    ((float *)(packed + depth * WIDTH))[i] = largest / 127.0f;
+      packed[(place_of(j / 4, depth / 4, STREAMS) * WIDTH + i) * 4 + j % 4] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
+    ((float *)(packed + int8_bytes(depth)))[i] = largest / 127.0f;
   }
 }
 
@@ -172,19 +176,21 @@ static float best_scale(const float *group) {
 }
 
 static void pack_int4(int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  const int64_t depth = padded_depth(k), bytes = GROUP / 2 * WIDTH + WIDTH * 2;
+  const int64_t groups = padded_depth(k) / GROUP;
   memset(packed, 0, quantized_panel_bytes(SP_INT4, k));
-  for (int64_t g = 0; g < depth / GROUP; g++, packed += bytes)
+  for (int64_t g = 0; g < groups; g++) {
+    char *to = packed + place_of(g, groups, GROUP_STREAMS) * GROUP_BYTES;
     for (int64_t i = 0; i < WIDTH; i++) {
       float group[GROUP];
       for (int64_t j = 0; j < GROUP; j++) group[j] = weight_at(source, weight, n, k, panel * WIDTH + i, g * GROUP + j);
       const float scale = best_scale(group);
       for (int64_t j = 0; j < GROUP; j++) {
         const int q = 8 + (int)(scale == 0.0f ? 0.0f : clamp(nearbyintf(group[j] / scale), -8.0f, 7.0f));
-        packed[(j / 8 * WIDTH + i) * 4 + j % 4] |= (char)(j % 8 < 4 ? q : q << 4);
+        to[(j / 8 * WIDTH + i) * 4 + j % 4] |= (char)(j % 8 < 4 ? q : q << 4);
       }
-      ((uint16_t *)(packed + GROUP / 2 * WIDTH))[i] = to_bf16(scale);
+      ((uint16_t *)(to + GROUP / 2 * WIDTH))[i] = to_bf16(scale);
     }
+  }
 }
 
 }  // namespace SP_NAMESPACE
