@@ -172,7 +172,7 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpP
 
 // Read the way linear layers do, and do nothing else.
 static double read_all(const void *data, int64_t bytes, int threads) {
-  const int64_t size = 1 << 20, steps = size / STEP;
+  const int64_t steps = STREAMS * 1023, size = padded_steps(steps, STREAMS) * STEP;
   const double started = omp_get_wtime();
   Pieces pieces = {0, 0};
   float total = 0.0f;

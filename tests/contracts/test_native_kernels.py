@@ -147,6 +147,11 @@ def test_tokens_are_looked_up(kernels: Kernels, type_: Type) -> None:
     assert torch.equal(out, table[tokens].float())
 
 
+def test_a_read_stays_in_its_memory(kernels: Kernels) -> None:
+    """What is read beyond it, the sanitizers see (`make sanitize`)."""
+    assert kernels.read_seconds(torch.ones(9 << 18, dtype=torch.uint8)) > 0
+
+
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="avx9"):
         open_kernels("avx9")

@@ -91,7 +91,7 @@ class PackedDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass reads, whatever it is run on: the floor of its time."""
+        """How many bytes of weights a pass reads, padding included, whatever it is run on: the floor of its time."""
         matrices = [weight for layer in self.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return sum(weight.memory.numel() for weight in [*matrices, self.head])
 
