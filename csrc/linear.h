@@ -40,8 +40,7 @@ static inline int64_t place_of(int64_t j, int64_t steps, int streams) {
   return j % streams * stream_steps(steps, streams) + j / streams;
 }
 
-// Call step(j, where it lies) for the first `count` of a panel's steps of so many bytes each, in order. `step` stands in one place only:
-// where it is written out twice, the compiler moves what int8 adds up from register to register.
+// Call step(j, where it lies) for the first `count` of a panel's steps of so many bytes each, in order.
 template <typename Step>
 static inline void each_step(const char *panel, int64_t steps, int64_t count, int64_t bytes, int streams, Step step) {
   const int64_t apart = stream_steps(steps, streams) * bytes;

@@ -54,7 +54,8 @@ static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 
 // Adds the products of four unsigned bytes of w and four signed ones of x to each dword, exactly.
 static inline Ints add_products(Ints sum, Ints w, Ints x) {
 #if defined(SP_VNNI)
-  return _mm512_dpbusd_epi32(sum, w, x);
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // the intrinsic's sums are moved from register to register
+  return sum;
 #else
   const Ints even = _mm512_and_si512(w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w, 8);
   const Ints x_even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), x_odd = _mm512_srai_epi16(x, 8);
