@@ -289,7 +289,8 @@ static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t 
 // Add the values of keys low .. high, WIDE vectors of them at a time. Of pairs of bfloat16, the first of all pairs in a vector
 // come before the second (`part_pairs` undoes it).
 template <int COUNT, int WIDE, bool NARROW>
-static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Ahead &all, Running *runs) {
+static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Ahead &all,
+                              Running *runs) {
   Ahead ahead = all;
   Vec acc[COUNT][WIDE];
   for (int q = 0; q < COUNT; q++)

@@ -151,8 +151,10 @@ static void pack_int8(int source, const void *weight, int64_t n, int64_t k, int6
     float largest = 0.0f;
     for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(weight_at(source, weight, n, k, row, j)));
     const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int64_t j = 0; j < depth; j++)
-      packed[(place_of(j / 4, depth / 4, STREAMS) * WIDTH + i) * 4 + j % 4] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
+    for (int64_t j = 0; j < depth; j++) {
+      const int64_t at = (place_of(j / 4, depth / 4, STREAMS) * WIDTH + i) * 4 + j % 4;
+      packed[at] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
+    }
     ((float *)(packed + int8_bytes(depth)))[i] = largest / 127.0f;
   }
 }
