@@ -3,10 +3,10 @@
 //   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, step by step of k:   [k][WIDTH]        float32
 //                                                                              [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
 //
-// The steps of a panel lie in so many streams, and successive ones in successive streams. So memory is read at several places in
+// The steps of a large panel lie in several streams, and successive ones in successive streams. So memory is read at several places in
 // turn: the processor's prefetchers follow each of them, and it gives a quarter more than to a reader of one.
 //
-//   3 streams of 8 steps   0 3 6 | 1 4 7 | 2 5 .      . = padding
+//   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
 // An output is one accumulator that runs over k in order, whatever the number of rows beside it; rows are only taken
 // together so that a weight is loaded once for several.
@@ -24,43 +24,48 @@ constexpr int VECS = 2;                 // vectors across a panel
 constexpr int WIDTH = VECS * LANES;     // outputs of a panel
 constexpr int MOST_ROWS = 12;           // rows taken together: MOST_ROWS * VECS accumulators fit the registers
 constexpr int STEP = WIDTH * 4;         // bytes of a step: a dword for each output
-constexpr int STREAMS = 8;
-constexpr int AHEAD = 512;              // bytes to prefetch ahead, in every stream
+constexpr int STREAM_SHIFT = 3;         // eight streams, of a panel of so many bytes:
+constexpr int64_t LEAST_STREAMED = 1 << 15;
+constexpr int AHEAD = 4096;             // bytes to prefetch ahead, in all streams together
 
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
-// Steps of a stream: an odd number, or those that are read together would want the same places in the first cache.
-static inline int64_t stream_steps(int64_t steps, int streams) { return (steps + streams - 1) / streams | 1; }
+// The steps of a panel, and where they lie. A small panel is read from a cache, and one stream is best.
+struct Steps {
+  int64_t count, bytes;  // of one
+  int shift;             // 1 << shift streams
+  int64_t length;        // steps of a stream: an odd number, or those read together want the same places in the first cache
+  int64_t ahead;         // bytes to prefetch ahead
 
-// Steps with those that fill up the streams.
-static inline int64_t padded_steps(int64_t steps, int streams) { return streams * stream_steps(steps, streams); }
+  Steps(int64_t n, int64_t size, int most_shift = STREAM_SHIFT)
+      : count(n), bytes(size), shift(n * size < LEAST_STREAMED ? 0 : most_shift), length((n + (1 << shift) - 1) >> shift | 1), ahead(AHEAD >> shift) {}
 
-// Where step j lies, in steps.
-static inline int64_t place_of(int64_t j, int64_t steps, int streams) {
-  return j % streams * stream_steps(steps, streams) + j / streams;
-}
+  int64_t size() const { return (length << shift) * bytes; }
+  int64_t at(int64_t j) const { return ((j & ((1 << shift) - 1)) * length + (j >> shift)) * bytes; }
 
-// Call step(j, where it lies) for the first `count` of a panel's steps of so many bytes each, in order.
-template <typename Step>
-static inline void each_step(const char *panel, int64_t steps, int64_t count, int64_t bytes, int streams, Step step) {
-  const int64_t apart = stream_steps(steps, streams) * bytes;
-  for (int64_t first = 0; first < count; first += streams, panel += bytes) {
-    const int64_t end = first + streams < count ? first + streams : count;
-    const char *at = panel;
-    for (int64_t j = first; j < end; j++, at += apart) step(j, at);
+  // Call step(j, where it lies) for the first `some` of them, in order.
+  template <typename Step>
+  void each(const char *panel, int64_t some, Step step) const {
+    const int64_t together = shift ? 1 << shift : some, apart = shift ? length * bytes : bytes;
+    for (int64_t first = 0; first < some; first += together, panel += bytes) {
+      const int64_t end = first + together < some ? first + together : some;
+      const char *from = panel;
+      for (int64_t j = first; j < end; j++, from += apart) step(j, from);
+    }
   }
-}
+};
 
-static inline int64_t steps_of(int type, int64_t k) { return type == SP_F32 ? k : (k + 1) / 2; }
+static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 ? k : (k + 1) / 2, STEP); }
 
-static inline int64_t panel_bytes(int type, int64_t k) { return padded_steps(steps_of(type, k), STREAMS) * STEP; }
+static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k).size(); }
 
 template <int ROWS>
 static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  each_step(panel, depth, depth, STEP, STREAMS, [&](int64_t k, const char *weight) __attribute__((always_inline)) {
+  const Steps steps = steps_of(SP_F32, depth);
+  steps.each(panel, depth, [&](int64_t k, const char *weight) __attribute__((always_inline)) {
     Vec w[VECS];
     for (int v = 0; v < VECS; v++) {
-      prefetch(weight + v * LANES * 4 + AHEAD);
+      prefetch(weight + v * LANES * 4 + steps.ahead);
       w[v] = load((const float *)weight + v * LANES);
     }
     for (int r = 0; r < ROWS; r++) {
@@ -72,11 +77,11 @@ static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec
 
 template <int ROWS>
 static inline void add_bf16(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  const int64_t steps = (depth + 1) / 2;
-  each_step(panel, steps, depth / 2, STEP, STREAMS, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+  const Steps steps = steps_of(SP_BF16, depth);
+  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Vec low[VECS], high[VECS];
     for (int v = 0; v < VECS; v++) {
-      prefetch(weight + v * LANES * 4 + AHEAD);
+      prefetch(weight + v * LANES * 4 + steps.ahead);
       Ints pair = load_ints(weight + v * LANES * 4);
       low[v] = low_bf16(pair), high[v] = high_bf16(pair);
     }
@@ -88,7 +93,7 @@ static inline void add_bf16(const char *panel, const float *x, int64_t depth, Ve
   });
   if (depth % 2)
     for (int v = 0; v < VECS; v++) {
-      Vec low = low_bf16(load_ints(panel + place_of(depth / 2, steps, STREAMS) * STEP + v * LANES * 4));
+      Vec low = low_bf16(load_ints(panel + steps.at(depth / 2) + v * LANES * 4));
       for (int r = 0; r < ROWS; r++) acc[r][v] = fma(splat(x[r * depth + depth - 1]), low, acc[r][v]);
     }
 }
@@ -107,9 +112,10 @@ constexpr bool ROUNDS = true;  // whether x becomes bfloat16 where the weights a
 // Rows of bfloat16 have an even depth: where k is odd, a zero is behind it.
 template <int ROWS>
 static inline void add_any(int, const char *panel, const uint16_t *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  each_step(panel, depth / 2, depth / 2, STEP, STREAMS, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+  const Steps steps = steps_of(SP_BF16, depth);
+  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Ints w[VECS];
-    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
+    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + steps.ahead), w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
       const Ints pair = splat_dword(x + r * depth + 2 * j);
       for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
@@ -218,23 +224,17 @@ static inline uint16_t to_bf16(float value) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Where weight j of a panel's output i is, in values of its type.
-static inline int64_t value_at(int type, int64_t k, int64_t j, int64_t i) {
-  const int64_t steps = steps_of(type, k);
-  return type == SP_F32 ? place_of(j, steps, STREAMS) * WIDTH + i : (place_of(j / 2, steps, STREAMS) * WIDTH + i) * 2 + j % 2;
-}
-
 static void pack_panel(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  memset(packed, 0, panel_bytes(type, k));
-  for (int64_t i = 0; i < WIDTH; i++) {
-    const int64_t row = panel * WIDTH + i;
-    for (int64_t j = 0; j < k; j++) {
-      const float value = row < n ? read_weight(source, weight, row * k + j) : 0.0f;
-      const int64_t at = value_at(type, k, j, i);
+  const Steps steps = steps_of(type, k);
+  memset(packed, 0, steps.size());
+  for (int64_t j = 0; j < k; j++) {
+    char *to = packed + steps.at(type == SP_F32 ? j : j / 2);
+    for (int64_t i = 0; i < WIDTH && panel * WIDTH + i < n; i++) {
+      const float value = read_weight(source, weight, (panel * WIDTH + i) * k + j);
       if (type == SP_F32)
-        ((float *)packed)[at] = value;
+        ((float *)to)[i] = value;
       else
-        ((uint16_t *)packed)[at] = to_bf16(value);
+        ((uint16_t *)to)[2 * i + j % 2] = to_bf16(value);
     }
   }
 }
@@ -244,8 +244,10 @@ static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
   const int64_t token = pass.tokens[t], width = op.n;  // the table is [vocabulary, n]: packed with k = n
   const char *panel = (const char *)op.weight + token / WIDTH * panel_bytes(op.type, width);
   const int64_t i = token % WIDTH;
+  const Steps steps = steps_of(op.type, width);
   for (int64_t j = 0; j < width; j++)
-    op.out[t * width + j] = read_weight(op.type, panel, value_at(op.type, width, j, i));
+    op.out[t * width + j] = op.type == SP_F32 ? ((const float *)(panel + steps.at(j)))[i]
+                                              : read_weight(SP_BF16, panel + steps.at(j / 2), 2 * i + j % 2);
 }
 
 }  // namespace SP_NAMESPACE

@@ -172,7 +172,8 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpP
 
 // Read the way linear layers do, and do nothing else.
 static double read_all(const void *data, int64_t bytes, int threads) {
-  const int64_t steps = STREAMS * 1023, size = padded_steps(steps, STREAMS) * STEP;
+  const Steps steps((1023 << STREAM_SHIFT), STEP);
+  const int64_t size = steps.size();
   const double started = omp_get_wtime();
   Pieces pieces = {0, 0};
   float total = 0.0f;
@@ -180,9 +181,9 @@ static double read_all(const void *data, int64_t bytes, int threads) {
   pieces.run(bytes / size, [&](int64_t piece) {
     Vec sums[VECS] = {zero(), zero()};
     const char *from = (const char *)data + piece * size;
-    each_step(from, steps, steps, STEP, STREAMS, [&](int64_t, const char *at) __attribute__((always_inline)) {
+    steps.each(from, steps.count, [&](int64_t, const char *at) __attribute__((always_inline)) {
       for (int v = 0; v < VECS; v++) {
-        prefetch(at + v * LANES * 4 + AHEAD);
+        prefetch(at + v * LANES * 4 + steps.ahead);
         sums[v] = max(sums[v], load((const float *)at + v * LANES));
       }
     });

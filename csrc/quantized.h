@@ -13,16 +13,16 @@ namespace SP_NAMESPACE {
 
 constexpr int64_t GROUP = 32;
 constexpr int64_t GROUP_BYTES = GROUP / 2 * WIDTH + WIDTH * 2;
-constexpr int GROUP_STREAMS = 4;  // a panel has few groups, and a stream must be long enough to be followed
 constexpr int MOST_QUANTIZED_ROWS = 8;
 
 static inline int64_t padded_depth(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
-static inline int64_t int8_bytes(int64_t depth) { return padded_steps(depth / 4, STREAMS) * STEP; }
+static inline Steps int8_steps(int64_t depth) { return Steps(depth / 4, STEP); }
+static inline Steps int4_steps(int64_t depth) { return Steps(depth / GROUP, GROUP_BYTES, 2); }  // four streams: there are few
 
 static inline int64_t quantized_panel_bytes(int type, int64_t k) {
   const int64_t depth = padded_depth(k);
-  return type == SP_INT8 ? int8_bytes(depth) + WIDTH * 4 : padded_steps(depth / GROUP, GROUP_STREAMS) * GROUP_BYTES;
+  return type == SP_INT8 ? int8_steps(depth).size() + WIDTH * 4 : int4_steps(depth).size();
 }
 
 // Rows of x in int8: x = scale * q; sums[group] of q.
@@ -64,15 +64,16 @@ static void sum_int8(const char *panel, const int8_t *x, const float *scales, co
   Ints acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = no_ints();
-  each_step(panel, depth / 4, depth / 4, STEP, STREAMS, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+  const Steps steps = int8_steps(depth);
+  steps.each(panel, steps.count, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Ints w[VECS];
-    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + AHEAD), w[v] = load_ints(weight + v * LANES * 4);
+    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + steps.ahead), w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
       const Ints four = splat_dword(x + r * depth + 4 * j);
       for (int v = 0; v < VECS; v++) acc[r][v] = add_products(acc[r][v], w[v], four);
     }
   });
-  const float *factors = (const float *)(panel + int8_bytes(depth));
+  const float *factors = (const float *)(panel + steps.size());
   for (int r = 0; r < ROWS; r++) {
     int32_t surplus = 0;
     for (int64_t g = 0; g < depth / GROUP; g++) surplus += sums[r * (depth / GROUP) + g];
@@ -88,8 +89,8 @@ static void sum_int4(const char *panel, const int8_t *x, const float *scales, co
   Vec total[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) total[r][v] = zero();
-  const int64_t groups = depth / GROUP;
-  each_step(panel, groups, groups, GROUP_BYTES, GROUP_STREAMS, [&](int64_t g, const char *weight) __attribute__((always_inline)) {
+  const Steps steps = int4_steps(depth);
+  steps.each(panel, steps.count, [&](int64_t g, const char *weight) __attribute__((always_inline)) {
     Ints acc[ROWS][VECS];
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < VECS; v++) acc[r][v] = no_ints();
@@ -97,7 +98,7 @@ static void sum_int4(const char *panel, const int8_t *x, const float *scales, co
     for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, weight += STEP) {
       Ints low[VECS], high[VECS];
       for (int v = 0; v < VECS; v++) {
-        prefetch(weight + v * LANES * 4 + AHEAD);
+        prefetch(weight + v * LANES * 4 + steps.ahead);
         const Ints both = load_ints(weight + v * LANES * 4);
         low[v] = low_halves(both), high[v] = high_halves(both);
       }
@@ -109,7 +110,7 @@ static void sum_int4(const char *panel, const int8_t *x, const float *scales, co
     for (int v = 0; v < VECS; v++) {
       const Vec scale = load_bf16((const uint16_t *)weight + v * LANES);
       for (int r = 0; r < ROWS; r++) {
-        const Ints exact = sub_ints(acc[r][v], splat_ints(8 * sums[r * groups + g]));
+        const Ints exact = sub_ints(acc[r][v], splat_ints(8 * sums[r * steps.count + g]));
         total[r][v] = fma(to_floats(exact), scale, total[r][v]);
       }
     }
@@ -146,16 +147,15 @@ static inline float clamp(float x, float low, float high) { return x < low ? low
 
 static void pack_int8(int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
   const int64_t depth = padded_depth(k);
+  const Steps steps = int8_steps(depth);
   for (int64_t i = 0; i < WIDTH; i++) {
     const int64_t row = panel * WIDTH + i;
     float largest = 0.0f;
     for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(weight_at(source, weight, n, k, row, j)));
     const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int64_t j = 0; j < depth; j++) {
-      const int64_t at = (place_of(j / 4, depth / 4, STREAMS) * WIDTH + i) * 4 + j % 4;
-      packed[at] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
-    }
-    ((float *)(packed + int8_bytes(depth)))[i] = largest / 127.0f;
+    for (int64_t j = 0; j < depth; j++)
+      packed[steps.at(j / 4) + i * 4 + j % 4] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
+    ((float *)(packed + steps.size()))[i] = largest / 127.0f;
   }
 }
 
@@ -178,10 +178,10 @@ static float best_scale(const float *group) {
 }
 
 static void pack_int4(int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  const int64_t groups = padded_depth(k) / GROUP;
-  memset(packed, 0, quantized_panel_bytes(SP_INT4, k));
-  for (int64_t g = 0; g < groups; g++) {
-    char *to = packed + place_of(g, groups, GROUP_STREAMS) * GROUP_BYTES;
+  const Steps groups = int4_steps(padded_depth(k));
+  memset(packed, 0, groups.size());
+  for (int64_t g = 0; g < groups.count; g++) {
+    char *to = packed + groups.at(g);
     for (int64_t i = 0; i < WIDTH; i++) {
       float group[GROUP];
       for (int64_t j = 0; j < GROUP; j++) group[j] = weight_at(source, weight, n, k, panel * WIDTH + i, g * GROUP + j);
