@@ -37,8 +37,10 @@ struct Steps {
   int64_t length;        // steps of a stream: an odd number, or those read together want the same places in the first cache
   int64_t ahead;         // bytes to prefetch ahead
 
-  Steps(int64_t n, int64_t size, int most_shift = STREAM_SHIFT)
-      : count(n), bytes(size), shift(n * size < LEAST_STREAMED ? 0 : most_shift), length((n + (1 << shift) - 1) >> shift | 1), ahead(AHEAD >> shift) {}
+  Steps(int64_t n, int64_t size, int most_shift = STREAM_SHIFT) : count(n), bytes(size) {
+    shift = n * size < LEAST_STREAMED ? 0 : most_shift;
+    length = (n + (1 << shift) - 1) >> shift | 1, ahead = AHEAD >> shift;
+  }
 
   int64_t size() const { return (length << shift) * bytes; }
   int64_t at(int64_t j) const { return ((j & ((1 << shift) - 1)) * length + (j >> shift)) * bytes; }
