@@ -161,7 +161,7 @@ struct Ahead {
 };
 
 // A tile's keys turned round, so that a vector holds several positions, and where its values are.
-struct Tile {
+struct KeyTile {
   alignas(64) float turned[MOST_DIM * TILE];  // [dim][TILE]; or [dim / 2][TILE], two bfloat16 in a dword
   alignas(64) float copied[TILE * MOST_DIM];  // values that could not be read in place
   const char *copies[TILE];
@@ -191,7 +191,7 @@ static inline void load_row(const SpOp &op, const char *row, int64_t padded, flo
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
-static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, Tile &tile) {
+static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, KeyTile &tile) {
   alignas(64) float copied[LANES * MOST_DIM];
   const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
   const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else there are tails to fill up
@@ -209,7 +209,7 @@ static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t pa
 }
 
 // Values are read in place where they are whole vectors; bfloat16 only if it is not widened `again` and again.
-static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t padded, bool again, Tile &tile) {
+static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t padded, bool again, KeyTile &tile) {
   const int64_t offset = head * op.dim * real_size(op.type);
   tile.narrow = op.type != SP_F32 && op.dim % (2 * LANES) == 0 && !again;
   if (tile.narrow || (op.type == SP_F32 && op.dim % LANES == 0)) {
@@ -289,7 +289,7 @@ static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t 
 // Add the values of keys low .. high, WIDE vectors of them at a time. Of pairs of bfloat16, the first of all pairs in a vector
 // come before the second (`part_pairs` undoes it).
 template <int COUNT, int WIDE, bool NARROW>
-static inline void add_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t d, Ahead &all,
+static inline void add_values(const float *weights, const KeyTile &tile, int64_t low, int64_t high, int64_t d, Ahead &all,
                               Running *runs) {
   Ahead ahead = all;
   Vec acc[COUNT][WIDE];
@@ -319,7 +319,7 @@ static inline void add_values(const float *weights, const Tile &tile, int64_t lo
 }
 
 template <int COUNT, bool NARROW>
-static inline void add_all_values(const float *weights, const Tile &tile, int64_t low, int64_t high, int64_t padded, Ahead &ahead,
+static inline void add_all_values(const float *weights, const KeyTile &tile, int64_t low, int64_t high, int64_t padded, Ahead &ahead,
                                   Running *runs) {
   constexpr int REST = NARROW ? 2 : 1;
   int64_t d = 0;
@@ -336,7 +336,7 @@ static inline void part_pairs(float *values, int64_t padded) {
 }
 
 template <int COUNT>
-static void attend_tile(const SpOp &op, const float *queries, const Tile &tile, int64_t low, int64_t high, int64_t padded,
+static void attend_tile(const SpOp &op, const float *queries, const KeyTile &tile, int64_t low, int64_t high, int64_t padded,
                         Ahead &ahead, Running *runs) {
   alignas(64) float scores[COUNT * TILE];
   if (tile.pairs)
@@ -350,7 +350,7 @@ static void attend_tile(const SpOp &op, const float *queries, const Tile &tile, 
     add_all_values<COUNT, false>(scores, tile, low, high, padded, ahead, runs);
 }
 
-typedef void (*AttendTile)(const SpOp &, const float *, const Tile &, int64_t, int64_t, int64_t, Ahead &, Running *);
+typedef void (*AttendTile)(const SpOp &, const float *, const KeyTile &, int64_t, int64_t, int64_t, Ahead &, Running *);
 constexpr int TOGETHER = TILE_VECS == 4 ? 4 : 1;  // queries whose sums fit the registers
 static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>};
 
@@ -360,7 +360,7 @@ static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2
 template <typename RunAt>
 static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t first, int64_t count, int64_t position,
                         int64_t span, int64_t next_span, int64_t padded, RunAt run_at) {
-  Tile tile;
+  KeyTile tile;
   Rows found[2];
   const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
   const int64_t row_bytes = op.dim * real_size(op.type), last = position + block.rows;  // keys end here

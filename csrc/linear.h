@@ -2,14 +2,16 @@
 //
 //   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, step by step of k:   [k][WIDTH]        float32
 //                                                                              [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
+//   tile      up to MOST_ROWS rows of x side by side, in dwords too:           [k][rows]         float32
+//                                                                              [k / 2][rows][2]  pairs of bfloat16
+//
+// A step of a panel meets the same step of a tile. An output is one accumulator that runs over k in order, whatever the number
+// of rows beside it; rows are only taken together so that a weight is loaded once for several.
 //
 // The steps of a large panel lie in several streams, and successive ones in successive streams. So memory is read at several places in
 // turn: the processor's prefetchers follow each of them, and it gives a quarter more than to a reader of one.
 //
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
-//
-// An output is one accumulator that runs over k in order, whatever the number of rows beside it; rows are only taken
-// together so that a weight is loaded once for several.
 //
 // x is float32 and bfloat16 weights are widened; but where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
 // rounded to bfloat16 before it meets them (prepared.h), and accumulators take k by pairs: of each, the second goes first.
@@ -20,136 +22,149 @@
 
 namespace SP_NAMESPACE {
 
-constexpr int VECS = 2;                 // vectors across a panel
-constexpr int WIDTH = VECS * LANES;     // outputs of a panel
-constexpr int MOST_ROWS = 12;           // rows taken together: MOST_ROWS * VECS accumulators fit the registers
-constexpr int STEP = WIDTH * 4;         // bytes of a step: a dword for each output
-constexpr int STREAM_SHIFT = 3;         // eight streams, of a panel of so many bytes:
+constexpr int VECS = 3;                          // vectors across a panel
+constexpr int WIDTH = VECS * LANES;              // outputs of a panel
+constexpr int MOST_ROWS = LANES / 2;             // rows of a tile: its accumulators and a step of the panel fit the registers
+constexpr int STEP = WIDTH * 4;                  // bytes of a step: a dword for each output
+constexpr int STREAMS = 8;                       // of a panel of so many bytes:
 constexpr int64_t LEAST_STREAMED = 1 << 15;
-constexpr int AHEAD = 4096;             // bytes to prefetch ahead, in all streams together
+constexpr int AHEAD = 4096;                      // bytes to prefetch ahead, in all streams together
 
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
 // The steps of a panel, and where they lie. A small panel is read from a cache, and one stream is best.
 struct Steps {
-  int64_t count, bytes;  // of one
-  int shift;             // 1 << shift streams
-  int64_t length;        // steps of a stream: an odd number, or those read together want the same places in the first cache
-  int64_t ahead;         // bytes to prefetch ahead
+  int64_t count, streams;
+  int64_t length;                // steps of a stream: an odd number, or those read together want the same places in the first cache
+  int64_t apart, advance;        // bytes from a step to the next one, and from the first of STREAMS steps to that of the next
+  int64_t ahead;                 // bytes to prefetch ahead
 
-  Steps(int64_t n, int64_t size, int most_shift = STREAM_SHIFT) : count(n), bytes(size) {
-    shift = n * size < LEAST_STREAMED ? 0 : most_shift;
-    length = (n + (1 << shift) - 1) >> shift | 1, ahead = AHEAD >> shift;
+  explicit Steps(int64_t n) : count(n) {
+    streams = n * STEP < LEAST_STREAMED ? 1 : STREAMS;
+    length = streams == 1 ? n : (n + STREAMS - 1) / STREAMS | 1;
+    apart = streams == 1 ? STEP : length * STEP, advance = STREAMS / streams * STEP, ahead = AHEAD / streams;
   }
 
-  int64_t size() const { return (length << shift) * bytes; }
-  int64_t at(int64_t j) const { return ((j & ((1 << shift) - 1)) * length + (j >> shift)) * bytes; }
+  int64_t size() const { return streams * length * STEP; }
+  int64_t at(int64_t j) const { return j / STREAMS * advance + j % STREAMS * apart; }
 
   // Call step(j, where it lies) for the first `some` of them, in order.
   template <typename Step>
-  void each(const char *panel, int64_t some, Step step) const {
-    const int64_t together = shift ? 1 << shift : some, apart = shift ? length * bytes : bytes;
-    for (int64_t first = 0; first < some; first += together, panel += bytes) {
-      const int64_t end = first + together < some ? first + together : some;
+  inline __attribute__((always_inline)) void each(const char *panel, int64_t some, Step step) const {
+    int64_t j = 0;
+    for (; j + STREAMS <= some; panel += advance) {
       const char *from = panel;
-      for (int64_t j = first; j < end; j++, from += apart) step(j, from);
+#pragma GCC unroll 8
+      for (int s = 0; s < STREAMS; s++, j++, from += apart) step(j, from);
     }
+    for (; j < some; j++, panel += apart) step(j, panel);
+  }
+
+  // Call group(where a step lies) for all steps, SIZE of them at a time, `apart` from one another.
+  template <int SIZE, typename Group>
+  inline __attribute__((always_inline)) void each_group(const char *panel, Group group) const {
+    static_assert(STREAMS % SIZE == 0, "a group lies within one turn of the streams");
+    int64_t j = 0;
+    for (; j + STREAMS <= count; j += STREAMS, panel += advance)
+      for (int s = 0; s < STREAMS; s += SIZE) group(panel + s * apart);
+    for (; j < count; j += SIZE, panel += SIZE * apart) group(panel);
   }
 };
 
-static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 ? k : (k + 1) / 2, STEP); }
+static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 ? k : (k + 1) / 2); }
 
 static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k).size(); }
+
+// Rows side by side, as the weights' type takes them (prepared.h).
+struct Tile {
+  const void *dwords;   // [dwords of a row][rows]
+  const float *scales;  // int8 and int4 weights (quantized.h): [rows]
+  const int32_t *surplus;
+};
+
+// acc[rows][VECS] += x[rows] w[VECS]
+template <int ROWS>
+static inline void add_step(Vec acc[ROWS][VECS], const float *x, const Vec w[VECS]) {
+  for (int r = 0; r < ROWS; r++) {
+    const Vec a = splat(x[r]);
+    for (int v = 0; v < VECS; v++) acc[r][v] = fma_into(acc[r][v], a, w[v]);
+  }
+}
+
+static inline void ask_step(const char *weight, int64_t ahead) {
+  for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + ahead);
+}
 
 template <int ROWS>
 static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
   const Steps steps = steps_of(SP_F32, depth);
-  steps.each(panel, depth, [&](int64_t k, const char *weight) __attribute__((always_inline)) {
+  steps.each(panel, depth, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Vec w[VECS];
-    for (int v = 0; v < VECS; v++) {
-      prefetch(weight + v * LANES * 4 + steps.ahead);
-      w[v] = load((const float *)weight + v * LANES);
-    }
-    for (int r = 0; r < ROWS; r++) {
-      Vec a = splat(x[r * depth + k]);
-      for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, w[v], acc[r][v]);
-    }
+    ask_step(weight, steps.ahead);
+    for (int v = 0; v < VECS; v++) w[v] = load((const float *)weight + v * LANES);
+    add_step<ROWS>(acc, x + j * ROWS, w);
   });
-}
-
-template <int ROWS>
-static inline void add_bf16(const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  const Steps steps = steps_of(SP_BF16, depth);
-  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
-    Vec low[VECS], high[VECS];
-    for (int v = 0; v < VECS; v++) {
-      prefetch(weight + v * LANES * 4 + steps.ahead);
-      Ints pair = load_ints(weight + v * LANES * 4);
-      low[v] = low_bf16(pair), high[v] = high_bf16(pair);
-    }
-    for (int r = 0; r < ROWS; r++) {
-      Vec a = splat(x[r * depth + 2 * j]), b = splat(x[r * depth + 2 * j + 1]);
-      for (int v = 0; v < VECS; v++) acc[r][v] = fma(a, low[v], acc[r][v]);
-      for (int v = 0; v < VECS; v++) acc[r][v] = fma(b, high[v], acc[r][v]);
-    }
-  });
-  if (depth % 2)
-    for (int v = 0; v < VECS; v++) {
-      Vec low = low_bf16(load_ints(panel + steps.at(depth / 2) + v * LANES * 4));
-      for (int r = 0; r < ROWS; r++) acc[r][v] = fma(splat(x[r * depth + depth - 1]), low, acc[r][v]);
-    }
-}
-
-template <int ROWS>
-static inline void add_any(int type, const char *panel, const float *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  if (type == SP_F32)
-    add_f32<ROWS>(panel, x, depth, acc);
-  else
-    add_bf16<ROWS>(panel, x, depth, acc);
 }
 
 #if defined(SP_BF16_PAIRS)
 constexpr bool ROUNDS = true;  // whether x becomes bfloat16 where the weights are
 
-// Rows of bfloat16 have an even depth: where k is odd, a zero is behind it.
+// Where k is odd, a zero is behind it.
 template <int ROWS>
-static inline void add_any(int, const char *panel, const uint16_t *x, int64_t depth, Vec acc[ROWS][VECS]) {
+static inline void add_bf16(const char *panel, const void *x, int64_t depth, Vec acc[ROWS][VECS]) {
   const Steps steps = steps_of(SP_BF16, depth);
-  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+  steps.each(panel, steps.count, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Ints w[VECS];
-    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + steps.ahead), w[v] = load_ints(weight + v * LANES * 4);
+    ask_step(weight, steps.ahead);
+    for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
-      const Ints pair = splat_dword(x + r * depth + 2 * j);
+      const Ints pair = splat_dword((const char *)x + 4 * (j * ROWS + r));
       for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
     }
   });
 }
 #else
 constexpr bool ROUNDS = false;
+
+template <int ROWS>
+static inline void add_bf16(const char *panel, const void *rows, int64_t depth, Vec acc[ROWS][VECS]) {
+  const Steps steps = steps_of(SP_BF16, depth);
+  const float *x = (const float *)rows;
+  Vec w[VECS];
+  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+    ask_step(weight, steps.ahead);
+    for (int v = 0; v < VECS; v++) w[v] = low_bf16(load_ints(weight + v * LANES * 4));
+    add_step<ROWS>(acc, x + 2 * j * ROWS, w);
+    for (int v = 0; v < VECS; v++) w[v] = high_bf16(load_ints(weight + v * LANES * 4));
+    add_step<ROWS>(acc, x + (2 * j + 1) * ROWS, w);
+  });
+  if (depth % 2 == 0) return;
+  for (int v = 0; v < VECS; v++) w[v] = low_bf16(load_ints(panel + steps.at(depth / 2) + v * LANES * 4));
+  add_step<ROWS>(acc, x + (depth - 1) * ROWS, w);
+}
 #endif
 
-// sums[ROWS][WIDTH] of one panel, for rows of x [rows, k].
-template <int ROWS, typename X>
-static void sum_rows(int type, const char *panel, const X *x, int64_t k, float *sums) {
+// sums[ROWS][WIDTH] of one panel, for a tile of rows whose depth is k.
+template <int ROWS, bool NARROW>
+static void sum_reals(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = zero();
-  add_any<ROWS>(type, panel, x, k, acc);
+  if (NARROW)
+    add_bf16<ROWS>(panel, tile.dwords, k, acc);
+  else
+    add_f32<ROWS>(panel, (const float *)tile.dwords, k, acc);
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-template <typename X>
-using SumRows = void (*)(int, const char *, const X *, int64_t, float *);
-template <typename X>
-static const SumRows<X> SUM_ROWS[MOST_ROWS + 1] = {nullptr,        sum_rows<1, X>, sum_rows<2, X>,  sum_rows<3, X>,  sum_rows<4, X>,
-                                                   sum_rows<5, X>, sum_rows<6, X>, sum_rows<7, X>,  sum_rows<8, X>,  sum_rows<9, X>,
-                                                   sum_rows<10, X>, sum_rows<11, X>, sum_rows<12, X>};
-
-template <typename X>
-static inline void sum_panel(const SpOp &op, int64_t panel, const X *x, int64_t k, int64_t rows, float *sums) {
-  SUM_ROWS<X>[rows](op.type, (const char *)op.weight + panel * panel_bytes(op.type, k), x, k, sums);
-}
+typedef void (*SumTile)(const char *panel, const Tile &, int64_t k, float *sums);
+static const SumTile SUM_F32[] = {nullptr,
+                                  sum_reals<1, false>, sum_reals<2, false>, sum_reals<3, false>, sum_reals<4, false>,
+                                  sum_reals<5, false>, sum_reals<6, false>, sum_reals<7, false>, sum_reals<8, false>};
+static const SumTile SUM_BF16[] = {nullptr,
+                                   sum_reals<1, true>, sum_reals<2, true>, sum_reals<3, true>, sum_reals<4, true>,
+                                   sum_reals<5, true>, sum_reals<6, true>, sum_reals<7, true>, sum_reals<8, true>};
 
 static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *sums) {
   int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
@@ -173,38 +188,6 @@ static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t
     }
     memcpy(op.out + (row + r) * op.n + first, gated, count * sizeof(float));
   }
-}
-
-// One piece of work is a panel (or gate and up of one) for a share of the rows.
-static inline int64_t linear_pieces(const SpOp &op, int64_t rows, int64_t together) {
-  return panels_of(op.n) * ((rows + 16 * together - 1) / (16 * together));
-}
-
-// Sum one piece, `together` rows at a time, by sum(panel, row, rows, sums).
-template <typename Sum>
-static inline void linear_piece(const SpOp &op, int64_t all_rows, int64_t together, int64_t piece, float *sums, Sum sum) {
-  const int64_t panel = piece % panels_of(op.n), begin = piece / panels_of(op.n) * 16 * together;
-  const int64_t end = begin + 16 * together < all_rows ? begin + 16 * together : all_rows;
-  float *ups = sums + together * WIDTH;
-  for (int64_t row = begin; row < end; row += together) {
-    const int64_t rows = end - row < together ? end - row : together;
-    if (op.flags & SP_SILU) {
-      sum(2 * panel, row, rows, sums), sum(2 * panel + 1, row, rows, ups);
-      put_gated(op, panel, row, rows, sums, ups);
-    } else {
-      sum(panel, row, rows, sums);
-      put_sums(op, panel, row, rows, sums);
-    }
-  }
-}
-
-// x [T, k]; its k may be padded.
-template <typename X>
-static void run_linear(const SpOp &op, const X *x, int64_t k, int64_t all, int64_t piece) {
-  alignas(64) float sums[2 * MOST_ROWS * WIDTH];
-  linear_piece(op, all, MOST_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
-    sum_panel(op, panel, x + row * k, k, rows, to);
-  });
 }
 
 static inline float read_bf16(uint16_t stored) {

@@ -4,10 +4,6 @@
 
 namespace SP_NAMESPACE {
 
-static inline int64_t bytes_of_panel(int type, int64_t k) {
-  return type == SP_F32 || type == SP_BF16 ? panel_bytes(type, k) : quantized_panel_bytes(type, k);
-}
-
 static int64_t packed_bytes(int type, int64_t n, int64_t k) { return panels_of(n) * bytes_of_panel(type, k); }
 
 static void pack_any(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {

@@ -3,8 +3,8 @@
 #include "attention.h"
 #include "laws.h"
 #include "pack.h"
-#include "prepared.h"
 #include "table.h"
+#include "tiles.h"
 
 namespace SP_NAMESPACE {
 
@@ -13,16 +13,12 @@ static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int thread
     if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan);  // all layers have the same shape
 }
 
-static inline void run_linear_op(const SpOp &op, int64_t rows, Prepared &x, Pieces *stages) {
-  if (is_prepared(op)) {
-    stages[0].run(rows, [&](int64_t t) { prepare_row(op, x, t); });
-    stages[1].run(prepared_pieces(op, rows), [&](int64_t p) { run_prepared(op, rows, x, p); });
-  } else {
-    stages[0].run(linear_pieces(op, rows, MOST_ROWS), [&](int64_t p) { run_linear(op, op.in, op.k, rows, p); });
-  }
+static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, Pieces *stages) {
+  stages[0].run(laying_pieces(op, rows), [&](int64_t p) { lay_piece(op, rows, x, p); });
+  stages[1].run(linear_pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, p); });
 }
 
-static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Prepared &x, Pieces *stages) {
+static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles &x, Pieces *stages) {
   switch (op.code) {
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
@@ -35,14 +31,14 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Prepar
 }
 
 // Every thread of a team calls this; stages are two per operation.
-static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Prepared &x, Pieces *stages) {
+static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Tiles &x, Pieces *stages) {
   for (int i = 0; i < count; i++) run_op(ops[i], pass, plan, x, stages + 2 * i);
 }
 
 // Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
 struct Kept {
   Plan plan;
-  Prepared x;
+  Tiles x;
   List<Pieces> stages;
 };
 
@@ -73,7 +69,7 @@ struct Drafting {
   List<float> rows, logits;
   List<double> unasked;  // laws
   List<Share> shares;
-  Prepared x;
+  Tiles x;
   List<int64_t> tokens, positions, slots;
   List<SpSegment> segments;
   List<Pieces> stages;
@@ -172,22 +168,20 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpP
 
 // Read the way linear layers do, and do nothing else.
 static double read_all(const void *data, int64_t bytes, int threads) {
-  const Steps steps((1023 << STREAM_SHIFT), STEP);
+  const Steps steps(1023 * STREAMS);
   const int64_t size = steps.size();
   const double started = omp_get_wtime();
   Pieces pieces = {0, 0};
   float total = 0.0f;
 #pragma omp parallel num_threads(threads) reduction(+ : total) if (threads > 1)
   pieces.run(bytes / size, [&](int64_t piece) {
-    Vec sums[VECS] = {zero(), zero()};
-    const char *from = (const char *)data + piece * size;
-    steps.each(from, steps.count, [&](int64_t, const char *at) __attribute__((always_inline)) {
-      for (int v = 0; v < VECS; v++) {
-        prefetch(at + v * LANES * 4 + steps.ahead);
-        sums[v] = max(sums[v], load((const float *)at + v * LANES));
-      }
+    Vec sums[VECS];
+    for (int v = 0; v < VECS; v++) sums[v] = zero();
+    steps.each((const char *)data + piece * size, steps.count, [&](int64_t, const char *at) __attribute__((always_inline)) {
+      ask_step(at, steps.ahead);
+      for (int v = 0; v < VECS; v++) sums[v] = max(sums[v], load((const float *)at + v * LANES));
     });
-    total += first_lane(max(sums[0], sums[1]));
+    for (int v = 0; v < VECS; v++) total += first_lane(sums[v]);
   });
   const double seconds = omp_get_wtime() - started;
   return total == -1.0f ? -seconds : seconds;  // the sum must be used, or nothing would be read

@@ -1,43 +1,37 @@
 // Linear layers over int8 and int4 weights. A row of x becomes int8 by its own largest value; products are summed exactly in
 // int32, so only the few float operations behind them have an order, and that is fixed.
 //
-//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; behind them scale[WIDTH] float32      w = scale * q, q = -127 .. 127
-//   int4   steps of a group, GROUP k: [GROUP / 8][WIDTH][4] bytes, then scale[WIDTH] bfloat16
-//          a byte holds k + j below and k + 4 + j above, j = 0 .. 3                      w = scale * (q - 8), q = 0 .. 15
+//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; behind them all scale[WIDTH] float32             w = scale * q, q = -127 .. 127
+//   int4   steps of 8 k: [WIDTH][4] bytes; behind them all scale[groups of k][WIDTH] bfloat16       w = scale * (q - 8), q = 0 .. 15
+//          a byte holds k + j below and k + 4 + j above, j = 0 .. 3
+//   tile   [k / 4][rows][4] int8
 //
-// Weights are stored without sign because that is what the instruction takes; the surplus is a multiple of the sum of x.
+// Weights are stored without sign because that is what the instruction takes; sums begin at what is surplus, a multiple of the sum of x.
 #pragma once
 #include "linear.h"
 
 namespace SP_NAMESPACE {
 
 constexpr int64_t GROUP = 32;
-constexpr int64_t GROUP_BYTES = GROUP / 2 * WIDTH + WIDTH * 2;
-constexpr int MOST_QUANTIZED_ROWS = 8;
+constexpr int GROUP_STEPS = GROUP / 8;
+constexpr int UNROLLED = LANES == 16 ? GROUP_STEPS : 1;  // of a group's steps: sixteen registers are too few for more
 
 static inline int64_t padded_depth(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
+static inline int64_t groups_of(int64_t k) { return padded_depth(k) / GROUP; }
 
-static inline Steps int8_steps(int64_t depth) { return Steps(depth / 4, STEP); }
-static inline Steps int4_steps(int64_t depth) { return Steps(depth / GROUP, GROUP_BYTES, 2); }  // four streams: there are few
+static inline Steps quantized_steps(int type, int64_t k) { return Steps(padded_depth(k) / (type == SP_INT8 ? 4 : 8)); }
 
 static inline int64_t quantized_panel_bytes(int type, int64_t k) {
-  const int64_t depth = padded_depth(k);
-  return type == SP_INT8 ? int8_steps(depth).size() + WIDTH * 4 : int4_steps(depth).size();
+  const int64_t scales = type == SP_INT8 ? WIDTH * 4 : groups_of(k) * WIDTH * 2;
+  return quantized_steps(type, k).size() + (scales + 63) / 64 * 64;
 }
 
-// Rows of x in int8: x = scale * q; sums[group] of q.
-struct Quantized {
-  List<int8_t> values;
-  List<float> scales;
-  List<int32_t> sums;
-  void resize(int64_t rows, int64_t k) {
-    const int64_t depth = padded_depth(k);
-    values.resize(rows * depth), scales.resize(rows), sums.resize(rows * depth / GROUP);
-  }
-};
+static inline int64_t bytes_of_panel(int type, int64_t k) {
+  return type == SP_F32 || type == SP_BF16 ? panel_bytes(type, k) : quantized_panel_bytes(type, k);
+}
 
-static void quantize_row(const float *x, int64_t k, int8_t *values, float *scale, int32_t *sums) {
-  const int64_t depth = padded_depth(k);
+// A row in int8: x = scale * q. What of its groups is surplus is `apart` from one another: a tile's rows lie side by side.
+static void quantize_row(int type, const float *x, int64_t k, int8_t *values, float *scale, int64_t apart, int32_t *surplus) {
   float largest = 0.0f;
   bool finite = true;
   for (int64_t i = 0; i < k; i++) {
@@ -45,99 +39,88 @@ static void quantize_row(const float *x, int64_t k, int8_t *values, float *scale
     largest = size > largest ? size : largest;
     finite &= size <= 3.402823466e38f;
   }
-  const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const float factor = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
   *scale = finite ? largest / 127.0f : NAN;  // what is not a number must not vanish
-  for (int64_t i = 0; i < depth; i++) values[i] = i < k && finite ? (int8_t)lrintf(x[i] * factor) : 0;
-  for (int64_t g = 0; g < depth / GROUP; g++) {
-    sums[g] = 0;
-    for (int64_t i = 0; i < GROUP; i++) sums[g] += values[g * GROUP + i];
+  int32_t all = 0;
+  for (int64_t g = 0; g < groups_of(k); g++) {
+    const int64_t first = g * GROUP, some = k - first < GROUP ? k - first : GROUP;
+    int8_t *group = values + first;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < some; i++) group[i] = finite ? (int8_t)lrintf(x[first + i] * factor) : 0;
+    for (int64_t i = some; i < GROUP; i++) group[i] = 0;
+    for (int64_t i = 0; i < GROUP; i++) sum += group[i];
+    if (type == SP_INT4) surplus[g * apart] = -8 * sum;
+    all += sum;
   }
-}
-
-static void run_quantize(const SpOp &op, Quantized &x, int64_t t) {
-  const int64_t depth = padded_depth(op.k);
-  quantize_row(op.in + t * op.k, op.k, x.values.items + t * depth, &x.scales[t], x.sums.items + t * depth / GROUP);
+  if (type == SP_INT8) *surplus = -128 * all;
 }
 
 template <int ROWS>
-static void sum_int8(const char *panel, const int8_t *x, const float *scales, const int32_t *sums, int64_t depth, float *out) {
+static void sum_int8(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Ints acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) acc[r][v] = no_ints();
-  const Steps steps = int8_steps(depth);
-  steps.each(panel, steps.count, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
-    Ints w[VECS];
-    for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + steps.ahead), w[v] = load_ints(weight + v * LANES * 4);
-    for (int r = 0; r < ROWS; r++) {
-      const Ints four = splat_dword(x + r * depth + 4 * j);
-      for (int v = 0; v < VECS; v++) acc[r][v] = add_products(acc[r][v], w[v], four);
+    for (int v = 0; v < VECS; v++) acc[r][v] = splat_ints(tile.surplus[r]);
+  const Steps steps = quantized_steps(SP_INT8, k);
+  const char *x = (const char *)tile.dwords;
+  steps.each_group<GROUP_STEPS>(panel, [&](const char *weight) __attribute__((always_inline)) {
+#pragma GCC unroll UNROLLED
+    for (int s = 0; s < GROUP_STEPS; s++, weight += steps.apart, x += 4 * ROWS) {
+      Ints w[VECS];
+      ask_step(weight, steps.ahead);
+      for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
+      for (int r = 0; r < ROWS; r++) {
+        const Ints four = splat_dword(x + 4 * r);
+        for (int v = 0; v < VECS; v++) acc[r][v] = add_products(acc[r][v], w[v], four);
+      }
     }
   });
-  const float *factors = (const float *)(panel + steps.size());
-  for (int r = 0; r < ROWS; r++) {
-    int32_t surplus = 0;
-    for (int64_t g = 0; g < depth / GROUP; g++) surplus += sums[r * (depth / GROUP) + g];
-    for (int v = 0; v < VECS; v++) {
-      const Vec exact = to_floats(sub_ints(acc[r][v], splat_ints(128 * surplus)));
-      store(out + r * WIDTH + v * LANES, mul(mul(exact, splat(scales[r])), load(factors + v * LANES)));
-    }
-  }
+  const float *scales = (const float *)(panel + steps.size());
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++)
+      store(sums + r * WIDTH + v * LANES, mul(mul(to_floats(acc[r][v]), splat(tile.scales[r])), load(scales + v * LANES)));
 }
 
 template <int ROWS>
-static void sum_int4(const char *panel, const int8_t *x, const float *scales, const int32_t *sums, int64_t depth, float *out) {
+static void sum_int4(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Vec total[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) total[r][v] = zero();
-  const Steps steps = int4_steps(depth);
-  steps.each(panel, steps.count, [&](int64_t g, const char *weight) __attribute__((always_inline)) {
+  const Steps steps = quantized_steps(SP_INT4, k);
+  const uint16_t *scales = (const uint16_t *)(panel + steps.size());
+  const int32_t *surplus = tile.surplus;
+  const char *x = (const char *)tile.dwords;
+  steps.each_group<GROUP_STEPS>(panel, [&](const char *weight) __attribute__((always_inline)) {
     Ints acc[ROWS][VECS];
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECS; v++) acc[r][v] = no_ints();
-#pragma GCC unroll 4
-    for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, weight += STEP) {
+      for (int v = 0; v < VECS; v++) acc[r][v] = splat_ints(surplus[r]);
+#pragma GCC unroll UNROLLED
+    for (int s = 0; s < GROUP_STEPS; s++, weight += steps.apart, x += 8 * ROWS) {
       Ints low[VECS], high[VECS];
+      ask_step(weight, steps.ahead);
       for (int v = 0; v < VECS; v++) {
-        prefetch(weight + v * LANES * 4 + steps.ahead);
         const Ints both = load_ints(weight + v * LANES * 4);
         low[v] = low_halves(both), high[v] = high_halves(both);
       }
       for (int r = 0; r < ROWS; r++) {
-        const Ints four = splat_dword(x + r * depth + k), next = splat_dword(x + r * depth + k + 4);
+        const Ints four = splat_dword(x + 4 * r), next = splat_dword(x + 4 * (ROWS + r));
         for (int v = 0; v < VECS; v++) acc[r][v] = add_products(add_products(acc[r][v], low[v], four), high[v], next);
       }
     }
-    for (int v = 0; v < VECS; v++) {
-      const Vec scale = load_bf16((const uint16_t *)weight + v * LANES);
-      for (int r = 0; r < ROWS; r++) {
-        const Ints exact = sub_ints(acc[r][v], splat_ints(8 * sums[r * steps.count + g]));
-        total[r][v] = fma(to_floats(exact), scale, total[r][v]);
-      }
+    prefetch(scales + AHEAD / 16), prefetch(scales + AHEAD / 16 + 32);
+    for (int v = 0; v < VECS; v++, scales += LANES) {
+      const Vec scale = load_bf16(scales);
+      for (int r = 0; r < ROWS; r++) total[r][v] = fma(to_floats(acc[r][v]), scale, total[r][v]);
     }
+    surplus += ROWS;
   });
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) store(out + r * WIDTH + v * LANES, mul(total[r][v], splat(scales[r])));
+    for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, mul(total[r][v], splat(tile.scales[r])));
 }
 
-typedef void (*SumQuantized)(const char *, const int8_t *, const float *, const int32_t *, int64_t, float *);
-static const SumQuantized SUM_INT8[] = {nullptr,     sum_int8<1>, sum_int8<2>, sum_int8<3>, sum_int8<4>,
-                                        sum_int8<5>, sum_int8<6>, sum_int8<7>, sum_int8<8>};
-static const SumQuantized SUM_INT4[] = {nullptr,     sum_int4<1>, sum_int4<2>, sum_int4<3>, sum_int4<4>,
-                                        sum_int4<5>, sum_int4<6>, sum_int4<7>, sum_int4<8>};
-
-static inline void sum_quantized_panel(const SpOp &op, Quantized &x, int64_t panel, int64_t row, int64_t rows, float *sums) {
-  const int64_t depth = padded_depth(op.k);
-  const SumQuantized *sum = op.type == SP_INT8 ? SUM_INT8 : SUM_INT4;
-  sum[rows]((const char *)op.weight + panel * quantized_panel_bytes(op.type, op.k), x.values.items + row * depth,
-            x.scales.items + row, x.sums.items + row * (depth / GROUP), depth, sums);
-}
-
-static void run_quantized(const SpOp &op, int64_t all, Quantized &x, int64_t piece) {
-  alignas(64) float sums[2 * MOST_QUANTIZED_ROWS * WIDTH];
-  linear_piece(op, all, MOST_QUANTIZED_ROWS, piece, sums, [&](int64_t panel, int64_t row, int64_t rows, float *to) {
-    sum_quantized_panel(op, x, panel, row, rows, to);
-  });
-}
+static const SumTile SUM_INT8[] = {nullptr,     sum_int8<1>, sum_int8<2>, sum_int8<3>, sum_int8<4>,
+                                   sum_int8<5>, sum_int8<6>, sum_int8<7>, sum_int8<8>};
+static const SumTile SUM_INT4[] = {nullptr,     sum_int4<1>, sum_int4<2>, sum_int4<3>, sum_int4<4>,
+                                   sum_int4<5>, sum_int4<6>, sum_int4<7>, sum_int4<8>};
 
 static inline float weight_at(int source, const void *weight, int64_t n, int64_t k, int64_t row, int64_t j) {
   return row < n && j < k ? read_weight(source, weight, row * k + j) : 0.0f;
@@ -146,14 +129,13 @@ static inline float weight_at(int source, const void *weight, int64_t n, int64_t
 static inline float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
 static void pack_int8(int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  const int64_t depth = padded_depth(k);
-  const Steps steps = int8_steps(depth);
+  const Steps steps = quantized_steps(SP_INT8, k);
   for (int64_t i = 0; i < WIDTH; i++) {
     const int64_t row = panel * WIDTH + i;
     float largest = 0.0f;
     for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(weight_at(source, weight, n, k, row, j)));
     const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int64_t j = 0; j < depth; j++)
+    for (int64_t j = 0; j < 4 * steps.count; j++)
       packed[steps.at(j / 4) + i * 4 + j % 4] = (char)(128 + lrintf(weight_at(source, weight, n, k, row, j) * factor));
     ((float *)(packed + steps.size()))[i] = largest / 127.0f;
   }
@@ -178,21 +160,19 @@ static float best_scale(const float *group) {
 }
 
 static void pack_int4(int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
-  const Steps groups = int4_steps(padded_depth(k));
-  memset(packed, 0, groups.size());
-  for (int64_t g = 0; g < groups.count; g++) {
-    char *to = packed + groups.at(g);
+  const Steps steps = quantized_steps(SP_INT4, k);
+  memset(packed, 0, quantized_panel_bytes(SP_INT4, k));
+  for (int64_t g = 0; g < groups_of(k); g++)
     for (int64_t i = 0; i < WIDTH; i++) {
       float group[GROUP];
       for (int64_t j = 0; j < GROUP; j++) group[j] = weight_at(source, weight, n, k, panel * WIDTH + i, g * GROUP + j);
       const float scale = best_scale(group);
       for (int64_t j = 0; j < GROUP; j++) {
         const int q = 8 + (int)(scale == 0.0f ? 0.0f : clamp(nearbyintf(group[j] / scale), -8.0f, 7.0f));
-        to[(j / 8 * WIDTH + i) * 4 + j % 4] |= (char)(j % 8 < 4 ? q : q << 4);
+        packed[steps.at(g * GROUP_STEPS + j / 8) + i * 4 + j % 4] |= (char)(j % 8 < 4 ? q : q << 4);
       }
-      ((uint16_t *)(to + GROUP / 2 * WIDTH))[i] = to_bf16(scale);
+      ((uint16_t *)(packed + steps.size()))[g * WIDTH + i] = to_bf16(scale);
     }
-  }
 }
 
 }  // namespace SP_NAMESPACE

@@ -42,6 +42,10 @@ static inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if one of them is NaN
 static inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Vec fma_into(Vec sum, Vec a, Vec b) {  // the intrinsic's sums are moved from register to register
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
 static inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline Vec times_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }  // a * 2^n for whole n
 static inline Ints load_ints(const void *p) { return _mm512_loadu_si512(p); }
@@ -130,6 +134,7 @@ static inline Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 static inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec fma_into(Vec sum, Vec a, Vec b) { return _mm256_fmadd_ps(a, b, sum); }
 static inline Vec nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline Vec times_power(Vec a, Vec n) {  // in two steps, so that 2^n itself need not be a float
   __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
@@ -194,6 +199,7 @@ static inline Vec divide(Vec a, Vec b) { SP_EACH(Vec, a.at[i] / b.at[i]) }
 static inline Vec max(Vec a, Vec b) { SP_EACH(Vec, a.at[i] > b.at[i] ? a.at[i] : b.at[i]) }
 static inline Vec min(Vec a, Vec b) { SP_EACH(Vec, a.at[i] < b.at[i] ? a.at[i] : b.at[i]) }
 static inline Vec fma(Vec a, Vec b, Vec c) { SP_EACH(Vec, a.at[i] * b.at[i] + c.at[i]) }
+static inline Vec fma_into(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 static inline Vec nearest(Vec a) { SP_EACH(Vec, nearbyintf(a.at[i])) }
 static inline Vec times_power(Vec a, Vec n) { SP_EACH(Vec, ldexpf(a.at[i], n.at[i] == n.at[i] ? (int)n.at[i] : 0)) }
 static inline Ints load_ints(const void *p) { Ints out; memcpy(&out, p, sizeof out); return out; }

@@ -1,0 +1,125 @@
+// The rows of a linear layer, side by side in tiles, and the layer over them. A stage before the layer makes of each row what its
+// weights take:
+//
+//   float32, bfloat16       the row in float32; a row that is alone lies right where it is
+//   bfloat16 in pairs       the row rounded to bfloat16, where the processor multiplies pairs of them (linear.h)
+//   int8, int4              the row in int8 (quantized.h)
+#pragma once
+#include "quantized.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int64_t PART = 8 * LANES;        // dwords of a row that are laid at once
+constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows of a piece of a layer
+
+static const SumTile *const SUM_TILES[] = {SUM_F32, SUM_BF16, SUM_INT8, SUM_INT4};  // by SpType
+
+struct Tiles {
+  List<uint32_t> dwords, narrowed;  // tiles, and rows that became int8 or bfloat16 on their way there
+  List<float> scales;
+  List<int32_t> surplus;
+};
+
+static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || (op.type == SP_BF16 && !ROUNDS); }
+static inline bool is_laid(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
+
+// Of a row.
+static inline int64_t dwords_of(const SpOp &op) {
+  return is_float(op) ? op.k : op.type == SP_BF16 ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
+}
+static inline int64_t surplus_of(const SpOp &op) { return op.type == SP_INT4 ? groups_of(op.k) : 1; }
+
+static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
+  for (int i = 0; i < count; i++) {
+    if (ops[i].code != SP_LINEAR || !is_laid(ops[i], rows)) continue;
+    x.dwords.resize(rows * dwords_of(ops[i])), x.narrowed.resize(rows * dwords_of(ops[i]));
+    if (ops[i].type == SP_INT8 || ops[i].type == SP_INT4) x.scales.resize(rows), x.surplus.resize(rows * surplus_of(ops[i]));
+  }
+}
+
+static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first < MOST_ROWS ? rows - first : MOST_ROWS; }
+
+// Parts of floats are pieces of their own. What becomes narrow does so a whole tile at a time.
+static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
+static inline int64_t laying_pieces(const SpOp &op, int64_t rows) { return is_laid(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
+
+// Lay dwords begin .. end of `count` rows side by side, as many of each row as a vector has lanes: two vectors of each at a time.
+static void lay_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
+  alignas(64) uint32_t turned[LANES][2][MOST_ROWS];
+  const float *from[LANES];
+  int64_t i = begin;
+  for (; i + 2 * LANES <= end; i += 2 * LANES) {
+    for (int r = 0; r < MOST_ROWS; r++) {
+      from[r] = (const float *)(rows + (r < count ? r : 0) * width + i);
+      from[MOST_ROWS + r] = from[r] + LANES;
+    }
+    turn(from, (float *)turned, LANES);
+    for (int j = 0; j < 2 * LANES; j++) {
+      const uint32_t *dwords = turned[j % LANES][j / LANES];
+      uint32_t *to = tile + (i + j) * count;
+      if (to + MOST_ROWS <= tile + end * count)
+        memcpy(to, dwords, MOST_ROWS * 4);  // what is too much is written over by those behind it
+      else
+        memcpy(to, dwords, count * 4);
+    }
+  }
+  for (; i < end; i++)
+    for (int64_t r = 0; r < count; r++) tile[i * count + r] = rows[r * width + i];
+}
+
+static void round_row(const float *x, int64_t k, uint16_t *rounded) {
+  for (int64_t i = 0; i < k; i++) rounded[i] = to_bf16(x[i]);
+  if (k % 2) rounded[k] = 0;
+}
+
+static void narrow_row(const SpOp &op, const float *x, uint32_t *to, float *scale, int64_t apart, int32_t *surplus) {
+  if (op.type == SP_BF16)
+    round_row(x, op.k, (uint16_t *)to);
+  else
+    quantize_row(op.type, x, op.k, (int8_t *)to, scale, apart, surplus);
+}
+
+static void lay_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t piece) {
+  const int64_t first = piece / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
+  uint32_t *tile = x.dwords.items + first * width;
+  if (is_float(op)) {
+    const int64_t begin = piece % parts_of(op) * PART, end = begin + PART < width ? begin + PART : width;
+    return lay_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
+  }
+  uint32_t *narrowed = some == 1 ? tile : x.narrowed.items + first * width;
+  for (int64_t r = 0; r < some; r++)
+    narrow_row(op, op.in + (first + r) * op.k, narrowed + r * width, x.scales.items + first + r, some,
+               x.surplus.items + first * surplus_of(op) + r);
+  if (some > 1) lay_rows(narrowed, width, some, 0, width, tile);
+}
+
+static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
+  if (!is_laid(op, rows)) return {op.in, nullptr, nullptr};
+  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.surplus.items + first * surplus_of(op)};
+}
+
+// One piece of a layer is a panel (or gate and up of one) for a share of the rows.
+static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panels_of(op.n) * ((rows + SHARE - 1) / SHARE); }
+
+static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t piece) {
+  alignas(64) float sums[MOST_ROWS * WIDTH], ups[MOST_ROWS * WIDTH];
+  const int64_t panel = piece % panels_of(op.n), begin = piece / panels_of(op.n) * SHARE;
+  const int64_t end = begin + SHARE < rows ? begin + SHARE : rows, bytes = bytes_of_panel(op.type, op.k);
+  const bool gated = op.flags & SP_SILU;
+  const char *weight = (const char *)op.weight + panel * bytes * (gated ? 2 : 1);
+  for (int64_t row = begin; row < end; row += MOST_ROWS) {
+    const Tile tile = tile_at(op, rows, x, row);
+    const int64_t some = rows_at(row, end);
+    const SumTile sum = SUM_TILES[op.type][some];
+    sum(weight, tile, op.k, sums);
+    if (gated) {
+      sum(weight + bytes, tile, op.k, ups);
+      put_gated(op, panel, row, some, sums, ups);
+    } else {
+      put_sums(op, panel, row, some, sums);
+    }
+  }
+}
+
+}  // namespace SP_NAMESPACE
