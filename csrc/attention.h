@@ -111,8 +111,10 @@ static inline int64_t find_keys(const RowBlock &block, Keys &keys) {
 
 // Where the keys and values of a tile are, those of the first head.
 struct Rows {
+  static constexpr int64_t RUNS = 2;  // of keys, and as many of values
   const char *keys[TILE], *values[TILE];
-  int64_t count = 0;
+  const char *in_turn[2 * TILE];  // all of them, so that several runs take turns, as linear layers' streams do
+  int64_t count = 0, all = 0;
 };
 
 static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &rows) {
@@ -120,43 +122,39 @@ static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &
   const char *value = (const char *)layer_of(keys.pass.values, keys.op, keys.pass);
   const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
   int64_t block = from / size, place = from % size;
-  rows.count = end - from < TILE ? end - from : TILE;
+  rows.count = end - from < TILE ? end - from : TILE, rows.all = 0;
   for (int64_t i = 0; i < rows.count; i++) {
     const int64_t slot = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
     rows.keys[i] = key + slot * stride, rows.values[i] = value + slot * stride;
     if (++place == size) place = 0, block++;
   }
+  for (int64_t i = 0; i < TILE; i++) {
+    const int64_t row = i % Rows::RUNS * (TILE / Rows::RUNS) + i / Rows::RUNS;
+    if (row < rows.count) rows.in_turn[rows.all++] = rows.keys[row], rows.in_turn[rows.all++] = rows.values[row];
+  }
+  if (!rows.all) rows.in_turn[rows.all++] = (const char *)&rows;  // there is nothing to ask for
 }
 
 // The next tile, asked for line by line while this one is computed: a head's rows are too far apart for the processor to guess
-// them, and all of them at once would only wait for one another. Several runs of rows take turns, as linear layers' streams do.
+// them, and all of them at once would only wait for one another.
 struct Ahead {
-  static constexpr int64_t RUNS = 2;  // of keys, and as many of values
-  const Rows &rows;
-  const int64_t begin, end;  // bytes of a row
-  int64_t next = 0;          // row
-  const char *row, *line, *stop;
+  int64_t begin, bytes;          // of a row
+  const char *const *next, *const *last;
+  const char *line, *stop;
 
-  Ahead(const Rows &r, int64_t from, int64_t to) : rows(r), begin(from), end(to), row((const char *)&r) { go_on(); }
+  // Those behind the last row are asked for once more: there is nothing else to ask for.
+  Ahead(const Rows &rows, int64_t from, int64_t to) : begin(from), bytes(to - from), next(rows.in_turn), last(next + rows.all - 1) {
+    go_on();
+  }
+
+  void go_on() {
+    line = *next + begin, stop = line + bytes;
+    next += next < last;
+  }
 
   void ask() {
     prefetch(line), prefetch(line + 64);
     if ((line += 128) >= stop) go_on();
-  }
-
-  void take(const Ahead &other) { next = other.next, row = other.row, line = other.line, stop = other.stop; }
-
-  // To the next row; behind the last one, to that again.
-  void go_on() {
-    while (next < 2 * TILE) {
-      const int64_t place = next / 2 % RUNS * (TILE / RUNS) + next / (2 * RUNS);
-      const char *const *from = next++ % 2 ? rows.values : rows.keys;
-      if (place < rows.count) {
-        row = from[place];
-        break;
-      }
-    }
-    line = row + begin, stop = row + end;
   }
 };
 
@@ -173,10 +171,11 @@ struct KeyTile {
 alignas(64) static const float NOTHING[MOST_DIM] = {};
 
 // Turn `words` dwords of each key, from rows that are whole vectors.
-static inline void turn_keys(const float *const *rows, int64_t words, float *to) {
+static inline void turn_keys(const float *const *rows, int64_t words, Ahead &ahead, float *to) {
   const float *at[LANES];
   for (int64_t d = 0; d < words; d += LANES) {
     for (int j = 0; j < LANES; j++) at[j] = rows[j] + d;
+    for (int i = 0; i < 4; i++) ahead.ask();
     turn(at, to + d * TILE, TILE);
   }
 }
@@ -191,7 +190,7 @@ static inline void load_row(const SpOp &op, const char *row, int64_t padded, flo
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
-static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, KeyTile &tile) {
+static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, Ahead &ahead, KeyTile &tile) {
   alignas(64) float copied[LANES * MOST_DIM];
   const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
   const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else there are tails to fill up
@@ -204,7 +203,7 @@ static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t pa
       if (!whole) load_row(op, from.keys[i + j] + offset, padded, copied + j * padded);
     }
     for (int64_t j = some; j < LANES; j++) rows[j] = NOTHING;
-    turn_keys(rows, whole ? words : padded, tile.turned + i);
+    turn_keys(rows, whole ? words : padded, ahead, tile.turned + i);
   }
 }
 
@@ -223,7 +222,8 @@ static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t 
   tile.values = tile.copies, tile.offset = 0;
 }
 
-// Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own.
+// Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own. (Loops
+// over them that the compiler unrolled later would leave them in memory.)
 template <int COUNT, bool PAIRS>
 static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, Ahead &all, float *scores) {
   Ahead ahead = all;  // in registers
@@ -231,21 +231,26 @@ static inline void score_tile(const float *queries, const float *turned, int64_t
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
   for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, turned += TILE) {
-    ahead.ask(), ahead.ask();
+    ahead.ask();
+    if (!PAIRS) ahead.ask();
     for (int half = 0; half < (PAIRS ? 2 : 1); half++) {
       Vec keys[TILE_VECS];
       for (int v = 0; v < TILE_VECS; v++) {
         const float *at = turned + v * LANES;
         keys[v] = !PAIRS ? load(at) : half ? high_bf16(load_ints(at)) : low_bf16(load_ints(at));
       }
+#pragma GCC unroll 8
       for (int q = 0; q < COUNT; q++) {
         const Vec query = splat(queries[q * dim + d + half]);
-        for (int v = 0; v < TILE_VECS; v++) sums[q][v] = fma(query, keys[v], sums[q][v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < TILE_VECS; v++) sums[q][v] = fma_into(sums[q][v], query, keys[v]);
       }
     }
   }
-  all.take(ahead);
+  all = ahead;
+#pragma GCC unroll 8
   for (int q = 0; q < COUNT; q++)
+#pragma GCC unroll 8
     for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], splat(factor)));
 }
 
@@ -254,6 +259,7 @@ static inline void score_tile(const float *queries, const float *turned, int64_t
 template <int COUNT>
 static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t padded, Running *runs) {
   const auto fill = [&](float nothing) {
+    if (low == 0 && high == TILE) return;
     for (int q = 0; q < COUNT; q++) {
       for (int64_t i = 0; i < low; i++) scores[q * TILE + i] = nothing;
       for (int64_t i = high; i < TILE; i++) scores[q * TILE + i] = nothing;
@@ -313,7 +319,7 @@ static inline void add_values(const float *weights, const KeyTile &tile, int64_t
       for (int v = 0; v < WIDE; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
     }
   }
-  all.take(ahead);
+  all = ahead;
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < WIDE; v++) store(runs[q].values + d + v * LANES, acc[q][v]);
 }
@@ -374,7 +380,7 @@ static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys,
     find_rows(keys, from + TILE < (span + 1) * SPAN ? from + TILE : next_span * SPAN, last, found[turn ^ 1]);
     Ahead ahead(found[turn ^ 1], first * row_bytes, (first + count) * row_bytes);
     for (int64_t kv_head = first; kv_head < first + count; kv_head++) {
-      load_keys(op, rows, kv_head, padded, tile);
+      load_keys(op, rows, kv_head, padded, ahead, tile);
       load_values(op, rows, kv_head, padded, block.rows * group > 2 * TOGETHER, tile);
       for (int64_t r = 0; r < block.rows; r++) {
         const int64_t stop = position + r + 1, start = op.window && stop > op.window ? stop - op.window : 0;
