@@ -113,16 +113,16 @@ static inline int64_t find_keys(const RowBlock &block, Keys &keys) {
 struct Rows {
   static constexpr int64_t RUNS = 2;  // of keys, and as many of values
   const char *keys[TILE], *values[TILE];
-  const char *in_turn[2 * TILE];  // all of them, so that several runs take turns, as linear layers' streams do
-  int64_t count = 0, all = 0;
+  const char *in_turn[2 * TILE + 2];  // all of them, so that several runs take turns, as linear layers' streams do; behind them 0
+  int64_t count = 0;
 };
 
 static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &rows) {
   const char *key = (const char *)layer_of(keys.pass.keys, keys.op, keys.pass);
   const char *value = (const char *)layer_of(keys.pass.values, keys.op, keys.pass);
   const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
-  int64_t block = from / size, place = from % size;
-  rows.count = end - from < TILE ? end - from : TILE, rows.all = 0;
+  int64_t block = from / size, place = from % size, all = 0;
+  rows.count = end - from < TILE ? end - from : TILE;
   for (int64_t i = 0; i < rows.count; i++) {
     const int64_t slot = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
     rows.keys[i] = key + slot * stride, rows.values[i] = value + slot * stride;
@@ -130,26 +130,23 @@ static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &
   }
   for (int64_t i = 0; i < TILE; i++) {
     const int64_t row = i % Rows::RUNS * (TILE / Rows::RUNS) + i / Rows::RUNS;
-    if (row < rows.count) rows.in_turn[rows.all++] = rows.keys[row], rows.in_turn[rows.all++] = rows.values[row];
+    if (row < rows.count) rows.in_turn[all++] = rows.keys[row], rows.in_turn[all++] = rows.values[row];
   }
-  if (!rows.all) rows.in_turn[rows.all++] = (const char *)&rows;  // there is nothing to ask for
+  if (!all) rows.in_turn[all++] = (const char *)&rows;  // there is nothing to ask for
+  rows.in_turn[all] = nullptr;
 }
 
 // The next tile, asked for line by line while this one is computed: a head's rows are too far apart for the processor to guess
-// them, and all of them at once would only wait for one another.
+// them, and all of them at once would only wait for one another. Behind the last row comes that again.
 struct Ahead {
-  int64_t begin, bytes;          // of a row
-  const char *const *next, *const *last;
-  const char *line, *stop;
+  const char *line, *stop, *const *next;
+  int64_t begin, bytes;  // of a row
 
-  // Those behind the last row are asked for once more: there is nothing else to ask for.
-  Ahead(const Rows &rows, int64_t from, int64_t to) : begin(from), bytes(to - from), next(rows.in_turn), last(next + rows.all - 1) {
-    go_on();
-  }
+  Ahead(const Rows &rows, int64_t from, int64_t to) : next(rows.in_turn), begin(from), bytes(to - from) { go_on(); }
 
   void go_on() {
     line = *next + begin, stop = line + bytes;
-    next += next < last;
+    if (next[1]) next++;
   }
 
   void ask() {
@@ -230,7 +227,7 @@ static inline void score_tile(const float *queries, const float *turned, int64_t
   Vec sums[COUNT][TILE_VECS];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
-  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, turned += TILE) {
+  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, queries += PAIRS ? 2 : 1, turned += TILE) {
     ahead.ask();
     if (!PAIRS) ahead.ask();
     for (int half = 0; half < (PAIRS ? 2 : 1); half++) {
@@ -241,7 +238,7 @@ static inline void score_tile(const float *queries, const float *turned, int64_t
       }
 #pragma GCC unroll 8
       for (int q = 0; q < COUNT; q++) {
-        const Vec query = splat(queries[q * dim + d + half]);
+        const Vec query = splat(queries[q * dim + half]);
 #pragma GCC unroll 8
         for (int v = 0; v < TILE_VECS; v++) sums[q][v] = fma_into(sums[q][v], query, keys[v]);
       }
