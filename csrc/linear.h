@@ -14,7 +14,7 @@
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
 // x is float32 and bfloat16 weights are widened; but where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
-// rounded to bfloat16 before it meets them (prepared.h), and accumulators take k by pairs: of each, the second goes first.
+// rounded to bfloat16 before it meets them (tiles.h), and accumulators take k by pairs: of each, the second goes first.
 #pragma once
 #include "simd.h"
 #include "speculant.h"
@@ -75,7 +75,7 @@ static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 
 
 static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k).size(); }
 
-// Rows side by side, as the weights' type takes them (prepared.h).
+// Rows side by side, as the weights' type takes them (tiles.h).
 struct Tile {
   const void *dwords;   // [dwords of a row][rows]
   const float *scales;  // int8 and int4 weights (quantized.h): [rows]

@@ -32,8 +32,8 @@ static inline int64_t surplus_of(const SpOp &op) { return op.type == SP_INT4 ? g
 static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
   for (int i = 0; i < count; i++) {
     if (ops[i].code != SP_LINEAR || !is_laid(ops[i], rows)) continue;
-    x.dwords.resize(rows * dwords_of(ops[i])), x.narrowed.resize(rows * dwords_of(ops[i]));
-    if (ops[i].type == SP_INT8 || ops[i].type == SP_INT4) x.scales.resize(rows), x.surplus.resize(rows * surplus_of(ops[i]));
+    x.dwords.resize(rows * dwords_of(ops[i])), x.scales.resize(rows), x.surplus.resize(rows * surplus_of(ops[i]));
+    if (!is_float(ops[i])) x.narrowed.resize(rows * dwords_of(ops[i]));
   }
 }
 
@@ -44,7 +44,8 @@ static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first
 static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
 static inline int64_t laying_pieces(const SpOp &op, int64_t rows) { return is_laid(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
-// Lay dwords begin .. end of `count` rows side by side, as many of each row as a vector has lanes: two vectors of each at a time.
+// Lay dwords begin .. end of `count` rows side by side. Two vectors of each row are turned at once: what was in the first ones is then
+// in low halves, and what was in the second ones in high halves.
 static void lay_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
   alignas(64) uint32_t turned[LANES][2][MOST_ROWS];
   const float *from[LANES];
