@@ -29,9 +29,9 @@ from speculant.types import DraftTree
 
 SHORT, LONG, PROMPT, BLOCK = 256, 8192, 1024, 16
 PREDICTED = (
-    "All but the linear layers 2% of a pass after 256 tokens; attention over 8,192 tokens 1.95 x a read of its keys and "
-    "values at eight places at once, as sums of scores no longer lie in memory (was 2.09); a prompt of 1,024 tokens in "
-    "0.25 of the reference's time."
+    "All but the linear layers 2% of a pass after 256 tokens; attention over 8,192 tokens 1.95 x a read of its keys "
+    "and values at eight places at once, as sums of scores no longer lie in memory (was 2.09); a prompt of 1,024 "
+    "tokens in 0.25 of the reference's time."
 )
 
 

@@ -8,8 +8,8 @@
 // A step of a panel meets the same step of a tile. An output is one accumulator that runs over k in order, whatever the number
 // of rows beside it; rows are only taken together so that a weight is loaded once for several.
 //
-// The steps of a large panel lie in several streams, and successive ones in successive streams. So memory is read at several places in
-// turn: the processor's prefetchers follow each of them, and it gives a quarter more than to a reader of one.
+// The steps of a large panel lie in several streams, and successive ones in successive streams. So memory is read at several
+// places in turn: the processor's prefetchers follow each of them, and it gives a quarter more than to a reader of one.
 //
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
@@ -35,7 +35,7 @@ static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 // The steps of a panel, and where they lie. A small panel is read from a cache, and one stream is best.
 struct Steps {
   int64_t count, streams;
-  int64_t length;                // steps of a stream: an odd number, or those read together want the same places in the first cache
+  int64_t length;                // steps of a stream: an odd number, or those read together want one place in the first cache
   int64_t apart, advance;        // bytes from a step to the next one, and from the first of STREAMS steps to that of the next
   int64_t ahead;                 // bytes to prefetch ahead
 

@@ -1,12 +1,13 @@
 // Linear layers over int8 and int4 weights. A row of x becomes int8 by its own largest value; products are summed exactly in
 // int32, so only the few float operations behind them have an order, and that is fixed.
 //
-//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; behind them all scale[WIDTH] float32             w = scale * q, q = -127 .. 127
-//   int4   steps of 8 k: [WIDTH][4] bytes; behind them all scale[groups of k][WIDTH] bfloat16       w = scale * (q - 8), q = 0 .. 15
+//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; behind them all scale[WIDTH] float32            w = scale * q, |q| < 128
+//   int4   steps of 8 k: [WIDTH][4] bytes; behind them all scale[groups of k][WIDTH] bfloat16      w = scale * (q - 8), q < 16
 //          a byte holds k + j below and k + 4 + j above, j = 0 .. 3
 //   tile   [k / 4][rows][4] int8
 //
-// Weights are stored without sign because that is what the instruction takes; sums begin at what is surplus, a multiple of the sum of x.
+// Weights are stored without sign because that is what the instruction takes; sums begin at what is surplus, a multiple of the
+// sum of x.
 #pragma once
 #include "linear.h"
 

@@ -44,8 +44,8 @@ static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first
 static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
 static inline int64_t laying_pieces(const SpOp &op, int64_t rows) { return is_laid(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
-// Lay dwords begin .. end of `count` rows side by side. Two vectors of each row are turned at once: what was in the first ones is then
-// in low halves, and what was in the second ones in high halves.
+// Lay dwords begin .. end of `count` rows side by side. Two vectors of each row are turned at once: what was in the first ones
+// is then in low halves, and what was in the second ones in high halves.
 static void lay_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
   alignas(64) uint32_t turned[LANES][2][MOST_ROWS];
   const float *from[LANES];
