@@ -32,13 +32,13 @@ soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as m
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) tests/exactness/test_schedules.py
 
 sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
-	$(INSTALL) --no-deps --upgrade --target build/sanitized -C cmake.define.SANITIZE=address,undefined .
+	$(INSTALL) --no-deps --upgrade --target build/sanitized --config-settings=cmake.define.SANITIZE=address,undefined .
 	OMP_NUM_THREADS=1 SPECULANT_LIBRARY=build/sanitized/speculant/kernels/libspeculant.so \
 		LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 		$(BIN)/python -m pytest -q $(NATIVE_TESTS)
 
 bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of the bfloat16 instruction in its place
-	$(INSTALL) --no-deps --upgrade --target build/bf16-model -C cmake.define.BF16_MODEL=ON .
+	$(INSTALL) --no-deps --upgrade --target build/bf16-model --config-settings=cmake.define.BF16_MODEL=ON .
 	SPECULANT_LIBRARY=build/bf16-model/speculant/kernels/libspeculant.so SPECULANT_ISA=avx512bf16 \
 		$(PYTEST) -m "not slow" $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
 
