@@ -25,7 +25,7 @@ from speculant.bench.report import RATIOS
 from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload, WorkloadConfig, code_prompt, make_workload
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 
 REQUESTS, TOKENS = 32, 48
 SHARING, PREFIX, OWN, AFTER = 8, 1024, 16, 8  # requests, shared tokens, own prompt tokens, new tokens
@@ -40,7 +40,7 @@ PREDICTED = (
 )
 
 
-def build(arguments: argparse.Namespace, **changed: Any) -> Built:
+def build(arguments: argparse.Namespace, **changed: Any) -> Runtime:
     """Make the engine for the embedded pair, or another."""
     config = EngineConfig(arguments.model, dtype=arguments.dtype, max_num_seqs=REQUESTS)
     return build_engine(dataclasses.replace(config, **changed))
@@ -48,13 +48,13 @@ def build(arguments: argparse.Namespace, **changed: Any) -> Built:
 
 def batching(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """Compare together with one at a time, both ways."""
-    built = build(arguments, draft_model=arguments.draft_model, spec_length=arguments.spec_length)
-    together = both_ways(SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), built.drafting)
-    workload = make_workload(WorkloadConfig(num_prompts=REQUESTS), built, REQUESTS)
-    case = measure(Bench(built), workload, {**together, **one_at_a_time(together)}, arguments.rounds, print)
+    runtime = build(arguments, draft_model=arguments.draft_model, spec_length=arguments.spec_length)
+    together = both_ways(SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), runtime.drafting)
+    workload = make_workload(WorkloadConfig(num_prompts=REQUESTS), runtime, REQUESTS)
+    case = measure(Bench(runtime), workload, {**together, **one_at_a_time(together)}, arguments.rounds, print)
     pairs = [(over, under) for over, under in RATIOS if over in case.runs and under in case.runs]
     return {
-        "drafter": built.speculation,
+        "drafter": runtime.speculation,
         "requests": REQUESTS,
         "tokens_each": tokens,
         **{mode: figures(runs, BATCHING_FIGURES) for mode, runs in case.runs.items()},
@@ -67,9 +67,9 @@ def shared_prefix(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare prefix caching on with off."""
     benches, mode = {}, Mode(SamplingParams(temperature=0, max_tokens=AFTER, ignore_eos=True))
     for name, caching in (("on", True), ("off", False)):
-        built = build(arguments, enable_prefix_caching=caching)
-        benches[name] = Bench(built)
-    workload = sharing_workload(built)
+        runtime = build(arguments, enable_prefix_caching=caching)
+        benches[name] = Bench(runtime)
+    workload = sharing_workload(runtime)
     subjects = {}
     for name, bench in benches.items():
         bench.warm_up(workload, mode)
@@ -87,11 +87,11 @@ def shared_prefix(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sharing_workload(built: Built) -> Workload:
+def sharing_workload(runtime: Runtime) -> Workload:
     """Make prompts with the longest shared prefix that fits, up to PREFIX tokens."""
-    shared = min(PREFIX, built.limits.max_model_len - OWN - AFTER)
-    prefix = code_prompt(built.tokenizer, 0, shared)
-    prompts = [[*prefix, *code_prompt(built.tokenizer, 1 + index, OWN)] for index in range(SHARING)]
+    shared = min(PREFIX, runtime.limits.max_model_len - OWN - AFTER)
+    prefix = code_prompt(runtime.tokenizer, 0, shared)
+    prompts = [[*prefix, *code_prompt(runtime.tokenizer, 1 + index, OWN)] for index in range(SHARING)]
     return Workload("shared prefix", prompts, [0.0] * SHARING)
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/engine_overhead.py [--model demo] [--draft-model demo]
 
-For batches of 1 and 8, plain and speculative, greedy and sampled: milliseconds per step inside the models' passes
-(a draft's own laws and draws included, where the kernels make them) and outside them (scheduling, batches, laws,
-verdicts, commits, text), and the share of the step, and of the draft in it, that is neither a pass nor a native call.
+For batches of 1 and 8, plain and speculative, greedy and sampled: milliseconds per step inside the models' passes (a
+draft's own probabilities and draws included, where the kernels make them) and outside them (scheduling, batches,
+distributions, verdicts, commits, text), and the share of the step, and of the draft in it, that is neither a pass nor
+a native call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NATIVE = [(Kernels, "laws"), (Kernels, "draw")]
 DRAFT = "ModelDrafter.propose"
 PROMPTS = ["def read(path):", "class Stack:", "import os\n", "for line in", "def main(", "try:\n", "if not", "return "]
 PREDICTED = (
-    "Outside the passes, with laws, draws and drafts native: 0.4 ms a step at batch 1 and 1.2 ms at 8 when plain; "
+    "Outside the passes, with probs, draws and drafts native: 0.4 ms a step at batch 1 and 1.2 ms at 8 when plain; "
     "with 5 drafts 0.8 and 3 ms. Python's share of a speculative step with the embedded pair: 25% at batch 1, "
     "of its draft 20%."
 )
@@ -66,10 +67,10 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name, draft in (("plain", None), ("speculative", arguments.draft_model)):
         llm = LLM(arguments.model, draft)
-        for law, temperature in (("greedy", 0.0), ("sampled", 0.8)):
+        for token_probs, temperature in (("greedy", 0.0), ("sampled", 0.8)):
             params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=None, ignore_eos=True)
             for batch in (1, 8):
-                figures[f"{name}, {law}, batch {batch}"] = measure(llm, params, batch, arguments.steps)
+                figures[f"{name}, {token_probs}, batch {batch}"] = measure(llm, params, batch, arguments.steps)
     write("engine_overhead", PREDICTED, figures)
 
 

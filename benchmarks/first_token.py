@@ -23,7 +23,7 @@ from speculant.bench.measuring import interleave, ratios, spreads
 from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload, code_prompt
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 
 PROMPT, TOKENS = 1024, 8  # tokens of the prompt, and to generate
 WITHOUT, WITH = "without a drafter", "with a drafter"
@@ -33,17 +33,17 @@ PREDICTED = (
 )
 
 
-def build(arguments: argparse.Namespace) -> dict[str, Built]:
+def build(arguments: argparse.Namespace) -> dict[str, Runtime]:
     """Make the two engines."""
     plain = EngineConfig(arguments.model, dtype=arguments.dtype, max_num_seqs=1)
     drafting = dataclasses.replace(plain, draft_model=arguments.draft_model, spec_length=arguments.spec_length)
     return {WITHOUT: build_engine(plain), WITH: build_engine(drafting)}
 
 
-def make_workload(built: Built) -> Workload:
+def make_workload(runtime: Runtime) -> Workload:
     """Make the one prompt."""
-    length = min(PROMPT, built.limits.max_model_len - TOKENS)
-    return Workload("code", [code_prompt(built.tokenizer, 0, length)], [0.0])
+    length = min(PROMPT, runtime.limits.max_model_len - TOKENS)
+    return Workload("code", [code_prompt(runtime.tokenizer, 0, length)], [0.0])
 
 
 def figures(run: Run) -> dict[str, float]:
@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engines = build(arguments)
     workload = make_workload(engines[WITHOUT])
     mode = Mode(SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
-    benches = {name: Bench(built) for name, built in engines.items()}
+    benches = {name: Bench(runtime) for name, runtime in engines.items()}
     for bench in benches.values():
         bench.warm_up(workload, mode)
     subjects = {name: partial(bench.run, workload, mode) for name, bench in benches.items()}

@@ -41,7 +41,7 @@ def make(weights: str, target: Path, draft: Path | None) -> LLM:
 
 def packed_bytes(llm: LLM) -> int:
     """Return how many bytes of weights one pass of the target reads."""
-    model = llm._built.checkpoint.model
+    model = llm._runtime.checkpoint.model
     assert isinstance(model, NativeDecoder)
     return model.bytes_per_pass
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.kernels.native import Code, Op, open_kernels
-from speculant.models.base import Batch, Feed, build_batch
+from speculant.models.base import Batch, SequenceInput, build_batch
 from speculant.models.decoder import Decoder
 from speculant.models.llama import read_config
 from speculant.models.native_decoder import NativeDecoder
@@ -43,10 +43,10 @@ def make_decoder() -> Decoder:
     return model.to(torch.bfloat16).requires_grad_(False).eval()
 
 
-def row_after(cache: KVCache, seq: int, count: int) -> Batch:
+def row_after(cache: KVCache, seq_id: int, count: int) -> Batch:
     """Reserve `count` positions, as if they had been fed, and one more row."""
-    cache.reserve(seq, count)
-    return build_batch([Feed(seq, [5], DraftTree.empty())], cache, torch.device("cpu"))
+    cache.reserve(seq_id, count)
+    return build_batch([SequenceInput(seq_id, [5], DraftTree.empty())], cache, torch.device("cpu"))
 
 
 def some(model: NativeDecoder, batch: Batch, cache: KVCache, wanted: Callable[[Op], bool]) -> Callable[[], None]:
@@ -58,7 +58,7 @@ def some(model: NativeDecoder, batch: Batch, cache: KVCache, wanted: Callable[[O
 
 def prompt_pass(model: Decoder | NativeDecoder, tokens: list[int], cache: KVCache) -> Tensor:
     """Feed a prompt to an empty sequence, and forget it."""
-    batch = build_batch([Feed(9, tokens, DraftTree.empty())], cache, torch.device("cpu"))
+    batch = build_batch([SequenceInput(9, tokens, DraftTree.empty())], cache, torch.device("cpu"))
     hidden = model.forward(batch, cache)
     cache.release(9)
     return hidden

@@ -2,9 +2,9 @@
 
     python benchmarks/quantisation.py [--windows 200]
 
-Windows of up to 256 tokens of the files that training held out, on the native kernels. `kl` is the mean divergence of a
-target's laws from the float32 target's, in nats; `alpha` the mean of sum min(p, q) of a pair whose halves are both of
-that type. Each quantised model is its own exact target: this is the quality of the model, not of speculation.
+Windows of up to 256 tokens of the files that training held out, on the native kernels. `kl` is the mean divergence of
+a target's distributions from the float32 target's, in nats; `alpha` the mean of sum min(p, q) of a pair of that type.
+Each quantised model is its own exact target: this is the quality of the model, not of speculation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.cache.slotted import SlottedKVCache
-from speculant.models.base import CausalLM, Feed, build_batch
+from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.source import resolve_source
 from speculant.models.weights import load_model
 from speculant.training.corpus import read_corpus, standard_library
@@ -39,10 +39,10 @@ PREDICTED = (
 )
 
 
-def laws_of(model: CausalLM, window: Tensor) -> Tensor:
-    """Return the log-laws [n, V] after each token of a window but the last."""
+def distributions_of(model: CausalLM, window: Tensor) -> Tensor:
+    """Return the log-distributions [n, V] after each token of a window but the last."""
     cache = SlottedKVCache(model.cache_shape, 1, LENGTH)
-    batch = build_batch([Feed(0, window[:-1].tolist(), DraftTree.empty())], cache, torch.device("cpu"))
+    batch = build_batch([SequenceInput(0, window[:-1].tolist(), DraftTree.empty())], cache, torch.device("cpu"))
     return model.logits(model.forward(batch, cache)).double().log_softmax(-1)
 
 
@@ -50,7 +50,7 @@ def measure(windows: list[Tensor], target: CausalLM, draft: CausalLM, exact: Cau
     """Measure one weight type on all windows."""
     loss = draft_loss = divergence = common = count = 0.0
     for window in windows:
-        p, q, reference = (laws_of(model, window) for model in (target, draft, exact))
+        p, q, reference = (distributions_of(model, window) for model in (target, draft, exact))
         loss += float(functional.nll_loss(p, window[1:], reduction="sum"))
         draft_loss += float(functional.nll_loss(q, window[1:], reduction="sum"))
         divergence += float(functional.kl_div(p, reference, reduction="sum", log_target=True))

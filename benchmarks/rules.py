@@ -2,13 +2,13 @@
 
     python benchmarks/rules.py [--rounds 5] [--quick]
 
-First the target writes texts, and both models' laws along them give the rates at which a rule accepts the sibling of
-each rank (theory/siblings.py). The trees are the best shapes for these rates (theory/trees.py); `traversal`, for which
-there is no such formula, has those of `multi_draft`. Then all rules run in turn, one request at a time: chains for
-`rejection` and `block`, trees for `multi_draft` and `traversal`, both for `match`, with the noise that draft and target
-share (each request has a seed, its own or one that it is given) and, "own noise", with independent draws. At last
-alpha: what `rejection` accepted of what it tested, beside the mean of sum min(p, q) at the very contexts that it
-tested. --quick tries it out and keeps nothing.
+First the target writes texts, and both models' distributions along them give the rates at which a rule accepts the
+sibling of each rank (theory/siblings.py). The trees are the best shapes for these rates (theory/trees.py);
+`traversal`, for which there is no such formula, has those of `multi_draft`. Then all rules run in turn, one request
+at a time: chains for `rejection` and `block`, trees for `multi_draft` and `traversal`, both for `match`, with the
+noise that draft and target share (each request has a seed, its own or one that it is given) and, "own noise", with
+independent draws. At last alpha: what `rejection` accepted of what it tested, beside the mean of sum min(p, q) at the
+very contexts that it tested. --quick tries it out and keeps nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.cache.paged import PagedKVCache
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 from speculant.metrics import SpeculationMetrics
-from speculant.models.base import CausalLM, Feed, build_batch
+from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.weights import load_model
 from speculant.sampling.chance import Chance
 from speculant.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
@@ -44,7 +44,7 @@ from speculant.theory.trees import best_tree, expected_accepted
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds
 from speculant.verification.match import Match
-from speculant.verification.rejection import Rejection, draft_laws
+from speculant.verification.rejection import Rejection, draft_probs
 
 Array = NDArray[np.float64]
 Rates = Mapping[str, Sequence[float]]  # by name of a measure and by rank
@@ -59,7 +59,9 @@ MEASURES: dict[str, Callable[[Array, Array, int, np.random.Generator], Array]] =
 }
 CHAINS = ("rejection", "block", "match", OWN_NOISE)
 TREES = ("multi_draft", "traversal", "match", OWN_NOISE)
-RATES_OF = {rule: rule for rule in MEASURES} | {"multi_draft": "rejection"}  # of the others no formula is known
+RATES_OF = {verifier: verifier for verifier in MEASURES} | {
+    "multi_draft": "rejection"
+}  # of the others no formula is known
 PREDICTED = (
     "alpha 0.62 (the draft's card), equal to the mean of sum min(p, q) within two standard errors. Tokens per pass at "
     "4, 8 and 12 nodes: rejection 2.4, 2.6, 2.6; block 2.5, 2.75, 2.8; match as a chain 2.1, 2.2, 2.2, with own noise "
@@ -73,7 +75,7 @@ PREDICTED = (
 class OwnNoise(Match):
     """`match` on drafts that were drawn independently of the target's own draws."""
 
-    needs = VerifierNeeds(coupled=False, branches=True)
+    needs = VerifierNeeds(shared_noise=False, branches=True)
 
 
 class Watched(Rejection):
@@ -86,7 +88,7 @@ class Watched(Rejection):
         """See `Verifier.verify`."""
         verdict = super().verify(tree, p, chance)
         tested = min(len(verdict.path) + 1, tree.size)
-        self.overlaps += torch.minimum(p[:tested], draft_laws(tree, p)[:tested]).sum(-1).tolist()
+        self.overlaps += torch.minimum(p[:tested], draft_probs(tree, p)[:tested]).sum(-1).tolist()
         return verdict
 
 
@@ -94,18 +96,18 @@ class Watched(Rejection):
 class Subject:
     """A rule and the draft it checks: the ranks on the way to each node."""
 
-    rule: str
+    verifier: str
     paths: Sequence[Sequence[int]]
     is_chain: bool
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        return f"{self.rule}, {'chain' if self.is_chain else 'tree'} of {len(self.paths)}"
+        return f"{self.verifier}, {'chain' if self.is_chain else 'tree'} of {len(self.paths)}"
 
     def mode(self, tokens: int) -> Mode:
         """Return how it is run."""
-        speculation = {"verification": self.rule, "num_speculative_tokens": len(self.paths)}
+        speculation = {"verification": self.verifier, "num_speculative_tokens": len(self.paths)}
         return mode(tokens, speculation)
 
 
@@ -115,12 +117,12 @@ def mode(tokens: int, speculation: Any) -> Mode:
     return Mode(params, sequential=True)
 
 
-def build(arguments: argparse.Namespace, **drafting: Any) -> Built:
+def build(arguments: argparse.Namespace, **drafting: Any) -> Runtime:
     """Make an engine that knows this script's rules too."""
     config = EngineConfig(arguments.model, dtype=arguments.dtype, max_num_seqs=1)
-    built = build_engine(dataclasses.replace(config, **drafting))
-    built.engine._parts.rules.update({OWN_NOISE: OwnNoise(), WATCHED: Watched()})
-    return built
+    runtime = build_engine(dataclasses.replace(config, **drafting))
+    runtime.engine._parts.verifiers.update({OWN_NOISE: OwnNoise(), WATCHED: Watched()})
+    return runtime
 
 
 def measure_rates(texts: Sequence[tuple[int, Sequence[int]]], target: CausalLM, draft: CausalLM) -> Rates:
@@ -128,7 +130,7 @@ def measure_rates(texts: Sequence[tuple[int, Sequence[int]]], target: CausalLM, 
     rng = np.random.default_rng(0)
     found: dict[str, list[Array]] = {name: [] for name in MEASURES}
     for start, tokens in texts:
-        p, q = (laws_along(model, tokens)[start - 1 : -1].numpy() for model in (target, draft))
+        p, q = (distributions_along(model, tokens)[start - 1 : -1].numpy() for model in (target, draft))
         for name, measure in MEASURES.items():
             found[name] += [len(p) / DRAWS * measure(p, q, RANKS, rng) for _ in range(DRAWS)]
     positions = sum(len(tokens) - start for start, tokens in texts)
@@ -136,10 +138,12 @@ def measure_rates(texts: Sequence[tuple[int, Sequence[int]]], target: CausalLM, 
 
 
 @torch.inference_mode()
-def laws_along(model: CausalLM, tokens: Sequence[int]) -> Tensor:
-    """Return the laws [T, V] at temperature 1 after each token of a text."""
+def distributions_along(model: CausalLM, tokens: Sequence[int]) -> Tensor:
+    """Return the distributions [T, V] at temperature 1 after each token of a text."""
     cache = PagedKVCache(model.cache_shape, 1 + len(tokens) // 16, 16)
-    hidden = model.forward(build_batch([Feed(1, tokens, DraftTree.empty())], cache, model.cache_shape.device), cache)
+    hidden = model.forward(
+        build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, model.cache_shape.device), cache
+    )
     return torch.softmax(model.logits(hidden).double(), -1).cpu()
 
 
@@ -148,10 +152,10 @@ def make_subjects(rates: Rates) -> list[Subject]:
     subjects = []
     for budget in BUDGETS:
         chain = [[0] * depth for depth in range(1, budget + 1)]
-        subjects += [Subject(rule, chain, is_chain=True) for rule in CHAINS]
-        for rule in TREES:
-            paths = best_tree(rates[RATES_OF.get(rule, "rejection")], budget)
-            subjects.append(Subject(rule, paths, is_chain=False))
+        subjects += [Subject(verifier, chain, is_chain=True) for verifier in CHAINS]
+        for verifier in TREES:
+            paths = best_tree(rates[RATES_OF.get(verifier, "rejection")], budget)
+            subjects.append(Subject(verifier, paths, is_chain=False))
     return subjects
 
 
@@ -212,7 +216,7 @@ def table(runs: Mapping[str, Sequence[Run]], subjects: Sequence[Subject], rates:
 
     rows: dict[str, Any] = {PLAIN: {"tokens_per_s": speed(PLAIN)}}
     for subject in subjects:
-        known = RATES_OF.get(subject.rule)
+        known = RATES_OF.get(subject.verifier)
         rows[subject.name] = {
             "tokens_per_pass": pooled(runs[subject.name]),
             "foretold": 1 + expected_accepted(subject.paths, rates[known]) if known else None,
@@ -234,19 +238,19 @@ def pooled(runs: Sequence[Run]) -> dict[str, float]:
     return {"mean": mean, "standard_error": math.sqrt(squares) / passes, "passes": passes}
 
 
-def alpha(built: Built, bench: Bench, workload: Workload, arguments: argparse.Namespace) -> dict[str, float]:
+def alpha(runtime: Runtime, bench: Bench, workload: Workload, arguments: argparse.Namespace) -> dict[str, float]:
     """Return accepted / tested of `rejection` beside the mean of sum min(p, q) at the tokens that were tested."""
-    rule = built.engine._parts.rules[WATCHED]
-    assert isinstance(rule, Watched)
+    verifier = runtime.engine._parts.verifiers[WATCHED]
+    assert isinstance(verifier, Watched)
     counts = SpeculationMetrics()
     for _ in range(arguments.rounds):
         way = mode(arguments.tokens, {"verification": WATCHED, "num_speculative_tokens": BUDGETS[0]})
         counts.add(bench.run(workload, way).speculation)
-    assert counts.num_tested_tokens == len(rule.overlaps), "not the same contexts"
-    error = math.sqrt(sum(each * (1 - each) for each in rule.overlaps)) / len(rule.overlaps)
+    assert counts.num_tested_tokens == len(verifier.overlaps), "not the same contexts"
+    error = math.sqrt(sum(each * (1 - each) for each in verifier.overlaps)) / len(verifier.overlaps)
     return {
         "measured": counts.acceptance_rate,
-        "mean_of_sum_min_p_q": sum(rule.overlaps) / len(rule.overlaps),
+        "mean_of_sum_min_p_q": sum(verifier.overlaps) / len(verifier.overlaps),
         "standard_error_of_the_difference": error,
         "tested": counts.num_tested_tokens,
     }

@@ -1,9 +1,9 @@
-"""What a law costs beside a pass: 6 rows over 128,256 tokens, and one pass of a 1B-shaped target.
+"""What a distribution costs beside a pass: 6 rows over 128,256 tokens, and one pass of a 1B-shaped target.
 
     python benchmarks/sampling_cost.py [--rounds 9]
 
 The target is a random Llama of Llama 3.2 1B's shape in bfloat16; a pass feeds 6 rows after 128 tokens
-of context. Passes and laws are timed in turn; the ratio of medians is the figure.
+of context. Passes and distributions are timed in turn; the ratio of medians is the figure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from measuring import interleave, spread, write
 from speculant import SamplingParams
 from speculant.cache.slotted import SlottedKVCache
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.base import Feed, build_batch
+from speculant.models.base import SequenceInput, build_batch
 from speculant.models.decoder import Decoder
 from speculant.models.llama import read_config
 from speculant.sampling.distribution import Node, distribution
@@ -29,7 +29,7 @@ SHAPE = {
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "max_position_embeddings": 4096, "tie_word_embeddings": True, "rope_theta": 500000.0,
 }  # fmt: skip
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
@@ -37,7 +37,7 @@ LAWS: dict[str, dict[str, Any]] = {
         "temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1,
     },
 }  # fmt: skip
-PREDICTED = "A pass takes about 150 ms here; every law under 5% of it."
+PREDICTED = "A pass takes about 150 ms here; every distribution under 5% of it."
 
 
 def make_target() -> Decoder:
@@ -67,17 +67,17 @@ def main() -> None:
     model = make_target()
     cache = SlottedKVCache(model.cache_shape, 1, 256)
     device = torch.device("cpu")
-    model.forward(build_batch([Feed(1, [1] * 128, DraftTree.empty())], cache, device), cache)
+    model.forward(build_batch([SequenceInput(1, [1] * 128, DraftTree.empty())], cache, device), cache)
     peaked = torch.randn(6, SHAPE["vocab_size"]) * 2
     peaked[:, :20] += torch.linspace(14, 8, 20)  # as peaked as real text: a few tokens hold most of the mass
 
     def run_pass() -> None:
-        batch = build_batch([Feed(1, [1], DraftTree.chain([2] * 5))], cache, device)
+        batch = build_batch([SequenceInput(1, [1], DraftTree.chain([2] * 5))], cache, device)
         model.logits(model.forward(batch, cache))
         cache.truncate_to(1, 128)
 
     subjects: dict[str, Any] = {"pass": run_pass}
-    for name, settings in LAWS.items():
+    for name, settings in DISTRIBUTIONS.items():
         subjects[name] = partial(distribution, peaked, make_nodes(settings))
     times = interleave(subjects, rounds)
     target = spread(times["pass"])["median"]

@@ -149,15 +149,15 @@ struct Ahead {
     if (next[1]) next++;
   }
 
-  void ask() {
+  void prefetch_next() {
     prefetch(line), prefetch(line + 64);
     if ((line += 128) >= stop) go_on();
   }
 };
 
-// A tile's keys turned round, so that a vector holds several positions, and where its values are.
+// A tile's keys transposed round, so that a vector holds several positions, and where its values are.
 struct KeyTile {
-  alignas(64) float turned[MOST_DIM * TILE];  // [dim][TILE]; or [dim / 2][TILE], two bfloat16 in a dword
+  alignas(64) float transposed[MOST_DIM * TILE];  // [dim][TILE]; or [dim / 2][TILE], two bfloat16 in a dword
   alignas(64) float copied[TILE * MOST_DIM];  // values that could not be read in place
   const char *copies[TILE];
   const char *const *values;
@@ -168,12 +168,12 @@ struct KeyTile {
 alignas(64) static const float NOTHING[MOST_DIM] = {};
 
 // Turn `words` dwords of each key, from rows that are whole vectors.
-static inline void turn_keys(const float *const *rows, int64_t words, Ahead &ahead, float *to) {
+static inline void transpose_keys(const float *const *rows, int64_t words, Ahead &ahead, float *to) {
   const float *at[LANES];
   for (int64_t d = 0; d < words; d += LANES) {
     for (int j = 0; j < LANES; j++) at[j] = rows[j] + d;
-    for (int i = 0; i < 4; i++) ahead.ask();
-    turn(at, to + d * TILE, TILE);
+    for (int i = 0; i < 4; i++) ahead.prefetch_next();
+    transpose(at, to + d * TILE, TILE);
   }
 }
 
@@ -200,7 +200,7 @@ static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t pa
       if (!whole) load_row(op, from.keys[i + j] + offset, padded, copied + j * padded);
     }
     for (int64_t j = some; j < LANES; j++) rows[j] = NOTHING;
-    turn_keys(rows, whole ? words : padded, ahead, tile.turned + i);
+    transpose_keys(rows, whole ? words : padded, ahead, tile.transposed + i);
   }
 }
 
@@ -222,18 +222,18 @@ static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t 
 // Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own. (Loops
 // over them that the compiler unrolled later would leave them in memory.)
 template <int COUNT, bool PAIRS>
-static inline void score_tile(const float *queries, const float *turned, int64_t dim, float factor, Ahead &all, float *scores) {
+static inline void score_tile(const float *queries, const float *transposed, int64_t dim, float factor, Ahead &all, float *scores) {
   Ahead ahead = all;  // in registers
   Vec sums[COUNT][TILE_VECS];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
-  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, queries += PAIRS ? 2 : 1, turned += TILE) {
-    ahead.ask();
-    if (!PAIRS) ahead.ask();
+  for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, queries += PAIRS ? 2 : 1, transposed += TILE) {
+    ahead.prefetch_next();
+    if (!PAIRS) ahead.prefetch_next();
     for (int half = 0; half < (PAIRS ? 2 : 1); half++) {
       Vec keys[TILE_VECS];
       for (int v = 0; v < TILE_VECS; v++) {
-        const float *at = turned + v * LANES;
+        const float *at = transposed + v * LANES;
         keys[v] = !PAIRS ? load(at) : half ? high_bf16(load_ints(at)) : low_bf16(load_ints(at));
       }
 #pragma GCC unroll 8
@@ -300,7 +300,7 @@ static inline void add_values(const float *weights, const KeyTile &tile, int64_t
     for (int v = 0; v < WIDE; v++) acc[q][v] = load(runs[q].values + d + v * LANES);
   const int64_t offset = tile.offset + d * (NARROW ? 2 : 4);
   for (int64_t i = low; i < high; i++) {
-    ahead.ask();
+    ahead.prefetch_next();
     const char *from = tile.values[i] + offset;
     Vec value[WIDE];
     for (int v = 0; v < WIDE; v++) {
@@ -343,9 +343,9 @@ static void attend_tile(const SpOp &op, const float *queries, const KeyTile &til
                         Ahead &ahead, Running *runs) {
   alignas(64) float scores[COUNT * TILE];
   if (tile.pairs)
-    score_tile<COUNT, true>(queries, tile.turned, op.dim, op.factor, ahead, scores);
+    score_tile<COUNT, true>(queries, tile.transposed, op.dim, op.factor, ahead, scores);
   else
-    score_tile<COUNT, false>(queries, tile.turned, op.dim, op.factor, ahead, scores);
+    score_tile<COUNT, false>(queries, tile.transposed, op.dim, op.factor, ahead, scores);
   weigh_tile<COUNT>(scores, low, high, padded, runs);
   if (tile.narrow)
     add_all_values<COUNT, true>(scores, tile, low, high, padded, ahead, runs);

@@ -61,12 +61,12 @@ void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head
   SETS[set].table->draft(ops, count, head, pass, draft, threads);
 }
 
-void sp_laws(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *laws, double *out) {
-  SETS[set].table->laws(logits, rows, given, width, laws, out, threads);
+void sp_probs(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings, double *out) {
+  SETS[set].table->probs(logits, rows, given, width, settings, out, threads);
 }
 
-int64_t sp_draw(int set, const double *weights, int64_t n, int coupled, uint64_t chance) {
-  return SETS[set].table->draw(weights, n, coupled, chance);
+int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance) {
+  return SETS[set].table->draw(weights, n, shared_noise, chance);
 }
 
 double sp_read(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->read(data, bytes, threads); }

@@ -18,7 +18,7 @@
 #pragma once
 #include "simd.h"
 #include "speculant.h"
-#include "team.h"
+#include "parallel.h"
 
 namespace SP_NAMESPACE {
 
@@ -91,7 +91,7 @@ static inline void add_step(Vec acc[ROWS][VECS], const float *x, const Vec w[VEC
   }
 }
 
-static inline void ask_step(const char *weight, int64_t ahead) {
+static inline void prefetch_step(const char *weight, int64_t ahead) {
   for (int v = 0; v < VECS; v++) prefetch(weight + v * LANES * 4 + ahead);
 }
 
@@ -100,7 +100,7 @@ static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec
   const Steps steps = steps_of(SP_F32, depth);
   steps.each(panel, depth, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Vec w[VECS];
-    ask_step(weight, steps.ahead);
+    prefetch_step(weight, steps.ahead);
     for (int v = 0; v < VECS; v++) w[v] = load((const float *)weight + v * LANES);
     add_step<ROWS>(acc, x + j * ROWS, w);
   });
@@ -115,7 +115,7 @@ static inline void add_bf16(const char *panel, const void *x, int64_t depth, Vec
   const Steps steps = steps_of(SP_BF16, depth);
   steps.each(panel, steps.count, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
     Ints w[VECS];
-    ask_step(weight, steps.ahead);
+    prefetch_step(weight, steps.ahead);
     for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
     for (int r = 0; r < ROWS; r++) {
       const Ints pair = splat_dword((const char *)x + 4 * (j * ROWS + r));
@@ -132,7 +132,7 @@ static inline void add_bf16(const char *panel, const void *rows, int64_t depth, 
   const float *x = (const float *)rows;
   Vec w[VECS];
   steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
-    ask_step(weight, steps.ahead);
+    prefetch_step(weight, steps.ahead);
     for (int v = 0; v < VECS; v++) w[v] = low_bf16(load_ints(weight + v * LANES * 4));
     add_step<ROWS>(acc, x + 2 * j * ROWS, w);
     for (int v = 0; v < VECS; v++) w[v] = high_bf16(load_ints(weight + v * LANES * 4));

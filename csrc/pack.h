@@ -17,7 +17,7 @@ static void pack_any(int type, int source, const void *weight, int64_t n, int64_
 
 static void pack(int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed, int threads) {
   const int64_t bytes = bytes_of_panel(type, k);
-  Pieces pieces = {0, 0};
+  WorkQueue pieces = {0, 0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   pieces.run(panels_of(n), [&](int64_t panel) {
     char *to = (char *)packed + panel * bytes * (second ? 2 : 1);

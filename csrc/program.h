@@ -1,7 +1,7 @@
 // Runs a recorded program. Every thread goes through the same stages in order and takes what pieces are left of each.
 #pragma once
 #include "attention.h"
-#include "laws.h"
+#include "probs.h"
 #include "pack.h"
 #include "table.h"
 #include "tiles.h"
@@ -13,12 +13,12 @@ static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int thread
     if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan);  // all layers have the same shape
 }
 
-static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, Pieces *stages) {
-  stages[0].run(laying_pieces(op, rows), [&](int64_t p) { lay_piece(op, rows, x, p); });
+static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages) {
+  stages[0].run(packing_pieces(op, rows), [&](int64_t p) { pack_piece(op, rows, x, p); });
   stages[1].run(linear_pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, p); });
 }
 
-static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles &x, Pieces *stages) {
+static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles &x, WorkQueue *stages) {
   switch (op.code) {
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
@@ -30,36 +30,36 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles 
   }
 }
 
-// Every thread of a team calls this; stages are two per operation.
-static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Tiles &x, Pieces *stages) {
+// Every thread of a parallel region calls this; stages are two per operation.
+static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan &plan, Tiles &x, WorkQueue *stages) {
   for (int i = 0; i < count; i++) run_op(ops[i], pass, plan, x, stages + 2 * i);
 }
 
 // Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
-struct Kept {
+struct Scratch {
   Plan plan;
   Tiles x;
-  List<Pieces> stages;
+  List<WorkQueue> stages;
 };
 
 static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
-  static thread_local Kept own;
-  Kept &kept = own;  // the caller's, in every thread of the team
-  clear_stages(kept.stages, 2 * count);
-  plan_pass(ops, count, *pass, threads, kept.plan);
-  make_room(ops, count, pass->rows, kept.x);
+  static thread_local Scratch own;
+  Scratch &scratch = own;  // the caller's, in every thread of the parallel region
+  clear_stages(scratch.stages, 2 * count);
+  plan_pass(ops, count, *pass, threads, scratch.plan);
+  make_room(ops, count, pass->rows, scratch.x);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  run_ops(ops, count, *pass, kept.plan, kept.x, kept.stages.items);
+  run_ops(ops, count, *pass, scratch.plan, scratch.x, scratch.stages.items);
 }
 
-// A draft: steps of a pass, laws and draws. All threads go through all of them in one parallel region, for that is what costs most
+// A draft: steps of a pass, distributions and draws. All threads go through all of them in one parallel region, for that is what costs most
 // where another program holds a processor; so whatever the pieces of a step read is that step's own.
 struct Drafting {
   struct Step {
     int64_t drawing;  // sequences
     SpPass pass;
     Plan plan;
-    List<double *> laws;
+    List<double *> probs;
   };
   const SpOp *ops;
   int count, threads;
@@ -67,12 +67,12 @@ struct Drafting {
   const SpPass *first;
   const SpDraft *draft;
   List<float> rows, logits;
-  List<double> unasked;  // laws
+  List<double> unasked;  // distributions
   List<Share> shares;
   Tiles x;
   List<int64_t> tokens, positions, slots;
   List<SpSegment> segments;
-  List<Pieces> stages;
+  List<WorkQueue> stages;
   Step *steps = nullptr;
   int64_t num_steps = 0;
   ~Drafting() { delete[] steps; }
@@ -118,32 +118,32 @@ struct Drafting {
     now.drawing = drawing;
     now.pass = step ? next_pass(step, drawing) : *first;
     plan_pass(ops, count, now.pass, threads, now.plan);
-    now.laws.resize(drawing);
+    now.probs.resize(drawing);
     for (int64_t s = 0; s < drawing; s++)
-      now.laws[s] = draft->out[s] ? draft->out[s] + step * draft->width : unasked.items + s * draft->width;
+      now.probs[s] = draft->out[s] ? draft->out[s] + step * draft->width : unasked.items + s * draft->width;
   }
 
-  // Laws and draws, behind the pass.
-  void draw(int64_t step, Pieces *stages) {
+  // Distributions and draws, behind the pass.
+  void draw(int64_t step, WorkQueue *stages) {
     const Step &now = steps[step];
-    const LawJob job = {head.out, now.drawing, head.n, draft->width, draft->laws, now.laws.items, shares.items};
-    make_laws(job, stages);
+    const ProbsJob job = {head.out, now.drawing, head.n, draft->width, draft->settings, now.probs.items, shares.items};
+    make_probs(job, stages);
     const int64_t chunks = job.chunks();
     const auto chance = [&](int64_t s) { return mix_in(draft->chances[2 * s], draft->chances[2 * s + 1] + step); };
     stages[4].run(job.rows * chunks, [&](int64_t p) {
       const int64_t s = p / chunks;
-      share_draw(job.law(s), job.width, draft->coupled[s], chance(s), p % chunks, job.of(s)[p % chunks]);
+      share_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), p % chunks, job.of(s)[p % chunks]);
     });
     stages[5].run(job.rows, [&](int64_t s) {
-      const bool drawable = draft->coupled[s] || is_law(job.of(s), chunks);
+      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);
       draft->drawn[s * draft->steps + step] =
-          drawable ? finish_draw(job.law(s), job.width, draft->coupled[s], chance(s), job.of(s)) : -1;
+          drawable ? finish_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), job.of(s)) : -1;
     });
   }
 
-  // Every thread of the team calls it.
+  // Every thread of the parallel region calls it.
   void run_step(int64_t step) {
-    Pieces *own = stages.items + step * num_stages(), *behind = own + 1 + 2 * count;
+    WorkQueue *own = stages.items + step * num_stages(), *behind = own + 1 + 2 * count;
     own[0].run(1, [&](int64_t) { prepare(step); });
     Step &now = steps[step];
     run_ops(ops, count, now.pass, now.plan, x, own + 1);
@@ -171,14 +171,14 @@ static double read_all(const void *data, int64_t bytes, int threads) {
   const Steps steps(1023 * STREAMS);
   const int64_t size = steps.size();
   const double started = omp_get_wtime();
-  Pieces pieces = {0, 0};
+  WorkQueue pieces = {0, 0};
   float total = 0.0f;
 #pragma omp parallel num_threads(threads) reduction(+ : total) if (threads > 1)
   pieces.run(bytes / size, [&](int64_t piece) {
     Vec sums[VECS];
     for (int v = 0; v < VECS; v++) sums[v] = zero();
     steps.each((const char *)data + piece * size, steps.count, [&](int64_t, const char *at) __attribute__((always_inline)) {
-      ask_step(at, steps.ahead);
+      prefetch_step(at, steps.ahead);
       for (int v = 0; v < VECS; v++) sums[v] = max(sums[v], load((const float *)at + v * LANES));
     });
     for (int v = 0; v < VECS; v++) total += first_lane(sums[v]);
@@ -190,4 +190,4 @@ static double read_all(const void *data, int64_t bytes, int threads) {
 }  // namespace SP_NAMESPACE
 
 extern const SpTable SP_TABLE_NAME = {SP_NAMESPACE::run, SP_NAMESPACE::pack, SP_NAMESPACE::packed_bytes,
-                                      SP_NAMESPACE::draft_tokens, SP_NAMESPACE::laws, SP_NAMESPACE::draw, SP_NAMESPACE::read_all};
+                                      SP_NAMESPACE::draft_tokens, SP_NAMESPACE::probs, SP_NAMESPACE::draw, SP_NAMESPACE::read_all};

@@ -67,7 +67,7 @@ static void sum_int8(const char *panel, const Tile &tile, int64_t k, float *sums
 #pragma GCC unroll UNROLLED
     for (int s = 0; s < GROUP_STEPS; s++, weight += steps.apart, x += 4 * ROWS) {
       Ints w[VECS];
-      ask_step(weight, steps.ahead);
+      prefetch_step(weight, steps.ahead);
       for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
       for (int r = 0; r < ROWS; r++) {
         const Ints four = splat_dword(x + 4 * r);
@@ -97,7 +97,7 @@ static void sum_int4(const char *panel, const Tile &tile, int64_t k, float *sums
 #pragma GCC unroll UNROLLED
     for (int s = 0; s < GROUP_STEPS; s++, weight += steps.apart, x += 8 * ROWS) {
       Ints low[VECS], high[VECS];
-      ask_step(weight, steps.ahead);
+      prefetch_step(weight, steps.ahead);
       for (int v = 0; v < VECS; v++) {
         const Ints both = load_ints(weight + v * LANES * 4);
         low[v] = low_halves(both), high[v] = high_halves(both);

@@ -1,4 +1,4 @@
-// Doubles, several at a time, for laws and draws: written once with the compiler's own vectors.
+// Doubles, several at a time, for distributions and draws: written once with the compiler's own vectors.
 #pragma once
 #include "simd.h"
 

@@ -99,7 +99,7 @@ static inline Vec pick(Vec a, Vec b, bool high) {
   return high ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88);
 }
 // to[j][i] = from[i][j] for LANES x LANES dwords, whatever they hold; the rows of `to` are `to_stride` apart.
-static inline void turn(const float *const *from, float *to, int64_t to_stride) {
+static inline void transpose(const float *const *from, float *to, int64_t to_stride) {
   __m512d t[16];
   for (int i = 0; i < 16; i += 4) {
     Vec a = load(from[i]), b = load(from[i + 1]), c = load(from[i + 2]), d = load(from[i + 3]);
@@ -162,7 +162,7 @@ static inline Vec load_bf16(const uint16_t *p) {
 static inline float first_lane(Vec v) { return _mm256_cvtss_f32(v); }
 static inline float sum_lanes(Vec v) { return sum_of_eight(v); }
 static inline float max_lanes(Vec v) { return max_of_eight(v); }
-static inline void turn(const float *const *from, float *to, int64_t to_stride) {
+static inline void transpose(const float *const *from, float *to, int64_t to_stride) {
   __m256 t[8];
   for (int i = 0; i < 8; i += 4) {
     Vec a = load(from[i]), b = load(from[i + 1]), c = load(from[i + 2]), d = load(from[i + 3]);
@@ -229,7 +229,7 @@ static inline float max_lanes(Vec v) {
     for (int i = 0; i < width; i++) v.at[i] = v.at[i] > v.at[i + width] ? v.at[i] : v.at[i + width];
   return v.at[0];
 }
-static inline void turn(const float *const *from, float *to, int64_t to_stride) {
+static inline void transpose(const float *const *from, float *to, int64_t to_stride) {
   for (int i = 0; i < LANES; i++)
     for (int j = 0; j < LANES; j++) to[j * to_stride + i] = from[i][j];
 }

@@ -65,22 +65,22 @@ typedef struct {
   int64_t layer_stride;                      /* bytes from a layer's keys to the next one's; the same for values */
 } SpPass;
 
-/* How a row's law is made of its logits: temperature 0 = everything on the best; top_k 0, top_p 1, min_p 0 = not used. */
+/* How a row's distribution is made of its logits: temperature 0 = everything on the best; top_k 0, top_p 1, min_p 0 = not used. */
 typedef struct {
   double temperature, top_p, min_p;
   int64_t top_k;
-} SpLaw;
+} SpSamplingSettings;
 
 /* What is drawn in sp_draft: tokens for the first `sequences` segments of a pass, each by feeding what was drawn before. */
 typedef struct {
   int64_t sequences, steps;  /* steps = the most that one draws */
-  int64_t width;             /* tokens that a law is over; a model with fewer or more logits is filled up or cut */
+  int64_t width;             /* tokens that a distribution is over; a model with fewer or more logits is filled up or cut */
   const int64_t *limits;     /* [sequences] tokens to draw, 1 .. steps; they never rise from one sequence to the next */
-  const SpLaw *laws;         /* [sequences] */
-  const int64_t *coupled;    /* [sequences] what its chances are: see sp_draw */
+  const SpSamplingSettings *settings;         /* [sequences] */
+  const int64_t *shared_noise;    /* [sequences] what its chances are: see sp_draw */
   const uint64_t *chances;   /* [sequences, 2] a key and a count: step i's chance is the hash of the key and count + i */
-  int64_t *drawn;            /* [sequences, steps]; -1 = its law is none, and what follows means nothing: not if coupled */
-  double *const *out;        /* [sequences] where each one's laws [limit, width] go, or NULL: nobody asks for them */
+  int64_t *drawn;            /* [sequences, steps]; -1 = its distribution is none, and what follows means nothing: not if shared_noise */
+  double *const *out;        /* [sequences] where each one's distributions [limit, width] go, or NULL: nobody asks for them */
 } SpDraft;
 
 int sp_version(void);
@@ -97,11 +97,11 @@ void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw; and again with
  * each sequence's newest token, which goes behind the others in its block table, until all have what they want. */
 void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft);
-/* out[rows, width] = the laws that logits[rows, given] make */
-void sp_laws(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *laws, double *out);
-/* A token drawn in proportion to weights[n]. `chance` is the key of the noise that draft and target share (coupled), else 64
+/* out[rows, width] = the distributions that logits[rows, given] make */
+void sp_probs(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings, double *out);
+/* A token drawn in proportion to weights[n]. `chance` is the key of the noise that draft and target share (shared_noise), else 64
  * random bits: the token at that share of the sum. 0 if there is no weight. */
-int64_t sp_draw(int set, const double *weights, int64_t n, int coupled, uint64_t chance);
+int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance);
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read it once; returns seconds */
 
 #pragma GCC visibility pop

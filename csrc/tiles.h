@@ -21,7 +21,7 @@ struct Tiles {
 };
 
 static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || (op.type == SP_BF16 && !ROUNDS); }
-static inline bool is_laid(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
+static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
 
 // Of a row.
 static inline int64_t dwords_of(const SpOp &op) {
@@ -31,7 +31,7 @@ static inline int64_t surplus_of(const SpOp &op) { return op.type == SP_INT4 ? g
 
 static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
   for (int i = 0; i < count; i++) {
-    if (ops[i].code != SP_LINEAR || !is_laid(ops[i], rows)) continue;
+    if (ops[i].code != SP_LINEAR || !is_packed(ops[i], rows)) continue;
     x.dwords.resize(rows * dwords_of(ops[i])), x.scales.resize(rows), x.surplus.resize(rows * surplus_of(ops[i]));
     if (!is_float(ops[i])) x.narrowed.resize(rows * dwords_of(ops[i]));
   }
@@ -42,12 +42,12 @@ static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first
 
 // Parts of floats are pieces of their own. What becomes narrow does so a whole tile at a time.
 static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
-static inline int64_t laying_pieces(const SpOp &op, int64_t rows) { return is_laid(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
+static inline int64_t packing_pieces(const SpOp &op, int64_t rows) { return is_packed(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
-// Lay dwords begin .. end of `count` rows side by side. Two vectors of each row are turned at once: what was in the first ones
+// Lay dwords begin .. end of `count` rows side by side. Two vectors of each row are transposed at once: what was in the first ones
 // is then in low halves, and what was in the second ones in high halves.
-static void lay_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
-  alignas(64) uint32_t turned[LANES][2][MOST_ROWS];
+static void pack_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
+  alignas(64) uint32_t transposed[LANES][2][MOST_ROWS];
   const float *from[LANES];
   int64_t i = begin;
   for (; i + 2 * LANES <= end; i += 2 * LANES) {
@@ -55,9 +55,9 @@ static void lay_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t
       from[r] = (const float *)(rows + (r < count ? r : 0) * width + i);
       from[MOST_ROWS + r] = from[r] + LANES;
     }
-    turn(from, (float *)turned, LANES);
+    transpose(from, (float *)transposed, LANES);
     for (int j = 0; j < 2 * LANES; j++) {
-      const uint32_t *dwords = turned[j % LANES][j / LANES];
+      const uint32_t *dwords = transposed[j % LANES][j / LANES];
       uint32_t *to = tile + (i + j) * count;
       if (to + MOST_ROWS <= tile + end * count)
         memcpy(to, dwords, MOST_ROWS * 4);  // what is too much is written over by those behind it
@@ -81,22 +81,22 @@ static void narrow_row(const SpOp &op, const float *x, uint32_t *to, float *scal
     quantize_row(op.type, x, op.k, (int8_t *)to, scale, apart, surplus);
 }
 
-static void lay_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t piece) {
+static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t piece) {
   const int64_t first = piece / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
   uint32_t *tile = x.dwords.items + first * width;
   if (is_float(op)) {
     const int64_t begin = piece % parts_of(op) * PART, end = begin + PART < width ? begin + PART : width;
-    return lay_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
+    return pack_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
   }
   uint32_t *narrowed = some == 1 ? tile : x.narrowed.items + first * width;
   for (int64_t r = 0; r < some; r++)
     narrow_row(op, op.in + (first + r) * op.k, narrowed + r * width, x.scales.items + first + r, some,
                x.surplus.items + first * surplus_of(op) + r);
-  if (some > 1) lay_rows(narrowed, width, some, 0, width, tile);
+  if (some > 1) pack_rows(narrowed, width, some, 0, width, tile);
 }
 
 static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
-  if (!is_laid(op, rows)) return {op.in, nullptr, nullptr};
+  if (!is_packed(op, rows)) return {op.in, nullptr, nullptr};
   return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.surplus.items + first * surplus_of(op)};
 }
 

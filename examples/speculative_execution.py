@@ -35,4 +35,4 @@ if __name__ == "__main__":
         place, kept = done.result, kept + done.accepted
         print("+" if done.accepted else ".", place)
     print(f"{kept} of 12 moves were foreseen: {time.perf_counter() - started:.2f} s")
-    print(f"One after the other they would take {12 * 2 * SLOW:.2f} s, by the same law.")
+    print(f"One after the other they would take {12 * 2 * SLOW:.2f} s, by the same distribution.")

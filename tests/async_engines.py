@@ -43,7 +43,7 @@ def engine_of(checkpoints: Checkpoints) -> Iterator[MakeEngine]:
 
 def core(engine: AsyncEngine) -> Engine:
     """Return the engine that the thread owns."""
-    return engine._built.engine
+    return engine._runtime.engine
 
 
 def engine_threads() -> list[threading.Thread]:

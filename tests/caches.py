@@ -19,27 +19,27 @@ def contents(tokens: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
     return keys, -keys - 0.5
 
 
-def feed(cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+def feed(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Reserve positions for tokens and write them to every layer."""
-    slots = cache.reserve(seq, len(tokens))
+    slots = cache.reserve(seq_id, len(tokens))
     for layer in range(SHAPE.num_layers):
         cache.write(layer, slots.rows, *contents(tokens, layer))
 
 
-def walk(cache: KVCache, layer: int, seq: int) -> tuple[Tensor, Tensor]:
+def walk(cache: KVCache, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
     """Read a sequence as a kernel does that walks its table."""
-    table, positions = cache.table(seq), torch.arange(cache.length(seq))
+    table, positions = cache.table(seq_id), torch.arange(cache.length(seq_id))
     rows = table.blocks[positions // table.block_size] * table.block_size + positions % table.block_size
     keys, values = cache.layer(layer)
     return keys[rows], values[rows]
 
 
-def assert_holds(cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Assert that a sequence reads back as exactly these tokens, by either way of reading."""
-    assert cache.length(seq) == len(tokens)
+    assert cache.length(seq_id) == len(tokens)
     for layer in range(SHAPE.num_layers):
         for read, walked, expected in zip(
-            cache.read(layer, seq), walk(cache, layer, seq), contents(tokens, layer), strict=True
+            cache.read(layer, seq_id), walk(cache, layer, seq_id), contents(tokens, layer), strict=True
         ):
             assert torch.equal(read, expected)
             assert torch.equal(walked, expected)

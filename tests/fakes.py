@@ -16,14 +16,14 @@ from speculant.cache.slotted import SlottedKVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.draft_model import ModelDrafter
-from speculant.engine.build import load_rules
+from speculant.drafting.growth.topology import TreeTopology
+from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.exactness.tables import TableModel
-from speculant.models.branching import Branching
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.scheduling.draft_length import Fixed
-from speculant.types import DraftTree, Request, StepOutput, StopWatch
+from speculant.types import DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 
 MakeCache = Callable[[CacheShape, Limits], KVCache]
@@ -42,23 +42,23 @@ class ScriptedDrafter:
         self.needs = needs or DrafterNeeds()
         self._propose = propose
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._propose_one(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
-    def _propose_one(self, seq: Request, limit: int) -> DraftTree:
-        proposal = self._propose(seq)
+    def _propose_one(self, request: Request, limit: int) -> DraftTree:
+        proposal = self._propose(request)
         if not isinstance(proposal, DraftTree):
             return DraftTree.chain(list(proposal)[:limit])
         return proposal if proposal.size <= limit else DraftTree.empty()
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
 
 
@@ -102,9 +102,9 @@ def few_blocks(num_blocks: int, keep_prefixes: bool = True) -> MakeCache:
 both_caches = pytest.mark.parametrize("cache", [paged, slotted], ids=lambda make: make.__name__)
 
 
-def stored_tokens(cache: KVCache, seq: int) -> list[int]:
+def stored_tokens(cache: KVCache, request: int) -> list[int]:
     """Return the tokens that a table model stored for a sequence, in order."""
-    return [int(token) for token in cache.read(0, seq)[0].flatten().tolist()] if cache.length(seq) else []
+    return [int(token) for token in cache.read(0, request)[0].flatten().tolist()] if cache.length(request) else []
 
 
 def watch_releases(cache: KVCache) -> dict[int, list[int]]:
@@ -112,9 +112,9 @@ def watch_releases(cache: KVCache) -> dict[int, list[int]]:
     released: dict[int, list[int]] = {}
     release = cache.release
 
-    def noting(seq: int) -> None:
-        released.update({seq: stored_tokens(cache, seq)} if cache.length(seq) else {})
-        release(seq)
+    def noting(request: int) -> None:
+        released.update({request: stored_tokens(cache, request)} if cache.length(request) else {})
+        release(request)
 
     cache.release = noting  # type: ignore[method-assign]
     return released
@@ -143,13 +143,15 @@ class Rig:
         prompt: Sequence[int],
         params: SamplingParams,
         request_id: str = "r",
-        watch: Callable[[], StopWatch] | None = None,
+        stop_checker: Callable[[], StopChecker] | None = None,
         *,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> list[Request]:
         """Queue a prompt; return its sequences."""
-        added = self.engine.add_request(prompt, params, request_id, watch, priority=priority, salt=salt)
+        added = self.engine.add_request(
+            prompt, params, request_id, stop_checker, priority=priority, cache_salt=cache_salt
+        )
         self.requests += added
         return added
 
@@ -166,7 +168,7 @@ class Rig:
         for request in self.requests:
             if request.error is not None and not isinstance(request.error, self.expected):
                 raise request.error
-            if not request.is_runner_up:
+            if not request.is_sibling:
                 self._check_held(request, (request.request_id, request.index) in gained)
         self.requests = [request for request in self.requests if not request.finished]
         return outputs
@@ -178,7 +180,7 @@ class Rig:
         """
         if request.finish_reason in ("abort", "error"):
             return
-        held = self.released[request.seq] if request.finished else stored_tokens(self.cache, request.seq)
+        held = self.released[request.seq_id] if request.finished else stored_tokens(self.cache, request.seq_id)
         assert held == request.tokens[: len(held)], "something was kept that was not committed"
         assert len(held) < len(request.tokens), "the newest token was fed"
         catching_up = not has_gained or request.beams is not None
@@ -213,15 +215,15 @@ def build_rig(
     caches = (cache(target.cache_shape, limits), *([drafter.cache] if isinstance(drafter, ModelDrafter) else []))
     options = EngineOptions(limits, seed, ends, verification)
     released = watch_releases(caches[0])
-    chances, rule = chances or KeyedChances(), Fixed(length)
-    engine = Engine(options, target, caches[0], chances, known_rules(), rule, drafter, caches[1:])
+    chances, verifier = chances or KeyedChances(), Fixed(length)
+    engine = Engine(options, target, caches[0], chances, known_verifiers(), verifier, drafter, caches[1:])
     return Rig(engine, caches, released)
 
 
 @functools.cache
-def known_rules() -> dict[str, Verifier]:
+def known_verifiers() -> dict[str, Verifier]:
     """Return every verification rule; looked up once, for they have no state."""
-    return load_rules()
+    return load_verifiers()
 
 
 def model_drafter(
@@ -230,8 +232,8 @@ def model_drafter(
     chances: Chances | None = None,
     limits: Limits = ROOMY,
     cache: MakeCache = paged,
-    branching: Branching | None = None,
+    topology: TreeTopology | None = None,
 ) -> ModelDrafter:
     """Make the real drafter around a table model, with a cache of its own; branching None = chains."""
     made, chances = cache(draft.cache_shape, limits), chances or KeyedChances()
-    return ModelDrafter(draft, made, chances, vocab_size, limits.max_num_batched_tokens, branching=branching)
+    return ModelDrafter(draft, made, chances, vocab_size, limits.max_num_batched_tokens, topology=topology)

@@ -1,4 +1,4 @@
-"""Faults that change the output's law, for checks that must notice them."""
+"""Faults that change the output's distribution, for checks that must notice them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "likelihood_ratios", always)
 
 
-def report_flatter_laws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a draft model report, of chains, laws that are flatter than those that it drew from."""
+def report_flatter_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a draft model report, of chains, distributions that are flatter than those that it drew from."""
     draw = draft_model.grow
 
     def flatter(model: CausalLM, chains: Sequence[Chain], *rest: Any) -> None:
         draw(model, chains, *rest)
         for chain in chains:
-            if chain.laws is not None:
-                weights = chain.laws**0.3
-                chain.laws = weights / weights.sum(-1, keepdim=True)
+            if chain.probs is not None:
+                weights = chain.probs**0.3
+                chain.probs = weights / weights.sum(-1, keepdim=True)
 
     monkeypatch.setattr(draft_model, "grow", flatter)

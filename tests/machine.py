@@ -16,13 +16,13 @@ import pytest
 from speculant.cache.base import KVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.drafting.base import Drafter
-from speculant.engine.build import load_rules
+from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import CapacityError, RequestError
 from speculant.params import SamplingParams
 from speculant.scheduling.draft_length import Fixed
 from speculant.types import Request, StepOutput
-from tests.exactness.plain_beams import Found, exact_law, plain_beams
+from tests.exactness.plain_beams import Found, exact_distribution, plain_beams
 from tests.oracle import (
     END,
     Mismatch,
@@ -38,7 +38,7 @@ from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_pr
 from tests.watched import CountedCache, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
 
 PATIENCE = 3000  # steps in which whoever is left at the end must end
-RULES = load_rules()
+VERIFIERS = load_verifiers()
 USUAL = SamplingParams()
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
@@ -59,28 +59,28 @@ class Ledger:
 
     def open(self, requests: Sequence[Request]) -> None:
         """Note new requests."""
-        self.live.update({request.seq: request for request in requests})
-        self._told.update({request.seq: [] for request in requests})
+        self.live.update({request.seq_id: request for request in requests})
+        self._told.update({request.seq_id: [] for request in requests})
 
     def hear(self, outputs: Sequence[StepOutput]) -> None:
         """Note what a step said: exactly the tokens that were committed, in order, and every end once."""
-        seqs = {(request.request_id, request.index): request.seq for request in self.live.values()}
+        seq_ids = {(request.request_id, request.index): request.seq_id for request in self.live.values()}
         for output in outputs:
-            request = self.live[seqs[output.request_id, output.index]]
-            said = self._told[request.seq]
+            request = self.live[seq_ids[output.request_id, output.index]]
+            said = self._told[request.seq_id]
             if output.token is not None:
                 said.append(output.token)
             ends = request.finished and len(said) == request.num_output
             assert output.finish_reason == (request.finish_reason if ends else None), "an end in the wrong place"
         for request in list(self.live.values()):
             searches = request.beams is not None and not request.finished
-            assert self._told[request.seq] == ([] if searches else request.output), "the caller heard something else"
+            assert self._told[request.seq_id] == ([] if searches else request.output), "the caller heard something else"
             if request.finished:
                 self.close(request)
 
     def close(self, request: Request) -> None:
         """Check a request that is over, and forget it."""
-        del self.live[request.seq]
+        del self.live[request.seq_id]
         assert_own_beam(request) if request.params.beam_width else assert_own_tokens(request)
         reason, ends = request.finish_reason, [token in request.end_token_ids for token in request.output]
         assert not any(ends[:-1]), "tokens behind an end"
@@ -89,8 +89,8 @@ class Ledger:
             full = request.num_output == request.params.max_tokens or len(request.tokens) == MAX_LEN
             assert (ends[-1], ends[-1] or full) == (reason == "stop", True), f"it ended for no {reason}"
         elif reason == "error":
-            blame = [seqs for error, seqs in self.raised if error is request.error]
-            culprit = request.seq - request.index if request.is_runner_up else request.seq
+            blame = [seq_ids for error, seq_ids in self.raised if error is request.error]
+            culprit = request.seq_id - request.index if request.is_sibling else request.seq_id
             assert blame == [[culprit]], f"ended by another's error, or by one of its own: {request.error!r}"
         self.tally[f"ended by {reason}"] += 1
         self.tally["preemptions"] += request.metrics.num_preemptions
@@ -114,8 +114,8 @@ def found_beams(
     prompt: tuple[int, ...], width: int, longest: int, ends: frozenset[int], penalty: float
 ) -> Sequence[Found]:
     """Return what a search of this prompt finds."""
-    law = exact_law(lambda history: logits_after(prefix_hashes(history)[-1]))
-    return plain_beams(law, prompt, width, longest, ends, penalty)
+    distribution = exact_distribution(lambda history: logits_after(prefix_hashes(history)[-1]))
+    return plain_beams(distribution, prompt, width, longest, ends, penalty)
 
 
 class Machine:
@@ -136,7 +136,7 @@ class Machine:
             self.target,
             self.caches[0],
             PlainChances(),
-            RULES,
+            VERIFIERS,
             Fixed(setup.spec_length),
             drafter,
             drafter_caches,
@@ -166,7 +166,7 @@ class Machine:
 
     def step(self, digits: Digits) -> None:
         """Let the engine go on; if it is interrupted, no text has changed."""
-        before = {seq: list(request.tokens) for seq, request in self.live.items()}
+        before = {seq_id: list(request.tokens) for seq_id, request in self.live.items()}
         num_passes, num_raised = self.target.num_passes, len(self.ledger.raised)
         self.target.fed.clear()
         try:
@@ -174,7 +174,9 @@ class Machine:
         except KeyboardInterrupt:
             self.story.append(("step, interrupted",))
             self.tally["interrupts"] += 1
-            assert before == {seq: request.tokens for seq, request in self.live.items()}, "an interrupt changed a text"
+            assert before == {seq_id: request.tokens for seq_id, request in self.live.items()}, (
+                "an interrupt changed a text"
+            )
             return
         if before:
             self.story.append(("step", *((output.request_id, output.index, output.token) for output in outputs)))
@@ -186,21 +188,29 @@ class Machine:
 
     def _check_texts(self, before: Mapping[int, list[int]]) -> None:
         """Assert that everybody was fed the own text, and holds all but the newest token of what it became."""
-        for seq, (count, prefix) in self.target.fed.items():
-            assert prefix_hashes(before[seq][:count])[-1:] == [prefix], "a request was fed another text than its own"
-        for seq in before.keys() & self.live.keys():
-            tokens = self.live[seq].tokens
-            grown = len(tokens) > len(before[seq]) and self.live[seq].beams is None
-            assert not grown or self.caches[0].length(seq) == len(tokens) - 1, "not all but the newest token are held"
+        for seq_id, (count, prefix) in self.target.fed.items():
+            assert prefix_hashes(before[seq_id][:count])[-1:] == [prefix], "a request was fed another text than its own"
+        for seq_id in before.keys() & self.live.keys():
+            tokens = self.live[seq_id].tokens
+            grown = len(tokens) > len(before[seq_id]) and self.live[seq_id].beams is None
+            assert not grown or self.caches[0].length(seq_id) == len(tokens) - 1, (
+                "not all but the newest token are held"
+            )
 
     def add(self, digits: Digits) -> None:
         """Send a prompt, perhaps one that begins like others."""
         prompt, params = drawn_prompt(digits), drawn_params(digits)
-        salt, priority, request_id = digits.pick(("", "", "other")), digits.pick((0, 0, 1, -1)), str(self.num_added)
-        self.story.append(("add", request_id, prompt, params, salt, priority))
+        cache_salt, priority, request_id = (
+            digits.pick(("", "", "other")),
+            digits.pick((0, 0, 1, -1)),
+            str(self.num_added),
+        )
+        self.story.append(("add", request_id, prompt, params, cache_salt, priority))
         vacant = self.engine.accepts(params.n)
         try:
-            self.ledger.open(self.engine.add_request(prompt, params, request_id, priority=priority, salt=salt))
+            self.ledger.open(
+                self.engine.add_request(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+            )
         except CapacityError:
             assert not vacant, "refused although there was room"
             self.tally["refused"] += 1
@@ -257,8 +267,8 @@ class Machine:
         """Assert what holds between any two actions."""
         self.engine.check()
         scheduler = self.engine._scheduler
-        present = [request.seq for request in (*scheduler.waiting, *scheduler.running)]
-        fed = [seq for seq, request in self.live.items() if not request.is_runner_up]
+        present = [request.seq_id for request in (*scheduler.waiting, *scheduler.running)]
+        fed = [seq_id for seq_id, request in self.live.items() if not request.is_sibling]
         assert sorted(present) == sorted(fed), "a request was lost, doubled or kept"
         assert len(scheduler.running) <= self.setup.limits.max_num_seqs
         if self.num_actions % 4 == 0:
@@ -267,12 +277,12 @@ class Machine:
     def _check_memory(self, running: Sequence[Request]) -> None:
         """Assert that just the running requests hold blocks, and one of them its own slots; a leak stays till seen."""
         for cache in self.caches:
-            tables = [cache.table(request.seq).blocks.tolist() for request in running]
+            tables = [cache.table(request.seq_id).blocks.tolist() for request in running]
             held = {block for table in tables for block in table}
             assert cache.free_tokens() == (cache.num_blocks - len(held)) * cache.block_size, "a block is lost"
         if running:
             request = running[self.num_actions // 4 % len(running)]
-            assert_holds(self.caches[0], request.seq, request.tokens[: self.caches[0].length(request.seq)])
+            assert_holds(self.caches[0], request.seq_id, request.tokens[: self.caches[0].length(request.seq_id)])
 
 
 # each as often as it is named

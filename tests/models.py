@@ -126,16 +126,16 @@ def make_request(
     prompt: Sequence[int],
     output: Sequence[int] = (),
     params: SamplingParams | None = None,
-    seq: int = 1,
+    seq_id: int = 1,
     **fields: Any,
 ) -> Request:
     """Make a request that has generated `output` so far; `fields` replace the other defaults."""
     defaults: dict[str, Any] = {
-        "request_id": f"request-{seq}",
+        "request_id": f"request-{seq_id}",
         "index": 0,
         "params": params or SamplingParams(),
-        "seed": seq,
+        "seed": seq_id,
         "end_token_ids": frozenset(),
         "metrics": RequestMetrics(TimingMetrics(arrival=0.0)),
     }
-    return Request(seq=seq, prompt=tuple(prompt), tokens=[*prompt, *output], **{**defaults, **fields})
+    return Request(seq_id=seq_id, prompt=tuple(prompt), tokens=[*prompt, *output], **{**defaults, **fields})

@@ -79,7 +79,7 @@ def likeliest(prefix: int) -> int:
 class OracleModel:
     """A `CausalLM` over slots that say whose they are; its hidden states are the prefix hashes.
 
-    Its law is the target's, but for every `astray`-th prefix if that is not 0: a draft model that errs.
+    Its distribution is the target's, but for every `astray`-th prefix if that is not 0: a draft model that errs.
     `fed` says, by sequence, how many committed positions it had last, and their hash.
     """
 
@@ -105,10 +105,10 @@ class OracleModel:
         return torch.tensor(hashes, dtype=torch.float64)[:, None]
 
     def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], cache: KVCache) -> list[int]:
-        seq, start = segment.slots.seq, segment.slots.start
-        held = held_slots(cache, seq, start)
+        seq_id, start = segment.slots.seq_id, segment.slots.start
+        held = held_slots(cache, seq_id, start)
         hashes = _row_hashes(segment, tokens, positions, int(held.prefixes[-1]) if start else NOTHING)
-        self.fed[seq] = start + segment.num_committed, hashes[segment.num_committed - 1]
+        self.fed[seq_id] = start + segment.num_committed, hashes[segment.num_committed - 1]
         return hashes
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -147,22 +147,22 @@ class Slots(NamedTuple):
     prefixes: list[float]
 
 
-def held_slots(cache: KVCache, seq: int, end: int) -> Slots:
+def held_slots(cache: KVCache, seq_id: int, end: int) -> Slots:
     """Return what the first `end` positions of a sequence hold: the slots of one prefix, in order."""
     if not end:
         return Slots([], [], [])
-    keys, values = (part[:end, 0].T.numpy() for part in cache.read(0, seq))
+    keys, values = (part[:end, 0].T.numpy() for part in cache.read(0, seq_id))
     held = Slots(*keys.tolist())
     require(bool((keys == -values).all()), "keys and values were parted")
-    require(held.positions == list(range(end)), f"sequence {seq} holds the positions {held.positions}")
-    require(held.prefixes == prefix_hashes(map(int, held.tokens)), f"sequence {seq} holds slots of several prefixes")
+    require(held.positions == list(range(end)), f"sequence {seq_id} holds the positions {held.positions}")
+    require(held.prefixes == prefix_hashes(map(int, held.tokens)), f"sequence {seq_id} holds slots of several prefixes")
     return held
 
 
-def assert_holds(cache: KVCache, seq: int, tokens: Sequence[int]) -> None:
+def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Assert that a sequence holds exactly the slots of these tokens."""
-    held = held_slots(cache, seq, cache.length(seq))
-    assert held.tokens == list(tokens), f"sequence {seq} holds {held.tokens} and not {list(tokens)}"
+    held = held_slots(cache, seq_id, cache.length(seq_id))
+    assert held.tokens == list(tokens), f"sequence {seq_id} holds {held.tokens} and not {list(tokens)}"
 
 
 class PlainChance:
@@ -194,7 +194,7 @@ class PlainChance:
 class PlainChances:
     """A `Chances` keyed like the production one.
 
-    By position where draft and target are coupled; else by purpose and round.
+    By position where draft and target are on shared noise; else by purpose and round.
     """
 
     def draft(self, request: Request) -> Chance:
@@ -206,7 +206,7 @@ class PlainChances:
         return self._chance(request, 2)
 
     def _chance(self, request: Request, purpose: int) -> PlainChance:
-        if request.coupled:
+        if request.shared_noise:
             return PlainChance(scrambled(request.seed) + len(request.tokens))
         return PlainChance(scrambled(request.seed + purpose) + 1000 * request.rounds)
 
@@ -215,7 +215,7 @@ def assert_own_tokens(request: Request) -> None:
     """Assert that each token is the one that plain decoding chooses after those before it.
 
     By induction that is the whole text that the request would get alone, without speculation. Where a
-    ratio rule decides, chance chooses otherwise than plain decoding, and only the law's support is known.
+    ratio rule decides, chance chooses otherwise than plain decoding, and only the distribution's support is known.
     """
     prefixes = prefix_hashes(request.tokens)[len(request.prompt) - 1 : -1]
     if request.params.greedy and not request.params.penalised:
@@ -226,11 +226,15 @@ def assert_own_tokens(request: Request) -> None:
 
 def _assert_own_draws(fresh: Request, output: Sequence[int], prefixes: Sequence[int]) -> None:
     logits = torch.tensor([logits_after(prefix) for prefix in prefixes], dtype=torch.float64)
-    laws = distribution(logits, [Node(fresh, output[:place]) for place in range(len(output))])
-    assert all(float(law[token]) > 0 for law, token in zip(laws, output, strict=True)), "an impossible token"
-    if fresh.coupled:
+    distributions = distribution(logits, [Node(fresh, output[:place]) for place in range(len(output))])
+    assert all(float(distribution[token]) > 0 for distribution, token in zip(distributions, output, strict=True)), (
+        "an impossible token"
+    )
+    if fresh.shared_noise:
         chance = PlainChances().verify(fresh)
-        assert output == [chance.draw(law) for law in laws], f"not the text of {fresh.prompt} alone"
+        assert output == [chance.draw(distribution) for distribution in distributions], (
+            f"not the text of {fresh.prompt} alone"
+        )
 
 
 def assert_prompt_logprobs(request: Request) -> None:
@@ -238,8 +242,9 @@ def assert_prompt_logprobs(request: Request) -> None:
     if request.params.prompt_logprobs is None or request.index:
         return
     noted = [entry[token].logprob for entry, token in zip(request.prompt_logprobs, request.prompt[1:], strict=True)]
-    laws = [logits_after(prefix) for prefix in prefix_hashes(request.prompt[:-1])]
+    distributions = [logits_after(prefix) for prefix in prefix_hashes(request.prompt[:-1])]
     expected = [
-        law[token] - math.log(sum(map(math.exp, law))) for law, token in zip(laws, request.prompt[1:], strict=True)
+        distribution[token] - math.log(sum(map(math.exp, distribution)))
+        for distribution, token in zip(distributions, request.prompt[1:], strict=True)
     ]
     assert np.allclose(noted, expected, rtol=0, atol=1e-9), f"prompt log-probabilities {noted}, not {expected}"

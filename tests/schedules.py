@@ -94,7 +94,11 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"beam_width": 3},
     {"beam_width": 3, "length_penalty": 0.3},
 )
-LAWS: tuple[dict[str, Any], ...] = (*({"temperature": 0},) * 5, {"temperature": 0, "ignore_eos": True}, *SAMPLED)
+DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
+    *({"temperature": 0},) * 5,
+    {"temperature": 0, "ignore_eos": True},
+    *SAMPLED,
+)
 
 
 def drawn_prompt(digits: Digits) -> list[int]:
@@ -108,18 +112,20 @@ def drawn_prompt(digits: Digits) -> list[int]:
 def drawn_params(digits: Digits) -> SamplingParams:
     """Draw how a prompt is continued."""
     n = digits.pick((1, 1, 1, 2, 3))
-    law = digits.below(len(LAWS if n == 1 else SAMPLED))  # greedy samples of one prompt would all be the same
-    return _made(n, law, digits.below(8), digits.below(6), digits.below(4))
+    distribution = digits.below(
+        len(DISTRIBUTIONS if n == 1 else SAMPLED)
+    )  # greedy samples of one prompt would all be the same
+    return _made(n, distribution, digits.below(8), digits.below(6), digits.below(4))
 
 
 @functools.cache
-def _made(n: int, law: int, length: int, speculation: int, logprobs: int) -> SamplingParams:
+def _made(n: int, distribution: int, length: int, speculation: int, logprobs: int) -> SamplingParams:
     return SamplingParams(
         n=n,
         max_tokens=(4, 8, 12, None, 1, 2, 16, None)[length],
         speculation=(None, None, None, None, False, {"num_speculative_tokens": 1})[speculation],
         prompt_logprobs=(None, None, None, 0)[logprobs],
-        **(LAWS if n == 1 else SAMPLED)[law],
+        **(DISTRIBUTIONS if n == 1 else SAMPLED)[distribution],
     )
 
 

@@ -56,11 +56,11 @@ class FragileModel(OracleModel):
         fault = self.fault
         if fault is None or fault.early != early:
             return
-        seqs = [segment.slots.seq for segment in batch.segments]
-        if fault.victim is None or fault.victim in seqs:
+        requests = [segment.slots.seq_id for segment in batch.segments]
+        if fault.victim is None or fault.victim in requests:
             fault.times -= 1
             self.fault = fault if fault.times else None
-            self._raised.append((fault.error(), seqs))
+            self._raised.append((fault.error(), requests))
             raise self._raised[-1][0]
 
 
@@ -83,59 +83,59 @@ class CountedCache(PagedKVCache):
         self._tally["evictions"] += 1
         return self._forget(block)
 
-    def reserve(self, seq: int, n: int) -> Slots:
+    def reserve(self, request: int, n: int) -> Slots:
         """See `KVCache.reserve`; what it takes beyond new blocks are copies."""
-        held = -(-self.length(seq) // self.block_size)
-        needed = -(-(self.length(seq) + n) // self.block_size) if n else held
-        self._tally["copies on write"] += self.missing(seq, n) - (needed - held)
-        return super().reserve(seq, n)
+        held = -(-self.length(request) // self.block_size)
+        needed = -(-(self.length(request) + n) // self.block_size) if n else held
+        self._tally["copies on write"] += self.missing(request, n) - (needed - held)
+        return super().reserve(request, n)
 
-    def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
-        """See `KVCache.keep_path`."""
+    def compact(self, request: int, base: int, path: Sequence[int]) -> None:
+        """See `KVCache.compact`."""
         self._tally["compactions"] += list(path) != list(range(len(path)))
-        super().keep_path(seq, base, path)
+        super().compact(request, base, path)
 
     def fork(self, src: int, dst: int) -> None:
         """See `KVCache.fork`."""
         self._tally["forks"] += self.length(src) > 0
         super().fork(src, dst)
 
-    def adopt_prefix(self, seq: int, tokens: Sequence[int], salt: str = "") -> int:
-        """See `KVCache.adopt_prefix`."""
-        adopted = super().adopt_prefix(seq, tokens, salt)
+    def match_prefix(self, request: int, tokens: Sequence[int], cache_salt: str = "") -> int:
+        """See `KVCache.match_prefix`."""
+        adopted = super().match_prefix(request, tokens, cache_salt)
         self._tally["prefix hits"] += adopted > 0
-        blocks = (self._live[seq].salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
+        blocks = (self._live[request].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted
 
-    def index_prefix(self, seq: int, tokens: Sequence[int]) -> None:
-        """See `KVCache.index_prefix`."""
-        super().index_prefix(seq, tokens)
-        request = self._live[seq]
-        for end in range(self.block_size, min(self.length(seq), len(tokens)) + 1, self.block_size):
+    def insert_prefix(self, request: int, tokens: Sequence[int]) -> None:
+        """See `KVCache.insert_prefix`."""
+        super().insert_prefix(request, tokens)
+        request = self._live[request]
+        for end in range(self.block_size, min(self.length(request), len(tokens)) + 1, self.block_size):
             require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
-            self._committed.add((request.salt, tuple(tokens[:end])))
+            self._committed.add((request.cache_salt, tuple(tokens[:end])))
 
 
 class WatchedDrafter(ModelDrafter):
     """The real drafter over an oracle model: each draft must come from the request's tokens and its own."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        trees = super().propose(seqs, limits)
-        for seq, tree, limit in zip(seqs, trees, limits, strict=True):
-            require(tree.size <= seq.live_tree().size + limit, "a draft beyond its limit")
-            if tree.size and seq.beams is not None:
-                self._assert_fed(seq.seq, seq.tokens)
+        trees = super().propose(requests, limits)
+        for request, tree, limit in zip(requests, trees, limits, strict=True):
+            require(tree.size <= request.live_tree().size + limit, "a draft beyond its limit")
+            if tree.size and request.beams is not None:
+                self._assert_fed(request.seq_id, request.tokens)
             elif tree.size:
-                self._assert_fed(seq.seq, [*seq.tokens, *tree.token_list[:-1]])
+                self._assert_fed(request.seq_id, [*request.tokens, *tree.token_list[:-1]])
         return trees
 
-    def _assert_fed(self, seq: int, tokens: Sequence[int]) -> None:
-        model = self._follower.model
+    def _assert_fed(self, request: int, tokens: Sequence[int]) -> None:
+        model = self._runner.model
         assert isinstance(model, OracleModel)
-        require(self.cache.length(seq) == len(tokens), "the draft cache holds more or less than was drafted from")
-        require(model.fed[seq] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
+        require(self.cache.length(request) == len(tokens), "the draft cache holds more or less than was drafted from")
+        require(model.fed[request] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
 
 
 class Guesser:
@@ -144,12 +144,15 @@ class Guesser:
     def __init__(self, branches: bool) -> None:
         self.needs = DrafterNeeds(emits_tree=branches)
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._guess(prefix_hashes(seq.tokens)[-1], limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return [
+            self._guess(prefix_hashes(request.tokens)[-1], limit)
+            for request, limit in zip(requests, limits, strict=True)
+        ]
 
     def _guess(self, prefix: int, limit: int) -> DraftTree:
         tokens, parents, parent = list[int](), list[int](), -1
@@ -169,8 +172,8 @@ class Guesser:
         before, behind = whim // 5 % 3, whim // 15 % 2
         return [(token + 3 * place) % V for place in range(-before, behind + 1)], before
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""

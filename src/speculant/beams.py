@@ -1,4 +1,4 @@
-"""Beam search as a value: the hypotheses, and what the target's laws make of them [002 A.4]. No model, no cache.
+"""Beam search as a value: hypotheses, and how the target's distributions advance them [002 A.4]. No model, no cache.
 
 A round takes the likeliest continuations of all live hypotheses, over all of them:
 
@@ -78,7 +78,7 @@ class Beams:
         """The live hypotheses that wait for their continuations, best first."""
         return [hypothesis.tokens for hypothesis in self.live if hypothesis.tokens not in self.scored]
 
-    def learn(self, scored: Mapping[Text, Continuations]) -> Beams:
+    def advance(self, scored: Mapping[Text, Continuations]) -> Beams:
         """Return the search after all rounds that can be taken when these texts' continuations are known too."""
         beams = replace(self, scored={**self.scored, **scored})
         while beams.live and not beams.unscored:

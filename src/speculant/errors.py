@@ -30,8 +30,8 @@ class PairError(SpeculantError, ValueError):
     """A draft that does not fit its target."""
 
 
-class LawError(SpeculantError, ValueError):
-    """Weights that are not those of a law, or two laws over different outcomes."""
+class DistributionError(SpeculantError, ValueError):
+    """Weights that are not those of a distribution, or two distributions over different outcomes."""
 
 
 class RequestError(SpeculantError, ValueError):

@@ -128,7 +128,7 @@ class RequestMetrics:
     """All figures of one request.
 
     verification: the rule that was used, "beam" for a beam search; None = no speculation.
-    lossless: the output's law is the target's own; False only if a lenient rule was asked for.
+    lossless: the output's distribution is the target's own; False only if a lenient rule was asked for.
     cached_tokens: prompt tokens that were found in the cache. num_preemptions: how often the request
     was set aside for lack of memory.
     """

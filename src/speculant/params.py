@@ -21,18 +21,18 @@ MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings in vLLM's names. Every setting is a law over tokens (seed 002 section 2.2).
+    """Sampling settings in vLLM's names. Every setting is a distribution over tokens (seed 002 section 2.2).
 
-    temperature 0 is greedy: the lowest token id among the most likely ones. The law is made in this
+    temperature 0 is greedy: the lowest token id among the most likely ones. The distribution is made in this
     order: logit_bias, end tokens banned below min_tokens, repetition, presence and frequency
-    penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own law, before all that.
+    penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all that.
 
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set
     `num_speculative_tokens` and `verification`.
 
     With `beam_width` nothing is sampled: the `n` best texts that a beam search of that width finds are returned,
-    by the sum of their log-probabilities / length ** length_penalty, under the law at temperature 1.
+    by the sum of their log-probabilities / length ** length_penalty, under the distribution at temperature 1.
     """
 
     n: int = 1
@@ -132,12 +132,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the law is a point mass."""
+        """Whether the distribution is a point mass."""
         return self.temperature == 0
 
     @property
     def penalised(self) -> bool:
-        """Whether the law depends on the tokens so far."""
+        """Whether the distribution depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @classmethod
@@ -235,9 +235,9 @@ def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
     for key in given:
         if key not in _SPECULATION:
             raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION))
-    tokens, rule = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
+    tokens, verifier = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ConfigError(f"num_speculative_tokens={tokens!r} is not a whole number from 0", "use for example 4.")
-    if not isinstance(rule, str):
-        raise ConfigError(f"verification={rule!r} is not the name of a rule", 'use for example "auto".')
+    if not isinstance(verifier, str):
+        raise ConfigError(f"verification={verifier!r} is not the name of a rule", 'use for example "auto".')
     return dict(given)

@@ -21,7 +21,7 @@ class DraftTree:
 
     tokens: Tensor  # [n] int64
     parents: Tensor  # [n] int64; parents come before children; -1 = child of the root
-    probs: Tensor | None = None  # [n, V]: the law each node was really drawn from; None = deterministic
+    probs: Tensor | None = None  # [n, V]: the distribution each node was really drawn from; None = deterministic
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None) -> DraftTree:

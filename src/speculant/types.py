@@ -21,7 +21,7 @@ class Verdict:
     token: int  # the correction or bonus token
 
 
-class StopWatch(Protocol):
+class StopChecker(Protocol):
     """Sees every committed token in order; the engine's only link to text."""
 
     def push(self, token: int) -> str | None:
@@ -31,7 +31,7 @@ class StopWatch(Protocol):
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural-log probability of a token under the model's own law, before any sampling parameter."""
+    """Natural-log probability of a token under the model's own distribution, before any sampling parameter."""
 
     logprob: float
     rank: int  # 1 = the most likely
@@ -45,7 +45,7 @@ Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the mo
 class Request:
     """One sequence being generated: one of the `n` samples that a prompt asked for.
 
-    `commit` is the only place that changes it. `coupled` says that draft and target draws share
+    `commit` is the only place that changes it. `shared_noise` says that draft and target draws share
     keyed noise, which the `match` rule wants and ratio rules forbid.
 
     A beam search is one sequence too. Its `tokens` are the trunk, what all live hypotheses begin with if one
@@ -53,7 +53,7 @@ class Request:
     becomes its tokens.
     """
 
-    seq: int
+    seq_id: int
     request_id: str
     index: int
     prompt: tuple[int, ...]
@@ -61,11 +61,11 @@ class Request:
     seed: int
     end_token_ids: frozenset[int]
     metrics: RequestMetrics
-    rule: str = "match"  # the verification rule's name
-    coupled: bool = True
-    watch: StopWatch | None = None
+    verifier: str = "match"  # the verification rule's name
+    shared_noise: bool = True
+    stop_checker: StopChecker | None = None
     priority: int = 0  # lower is served sooner
-    salt: str = ""  # prefixes are shared among requests of one salt alone
+    cache_salt: str = ""  # prefixes are shared among requests of one salt alone
     tokens: list[int] = field(default_factory=list)  # prompt and output
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Request:
     stop_reason: int | str | None = None  # the end token or stop string
     error: Exception | None = None  # what ended it, if that was an error
     beams: Beams | None = None  # the beam search, if it is one
-    runners_up: tuple[Request, ...] = ()  # get the search's next best hypotheses
+    siblings: tuple[Request, ...] = ()  # get the search's next best hypotheses
     hypothesis: Hypothesis | None = None  # what it got of a beam search
 
     @property
@@ -94,14 +94,14 @@ class Request:
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
-    def is_runner_up(self) -> bool:
+    def is_sibling(self) -> bool:
         """Whether it waits for what the first of a prompt's samples searches, and takes part in no pass."""
         return self.params.beam_width is not None and self.index > 0
 
     @property
     def outcomes(self) -> tuple[Request, ...]:
         """The requests that end when this one does."""
-        return self, *self.runners_up
+        return self, *self.siblings
 
     @property
     def reached(self) -> int:
@@ -190,5 +190,5 @@ class RequestOutput:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output's law is the target's own, as it is unless a lenient rule was asked for."""
+        """Whether the output's distribution is the target's own, as it is unless a lenient rule was asked for."""
         return self.metrics.lossless

@@ -66,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = CACHES[self.name](SHAPE, NUM_SEQS, MAX_LEN)
         self.capacity = self.cache.free_tokens()
         self.held: dict[int, list[int]] = {}
-        self.salt: dict[int, str] = {}
+        self.cache_salt: dict[int, str] = {}
         self.indexed: dict[int, int] = {}  # positions of a sequence that others must be able to adopt
         self.past: list[tuple[int, ...]] = []
         self.known: set[tuple[str, tuple[int, ...]]] = set()  # whatever could ever be adopted
@@ -76,104 +76,106 @@ class CacheMachine(RuleBasedStateMachine):
         self.last_token += n
         return list(range(self.last_token - n + 1, self.last_token + 1))
 
-    def _next(self, seq: int, n: int, replay: bool) -> list[int]:
-        held = tuple(self.held.get(seq, ()))
+    def _next(self, seq_id: int, n: int, replay: bool) -> list[int]:
+        held = tuple(self.held.get(seq_id, ()))
         known = [past[len(held) :] for past in self.past if replay and past[: len(held)] == held]
         return next((list(past[:n]) for past in known if len(past) >= n), None) or self._new(n)
 
-    def _feed(self, seq: int, tokens: list[int]) -> None:
-        feed(self.cache, seq, tokens)
-        self._hold(seq, self.held.get(seq, []) + tokens, self.salt.get(seq, ""), self.indexed.get(seq, 0))
+    def _feed(self, seq_id: int, tokens: list[int]) -> None:
+        feed(self.cache, seq_id, tokens)
+        self._hold(
+            seq_id, self.held.get(seq_id, []) + tokens, self.cache_salt.get(seq_id, ""), self.indexed.get(seq_id, 0)
+        )
 
-    def _hold(self, seq: int, tokens: list[int], salt: str, indexed: int) -> None:
-        self.held[seq], self.salt[seq], self.indexed[seq] = tokens, salt, indexed
+    def _hold(self, seq_id: int, tokens: list[int], cache_salt: str, indexed: int) -> None:
+        self.held[seq_id], self.cache_salt[seq_id], self.indexed[seq_id] = tokens, cache_salt, indexed
 
-    def _keep(self, seq: int, tokens: list[int], unchanged: int) -> None:
-        self._hold(seq, tokens, self.salt[seq], min(self.indexed[seq], full(unchanged)))
+    def _keep(self, seq_id: int, tokens: list[int], unchanged: int) -> None:
+        self._hold(seq_id, tokens, self.cache_salt[seq_id], min(self.indexed[seq_id], full(unchanged)))
 
     def _draw_held(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.held)))
 
     def _unknown(self) -> list[int]:
-        return [seq for seq in range(NUM_NAMES) if seq not in self.held]
+        return [seq_id for seq_id in range(NUM_NAMES) if seq_id not in self.held]
 
     @initialize(n=st.integers(0, MAX_LEN))
     def serve_one(self, n: int) -> None:
         self._feed(0, self._new(n))
         self._index(0, list(self.held[0]))
 
-    @rule(seq=st.integers(0, 4), n=st.integers(0, 9), replay=st.booleans())
-    def feed(self, seq: int, n: int, replay: bool) -> None:
+    @rule(seq_id=st.integers(0, 4), n=st.integers(0, 9), replay=st.booleans())
+    def feed(self, seq_id: int, n: int, replay: bool) -> None:
         """Whatever is promised is granted; a copy of a shared block is all that may come in between."""
-        length, room = self.cache.length(seq), self.cache.plan().room(seq)
+        length, room = self.cache.length(seq_id), self.cache.plan().room(seq_id)
         assert room >= min(MAX_LEN - length, self.cache.free_tokens() - (BLOCK if length else 0))
         if n <= room:
-            self._feed(seq, self._next(seq, n, replay))
+            self._feed(seq_id, self._next(seq_id, n, replay))
         else:
-            self._refuse(seq, n)
+            self._refuse(seq_id, n)
 
-    @rule(data=st.data(), seqs=st.lists(st.integers(0, 4), min_size=1, max_size=4), replay=st.booleans())
-    def feed_by_plan(self, data: st.DataObject, seqs: list[int], replay: bool) -> None:
+    @rule(data=st.data(), seq_ids=st.lists(st.integers(0, 4), min_size=1, max_size=4), replay=st.booleans())
+    def feed_by_plan(self, data: st.DataObject, seq_ids: list[int], replay: bool) -> None:
         """What a plan has room for is granted, all of it and in any order; what it has none for takes nothing."""
-        plan, taken = self.cache.plan(), dict.fromkeys(seqs, 0)
-        for seq in seqs:
+        plan, taken = self.cache.plan(), dict.fromkeys(seq_ids, 0)
+        for seq_id in seq_ids:
             before = [plan.room(each) for each in range(NUM_NAMES)]
-            n = data.draw(st.integers(0, before[seq] + BLOCK))
-            if plan.take(seq, n):
-                taken[seq] += n
+            n = data.draw(st.integers(0, before[seq_id] + BLOCK))
+            if plan.take(seq_id, n):
+                taken[seq_id] += n
             else:
-                assert n > before[seq]
+                assert n > before[seq_id]
                 assert before == [plan.room(each) for each in range(NUM_NAMES)]
-        left = [plan.room(seq) for seq in range(NUM_NAMES)]
-        for seq in data.draw(st.permutations(list(taken))):
-            if taken[seq]:
-                self._feed(seq, self._next(seq, taken[seq], replay))
-        for seq in range(NUM_NAMES):
-            room = self.cache.plan().room(seq)
-            assert left[seq] <= room
-            self._refuse(seq, room + 1)
+        left = [plan.room(seq_id) for seq_id in range(NUM_NAMES)]
+        for seq_id in data.draw(st.permutations(list(taken))):
+            if taken[seq_id]:
+                self._feed(seq_id, self._next(seq_id, taken[seq_id], replay))
+        for seq_id in range(NUM_NAMES):
+            room = self.cache.plan().room(seq_id)
+            assert left[seq_id] <= room
+            self._refuse(seq_id, room + 1)
 
-    def _refuse(self, seq: int, n: int) -> None:
+    def _refuse(self, seq_id: int, n: int) -> None:
         """Assert that n positions are too many; the invariants see that nothing changes."""
         free = self.cache.free_tokens()
         with pytest.raises(CapacityError, match="Fix"):
-            self.cache.reserve(seq, n)
+            self.cache.reserve(seq_id, n)
         assert self.cache.free_tokens() == free
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def reserve_and_take_back(self, data: st.DataObject) -> None:
         """A pass that reserved, wrote garbage and failed leaves nothing behind."""
-        seq = self._draw_held(data)
-        n = data.draw(st.integers(0, self.cache.plan().room(seq)))
-        feed(self.cache, seq, [-1] * n)
-        self.cache.truncate_to(seq, len(self.held[seq]))
+        seq_id = self._draw_held(data)
+        n = data.draw(st.integers(0, self.cache.plan().room(seq_id)))
+        feed(self.cache, seq_id, [-1] * n)
+        self.cache.truncate_to(seq_id, len(self.held[seq_id]))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        seq = self._draw_held(data)
-        n = data.draw(st.integers(0, len(self.held[seq])))
-        self.cache.truncate_to(seq, n)
-        self._keep(seq, self.held[seq][:n], n)
+        seq_id = self._draw_held(data)
+        n = data.draw(st.integers(0, len(self.held[seq_id])))
+        self.cache.truncate_to(seq_id, n)
+        self._keep(seq_id, self.held[seq_id][:n], n)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def keep_path(self, data: st.DataObject) -> None:
+    def compact(self, data: st.DataObject) -> None:
         """Any path through anything, shared positions too; only these may find no room for their copies."""
-        seq = self._draw_held(data)
-        tokens, free = self.held[seq], self.cache.free_tokens()
+        seq_id = self._draw_held(data)
+        tokens, free = self.held[seq_id], self.cache.free_tokens()
         base = data.draw(st.integers(0, len(tokens)))
         nodes = range(len(tokens) - base)
         path = sorted(data.draw(st.sets(st.sampled_from(nodes)))) if nodes else []
         try:
-            self.cache.keep_path(seq, base, path)
+            self.cache.compact(seq_id, base, path)
         except CapacityError:
             assert self.name in SHARING
             assert free < len(path) + 2 * BLOCK, "refused although there was room"
             return
         moved = path != list(range(len(path)))
-        self._keep(seq, tokens[:base] + [tokens[base + node] for node in path], base if moved else base + len(path))
+        self._keep(seq_id, tokens[:base] + [tokens[base + node] for node in path], base if moved else base + len(path))
 
     @precondition(lambda self: 0 < len(self.held) < NUM_NAMES)
     @rule(data=st.data(), go_on=st.booleans())
@@ -185,90 +187,92 @@ class CacheMachine(RuleBasedStateMachine):
         except CapacityError:
             assert self.cache.free_tokens() < len(self.held[src]), "refused although there was room"
             return
-        self._hold(dst, list(self.held[src]), self.salt[src], self.indexed[src])
-        for seq in (src, dst):
-            if go_on and self.cache.plan().room(seq):
-                self._feed(seq, self._new(1))
+        self._hold(dst, list(self.held[src]), self.cache_salt[src], self.indexed[src])
+        for seq_id in (src, dst):
+            if go_on and self.cache.plan().room(seq_id):
+                self._feed(seq_id, self._new(1))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), uncommitted=st.integers(0, 5))
     def index(self, data: st.DataObject, uncommitted: int) -> None:
         """Index what is committed; drafts may follow, or the newest token that has not been fed yet."""
-        seq = self._draw_held(data)
-        committed = self.held[seq][: max(0, len(self.held[seq]) - uncommitted)]
-        self._index(seq, committed if uncommitted else committed + self._new(1))
+        seq_id = self._draw_held(data)
+        committed = self.held[seq_id][: max(0, len(self.held[seq_id]) - uncommitted)]
+        self._index(seq_id, committed if uncommitted else committed + self._new(1))
 
-    def _index(self, seq: int, tokens: list[int]) -> None:
-        self.cache.index_prefix(seq, tokens)
-        n = min(len(tokens), len(self.held[seq]))
-        self.indexed[seq] = max(self.indexed[seq], full(n))
+    def _index(self, seq_id: int, tokens: list[int]) -> None:
+        self.cache.insert_prefix(seq_id, tokens)
+        n = min(len(tokens), len(self.held[seq_id]))
+        self.indexed[seq_id] = max(self.indexed[seq_id], full(n))
         if len(tokens) >= BLOCK:
             self.past.append(tuple(tokens))
-        self.known.update((self.salt[seq], tuple(tokens[: full(m)])) for m in range(n + 1))
+        self.known.update((self.cache_salt[seq_id], tuple(tokens[: full(m)])) for m in range(n + 1))
 
     @precondition(lambda self: len(self.held) < NUM_NAMES)
-    @rule(data=st.data(), salt=st.sampled_from(SALTS), own=st.just(0) | st.integers(1, 9), goes_on=st.booleans())
-    def adopt(self, data: st.DataObject, salt: str, own: int, goes_on: bool) -> None:
+    @rule(data=st.data(), cache_salt=st.sampled_from(SALTS), own=st.just(0) | st.integers(1, 9), goes_on=st.booleans())
+    def adopt(self, data: st.DataObject, cache_salt: str, own: int, goes_on: bool) -> None:
         """A prompt like one before, but for its end: adopt what is known of it, then maybe feed and index the rest."""
-        seq = data.draw(st.sampled_from(self._unknown()))
+        seq_id = data.draw(st.sampled_from(self._unknown()))
         past = data.draw(st.sampled_from(self.past or [()]))
         common = data.draw(st.sampled_from([len(past), full(len(past))]) | st.integers(0, len(past)))
         tokens = [*past[:common], *self._new(own)]
-        n = self.cache.adopt_prefix(seq, tokens, salt)
-        self._check_adopted(tokens, salt, n)
-        self._hold(seq, tokens[:n], salt, full(n))
-        if goes_on and self.cache.plan().room(seq) >= len(tokens) - n:
-            self._feed(seq, tokens[n:])
-            self._index(seq, tokens)
+        n = self.cache.match_prefix(seq_id, tokens, cache_salt)
+        self._check_adopted(tokens, cache_salt, n)
+        self._hold(seq_id, tokens[:n], cache_salt, full(n))
+        if goes_on and self.cache.plan().room(seq_id) >= len(tokens) - n:
+            self._feed(seq_id, tokens[n:])
+            self._index(seq_id, tokens)
 
-    def _check_adopted(self, tokens: list[int], salt: str, n: int) -> None:
+    def _check_adopted(self, tokens: list[int], cache_salt: str, n: int) -> None:
         """No more than was indexed under this salt, and no less than what is held and indexed now."""
         used = -(-n // BLOCK) * BLOCK
         assert n == max(0, min(used, len(tokens) - 1)), "the last token has to be fed, and no other of a full block"
-        assert n == 0 or (salt, tuple(tokens[:used])) in self.known
-        sure = [num_common(tokens, self.held[s][: self.indexed[s]]) for s in self.held if self.salt[s] == salt]
+        assert n == 0 or (cache_salt, tuple(tokens[:used])) in self.known
+        sure = [
+            num_common(tokens, self.held[s][: self.indexed[s]]) for s in self.held if self.cache_salt[s] == cache_salt
+        ]
         least = min(full(max(sure, default=0)), len(tokens) - 1) if self.name in SHARING else 0
         assert n >= least, "less than what a live sequence has indexed"
         assert n == 0 or self.name in SHARING
 
-    @rule(seq=st.integers(0, NUM_NAMES - 1))
-    def release(self, seq: int) -> None:
-        self.cache.release(seq)
-        for known in (self.held, self.salt, self.indexed):
-            known.pop(seq, None)
+    @rule(seq_id=st.integers(0, NUM_NAMES - 1))
+    def release(self, seq_id: int) -> None:
+        self.cache.release(seq_id)
+        for known in (self.held, self.cache_salt, self.indexed):
+            known.pop(seq_id, None)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), beyond=st.integers(1, 3))
     def misuse(self, data: st.DataObject, beyond: int) -> None:
         """What makes no sense is refused and changes nothing."""
-        seq = self._draw_held(data)
-        n = len(self.held[seq])
+        seq_id = self._draw_held(data)
+        n = len(self.held[seq_id])
         with pytest.raises(ValueError, match="truncate_to"):
-            self.cache.truncate_to(seq, n + beyond)
+            self.cache.truncate_to(seq_id, n + beyond)
         with pytest.raises(ValueError, match="truncate_to"):
-            self.cache.truncate_to(seq, -beyond)
-        with pytest.raises(ValueError, match="keep_path"):
-            self.cache.keep_path(seq, max(0, n - 1), [beyond])
-        with pytest.raises(ValueError, match="keep_path"):
-            self.cache.keep_path(seq, 0, [0] * (beyond + 1))
+            self.cache.truncate_to(seq_id, -beyond)
+        with pytest.raises(ValueError, match="compact"):
+            self.cache.compact(seq_id, max(0, n - 1), [beyond])
+        with pytest.raises(ValueError, match="compact"):
+            self.cache.compact(seq_id, 0, [0] * (beyond + 1))
         if n:
-            with pytest.raises(ValueError, match="adopt_prefix"):
-                self.cache.adopt_prefix(seq, [1, 2])
+            with pytest.raises(ValueError, match="match_prefix"):
+                self.cache.match_prefix(seq_id, [1, 2])
             with pytest.raises(ValueError, match="fork"):
-                self.cache.fork(seq, seq)
+                self.cache.fork(seq_id, seq_id)
 
     @invariant()
     def agrees(self) -> None:
         self.cache.check()
-        for seq in range(NUM_NAMES):
-            assert self.cache.length(seq) == len(self.held.get(seq, []))
-        for seq, tokens in self.held.items():
+        for seq_id in range(NUM_NAMES):
+            assert self.cache.length(seq_id) == len(self.held.get(seq_id, []))
+        for seq_id, tokens in self.held.items():
             if tokens:
-                assert_holds(self.cache, seq, tokens)
+                assert_holds(self.cache, seq_id, tokens)
 
     def teardown(self) -> None:
-        for seq in list(self.held):
-            self.cache.release(seq)
+        for seq_id in list(self.held):
+            self.cache.release(seq_id)
         self.cache.check()
         assert self.cache.free_tokens() == self.capacity, "a leak"
 
@@ -282,19 +286,19 @@ def test_content_survives_any_use(name: str) -> None:
 def test_slots_continue_where_the_sequence_ends(cache: KVCache) -> None:
     feed(cache, 7, [1, 2])
     slots = cache.reserve(7, 3)
-    assert (slots.seq, slots.start, slots.end, len(slots.rows)) == (7, 2, 5, 3)
+    assert (slots.seq_id, slots.start, slots.end, len(slots.rows)) == (7, 2, 5, 3)
     assert cache.length(7) == 5
 
 
 def test_rows_of_different_sequences_never_meet(cache: KVCache) -> None:
-    rows = [row for seq in range(NUM_SEQS) for row in cache.reserve(seq, MAX_LEN).rows.tolist()]
+    rows = [row for seq_id in range(NUM_SEQS) for row in cache.reserve(seq_id, MAX_LEN).rows.tolist()]
     assert len(set(rows)) == NUM_SEQS * MAX_LEN
 
 
 def test_every_promised_position_can_be_used(cache: KVCache) -> None:
     assert cache.free_tokens() >= NUM_SEQS * MAX_LEN
-    for seq in range(NUM_SEQS):
-        feed(cache, seq, [seq * 50 + i + 1 for i in range(MAX_LEN)])
+    for seq_id in range(NUM_SEQS):
+        feed(cache, seq_id, [seq_id * 50 + i + 1 for i in range(MAX_LEN)])
     left = cache.free_tokens()
     with pytest.raises(CapacityError, match="Fix"):
         cache.reserve(NUM_SEQS, left + 1)
@@ -304,16 +308,16 @@ def test_every_promised_position_can_be_used(cache: KVCache) -> None:
 
 
 def test_nothing_can_always_be_reserved_and_takes_nothing(cache: KVCache) -> None:
-    for seq in range(cache.num_blocks):
-        feed(cache, seq, [seq] * cache.block_size)
+    for seq_id in range(cache.num_blocks):
+        feed(cache, seq_id, [seq_id] * cache.block_size)
     assert cache.free_tokens() == 0
-    for seq, length in ((0, cache.block_size), (99, 0)):
-        slots = cache.reserve(seq, 0)
+    for seq_id, length in ((0, cache.block_size), (99, 0)):
+        slots = cache.reserve(seq_id, 0)
         assert (slots.start, slots.end) == (length, length)
     plan = cache.plan()
     assert plan.take(99, 0)
     assert not plan.take(99, 1)
-    assert [plan.room(seq) for seq in (98, 99)] == [0, 0]
+    assert [plan.room(seq_id) for seq_id in (98, 99)] == [0, 0]
     cache.check()
 
 
@@ -325,26 +329,26 @@ def test_a_plan_counts_what_it_took_and_takes_nothing_itself(cache: KVCache) -> 
         plan.take(1, n)
     assert plan.room(1) == left - 3
     others = range(2, 2 + cache.num_blocks - -(-5 // cache.block_size))
-    for seq in others:
-        plan.take(seq, cache.block_size)
+    for seq_id in others:
+        plan.take(seq_id, cache.block_size)
     assert plan.room(others.stop) == 0
     assert (cache.free_tokens(), cache.length(1), cache.length(2)) == (free, 2, 0)
 
 
 def test_what_others_hold_is_adopted_but_for_the_last_token(cache: KVCache, request: pytest.FixtureRequest) -> None:
     feed(cache, 1, range(8))
-    cache.index_prefix(1, range(9))
+    cache.insert_prefix(1, range(9))
     known = {9: 8, 8: 7} if request.node.callspec.params["cache"] in SHARING else {9: 0, 8: 0}
-    for seq, n in known.items():
-        assert cache.adopt_prefix(seq, range(seq)) == n
-        feed(cache, seq, [*range(n, 8), 99])
-        assert_holds(cache, seq, [*range(8), 99])
+    for seq_id, n in known.items():
+        assert cache.match_prefix(seq_id, range(seq_id)) == n
+        feed(cache, seq_id, [*range(n, 8), 99])
+        assert_holds(cache, seq_id, [*range(8), 99])
     assert_holds(cache, 1, range(8))
 
 
 @pytest.mark.parametrize("tokens", [[], [1]])
 def test_a_prompt_that_has_to_be_fed_whole_adopts_nothing(cache: KVCache, tokens: list[int]) -> None:
-    assert cache.adopt_prefix(1, tokens) == 0
+    assert cache.match_prefix(1, tokens) == 0
     feed(cache, 1, [1, 2])
     assert_holds(cache, 1, [1, 2])
 
@@ -372,29 +376,29 @@ def test_a_fork_is_independent_of_its_source(cache: KVCache) -> None:
 def test_a_tree_is_compacted_to_its_accepted_path(cache: KVCache) -> None:
     feed(cache, 1, [1, 2])
     feed(cache, 1, [10, 11, 12, 13, 14])
-    cache.keep_path(1, 2, (1, 3, 4))
+    cache.compact(1, 2, (1, 3, 4))
     assert_holds(cache, 1, [1, 2, 11, 13, 14])
 
 
 def test_a_path_beyond_the_draft_is_refused_and_moves_nothing(cache: KVCache) -> None:
     feed(cache, 1, [1, 2, 3, 4])
     for base, path in ((2, [1, 2]), (5, []), (1, [-1]), (2, [0, 1, 2])):
-        with pytest.raises(ValueError, match="keep_path"):
-            cache.keep_path(1, base, path)
+        with pytest.raises(ValueError, match="compact"):
+            cache.compact(1, base, path)
         assert_holds(cache, 1, [1, 2, 3, 4])
 
 
 def test_a_path_that_does_not_rise_is_refused_and_moves_nothing(cache: KVCache) -> None:
     feed(cache, 1, [1, 2, 3, 4])
     for path in ([1, 0], [0, 0], [1] * (cache.block_size + 1)):
-        with pytest.raises(ValueError, match="keep_path"):
-            cache.keep_path(1, 2, path)
+        with pytest.raises(ValueError, match="compact"):
+            cache.compact(1, 2, path)
         assert_holds(cache, 1, [1, 2, 3, 4])
 
 
 def test_writing_one_sequence_leaves_its_neighbours_alone(cache: KVCache) -> None:
-    for seq in (1, 2, 3):
-        feed(cache, seq, [seq] * MAX_LEN)
+    for seq_id in (1, 2, 3):
+        feed(cache, seq_id, [seq_id] * MAX_LEN)
     cache.truncate_to(2, 0)
     feed(cache, 2, [99] * MAX_LEN)
     assert_holds(cache, 1, [1] * MAX_LEN)

@@ -82,7 +82,7 @@ def load_once(source: str) -> CausalLM:
 
 def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> None:
     """Let a drafter see a whole request."""
-    request = make_request(prompt, output, GREEDY, seq=999, finish_reason="length")
+    request = make_request(prompt, output, GREEDY, seq_id=999, finish_reason="length")
     drafter.begin(request)
     drafter.observe(request, output)
     drafter.end(request)
@@ -97,13 +97,13 @@ def workshop(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterat
     made.check()
 
 
-def a_request(seq: int = 1, output: Sequence[int] = (), params: SamplingParams = GREEDY, **fields: Any) -> Request:
-    return make_request(PROMPT, output, params, seq, **fields)
+def a_request(seq_id: int = 1, output: Sequence[int] = (), params: SamplingParams = GREEDY, **fields: Any) -> Request:
+    return make_request(PROMPT, output, params, seq_id, **fields)
 
 
-def sampled_request(seq: int = 1, output: Sequence[int] = (), coupled: bool = False) -> Request:
-    """Make a request that a ratio rule (or, coupled, keyed noise) will check."""
-    return a_request(seq, output, SamplingParams(temperature=0.7, max_tokens=64), coupled=coupled)
+def sampled_request(seq_id: int = 1, output: Sequence[int] = (), shared_noise: bool = False) -> Request:
+    """Make a request that a ratio rule (or, on shared noise, keyed noise) will check."""
+    return a_request(seq_id, output, SamplingParams(temperature=0.7, max_tokens=64), shared_noise=shared_noise)
 
 
 VARIANTS = {
@@ -152,19 +152,19 @@ def assert_well_formed(drafter: Drafter, tree: DraftTree, request: Request, limi
         siblings = [tree.token_list[child] for child in tree.children(node)]
         assert len(set(siblings)) == len(siblings), "siblings differ"
     assert tree.is_chain or drafter.needs.emits_tree, "only announced trees branch"
-    wanted = drafter.needs.emits_probs and not request.coupled and tree.size > 0
-    assert (tree.probs is not None) == wanted, "laws are there where a ratio rule wants them"
+    wanted = drafter.needs.emits_probs and not request.shared_noise and tree.size > 0
+    assert (tree.probs is not None) == wanted, "distributions are there where a ratio rule wants them"
     if tree.probs is not None:
-        assert_laws(tree)
+        assert_distributions(tree)
 
 
-def assert_laws(tree: DraftTree) -> None:
+def assert_distributions(tree: DraftTree) -> None:
     assert tree.probs is not None
     assert tree.probs.shape == (tree.size, VOCAB_SIZE)
     assert bool((tree.probs >= 0).all())
     torch.testing.assert_close(tree.probs.sum(-1), torch.ones(tree.size, dtype=tree.probs.dtype))
     drawn = tree.probs.gather(1, tree.tokens[:, None])
-    assert bool((drawn > 0).all()), "a token was drawn that its law forbids"
+    assert bool((drawn > 0).all()), "a token was drawn that its distribution forbids"
 
 
 @every_variant
@@ -251,9 +251,11 @@ def test_an_accepted_draft_is_continued(workshop: Workshop, variant: str) -> Non
 @every_variant
 def test_a_proposal_does_not_depend_on_the_batch(workshop: Workshop, variant: str) -> None:
     outputs = {1: CONTINUATION[:2], 2: CONTINUATION[:9], 3: []}
-    alone = [fresh_proposal(workshop, VARIANTS[variant](seq, output), seq + 1) for seq, output in outputs.items()]
+    alone = [
+        fresh_proposal(workshop, VARIANTS[variant](seq_id, output), seq_id + 1) for seq_id, output in outputs.items()
+    ]
     drafter = workshop.build()
-    requests = [VARIANTS[variant](seq, output) for seq, output in outputs.items()]
+    requests = [VARIANTS[variant](seq_id, output) for seq_id, output in outputs.items()]
     for request in requests:
         drafter.begin(request)
     together = drafter.propose(requests, [2, 3, 4])
@@ -355,13 +357,13 @@ def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, check
     llm.engine.check()
 
 
-def a_search(seq: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
+def a_search(seq_id: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
     """Make a search with three hypotheses behind its trunk, one of which has been scored."""
     behind = {(3, 4): -1.0, (3, 5): -1.5, (6, 4): -2.0}
     live = tuple(Hypothesis((*trunk, *text), logprob) for text, logprob in behind.items())
     scored = {live[1].tokens: ((7, -0.1), (8, -2.5))}
     beams = Beams(3, 1.0, frozenset({END}), 60, 40, rounds=len(trunk) + 2, live=live, scored=scored)
-    return a_request(seq, trunk, SamplingParams(beam_width=3, max_tokens=60), beams=beams)
+    return a_request(seq_id, trunk, SamplingParams(beam_width=3, max_tokens=60), beams=beams)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 6, 7, 15])

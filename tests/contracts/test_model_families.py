@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from speculant.models.base import Feed
+from speculant.models.base import SequenceInput
 from speculant.models.weights import load_model
 from speculant.types import DraftTree
 from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
@@ -62,10 +62,10 @@ def test_several_sequences_in_one_batch(pair: Pair) -> None:
     """A fresh prompt, a chunk behind a context and a single row, side by side."""
     session = Session(pair.ours)
     prompts = [random_tokens(n, seed=n) for n in (9, 24, 13)]
-    session.extend(prompts[1][:11], seq=1)
-    session.extend(prompts[2][:12], seq=2)
+    session.extend(prompts[1][:11], seq_id=1)
+    session.extend(prompts[2][:12], seq_id=2)
     rests = [prompts[0], prompts[1][11:], prompts[2][12:]]
-    logits = session.feed(*(Feed(seq, rest, DraftTree.empty()) for seq, rest in enumerate(rests)))
+    logits = session.feed(*(SequenceInput(seq_id, rest, DraftTree.empty()) for seq_id, rest in enumerate(rests)))
     for part, prompt in zip(logits.split([len(rest) for rest in rests]), prompts, strict=True):
         torch.testing.assert_close(part, pair.reference(prompt)[-len(part) :], **CLOSE)
 
@@ -83,7 +83,7 @@ def test_each_tree_path_equals_that_path_alone(wide: Pair, context: int) -> None
     session = Session(wide.ours)
     if context:
         session.extend(PROMPT[:context])
-    logits = session.feed(Feed(0, PROMPT[context : context + 3], TREE))
+    logits = session.feed(SequenceInput(0, PROMPT[context : context + 3], TREE))
     for node in range(TREE.size):
         tokens = PROMPT[: context + 3] + [TREE.token_list[step] for step in path_to(node)]
         alone = Session(wide.ours).extend(tokens)[-1]
@@ -93,9 +93,9 @@ def test_each_tree_path_equals_that_path_alone(wide: Pair, context: int) -> None
 @pytest.mark.parametrize("leaf", [-1, 1, 5, 7])
 def test_after_keep_path_the_next_step_equals_a_fresh_prompt(wide: Pair, leaf: int) -> None:
     session = Session(wide.ours)
-    session.feed(Feed(0, PROMPT[:18], TREE))
+    session.feed(SequenceInput(0, PROMPT[:18], TREE))
     path = path_to(leaf)
-    session.cache.keep_path(0, 18, path)
+    session.cache.compact(0, 18, path)
     tokens = PROMPT[:18] + [TREE.token_list[node] for node in path] + [2, 8]
     fresh = Session(wide.ours).extend(tokens)
     torch.testing.assert_close(session.extend([2, 8]), fresh[-2:], **EXACT)

@@ -1,4 +1,4 @@
-"""Beam search the plain way: every token of every hypothesis, round by round, over laws that are functions."""
+"""Beam search the plain way: every token of every hypothesis, round by round, over distributions that are functions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from speculant.exactness.laws import Law, Pair
+from speculant.exactness.distributions import Law, Pair
 from speculant.exactness.tables import History, Table
 from speculant.params import SamplingParams
-from tests.exactness.laws import transformed
+from tests.exactness.distributions import transformed
 
 
 class Found(NamedTuple):
@@ -24,7 +24,12 @@ class Found(NamedTuple):
 
 
 def plain_beams(
-    law: Law, prompt: History, width: int, longest: int, ends: frozenset[int] = frozenset(), penalty: float = 1.0
+    distribution: Law,
+    prompt: History,
+    width: int,
+    longest: int,
+    ends: frozenset[int] = frozenset(),
+    penalty: float = 1.0,
 ) -> list[Found]:
     """Return what transformers' beam search finds (early_stopping=False), best first, for vocabularies of any size."""
     live: list[tuple[History, float]] = [((), 0.0)]
@@ -32,7 +37,7 @@ def plain_beams(
     for length in range(1, longest + 1):
         everything = []
         for order, (text, total) in enumerate(live):
-            for token, probability in enumerate(law(prompt + text)):
+            for token, probability in enumerate(distribution(prompt + text)):
                 if probability > 0:
                     everything.append((-(total + math.log(probability)), order, token, (*text, token)))
         everything.sort()
@@ -47,24 +52,24 @@ def plain_beams(
 
 
 def every_text(
-    law: Law, prompt: History, longest: int, ends: frozenset[int] = frozenset(), penalty: float = 1.0
+    distribution: Law, prompt: History, longest: int, ends: frozenset[int] = frozenset(), penalty: float = 1.0
 ) -> Iterator[Found]:
     """Yield every possible text that ends: with an end token, or as long as may be."""
     for length in range(1, longest + 1):
-        for text in itertools.product(range(len(law(prompt))), repeat=length):
+        for text in itertools.product(range(len(distribution(prompt))), repeat=length):
             if not ends.isdisjoint(text[:-1]) or (text[-1] not in ends and length < longest):
                 continue
-            chances = [law((*prompt, *text[:place]))[token] for place, token in enumerate(text)]
+            chances = [distribution((*prompt, *text[:place]))[token] for place, token in enumerate(text)]
             if all(chances):
                 total = sum(map(math.log, chances))
                 yield Found(text, total, total / length**penalty)
 
 
-def exact_law(table: Table) -> Law:
-    """Return a table's law to the last bit as the engine has it, so that ties are ties there and here."""
+def exact_distribution(table: Table) -> Law:
+    """Return a table's distribution to the last bit as the engine has it, so that ties are ties there and here."""
     return lambda history: torch.softmax(torch.tensor(table(history), dtype=torch.float64), -1).tolist()
 
 
-def edited_law(pair: Pair, params: SamplingParams, num_prompt: int, ends: frozenset[int]) -> Law:
-    """Return the target's law as a request edits it, worked out token by token."""
+def edited_distribution(pair: Pair, params: SamplingParams, num_prompt: int, ends: frozenset[int]) -> Law:
+    """Return the target's distribution as a request edits it, worked out token by token."""
     return lambda history: transformed(pair.target(history), params, history, num_prompt, ends)

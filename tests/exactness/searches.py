@@ -10,7 +10,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import RequestError
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import Request

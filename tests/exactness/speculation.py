@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.exactness import speculation
+from speculant.exactness.distributions import Pair
 from speculant.exactness.enumeration import EnumeratingChances
-from speculant.exactness.laws import Pair
 from speculant.exactness.speculation import Enumerated
 from speculant.exactness.tables import History, TableModel
 from speculant.sampling.chance import Chances
-from tests.exactness.laws import transformed
+from tests.exactness.distributions import transformed
 from tests.fakes import MakeCache, Rig, build_rig, model_drafter, slotted
 
 MakeDrafter = Callable[[Pair, Chances, Limits], Drafter]
 
 
 def draft_model(pair: Pair, chances: Chances, limits: Limits, cache: MakeCache = slotted) -> Drafter:
-    """Make the real drafter for a pair's draft law."""
+    """Make the real drafter for a pair's draft distribution."""
     return model_drafter(TableModel(pair.draft, pair.vocab_size), pair.vocab_size, chances, limits, cache)
 
 
 @dataclass(frozen=True)
 class Case(speculation.Case):
-    """A case with any drafter and cache, whose law is worked out independently."""
+    """A case with any drafter and cache, whose distribution is worked out independently."""
 
     make_drafter: MakeDrafter = draft_model
     cache: MakeCache = slotted

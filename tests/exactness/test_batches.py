@@ -1,4 +1,4 @@
-"""Requests side by side: each has its own law, its own tokens and its own cache, whoever else is there."""
+"""Requests side by side: each has its own distribution, its own tokens and its own cache, whoever else is there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Joint, Pair, completed, deviation, joint_distribution
 from speculant.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
-from speculant.exactness.laws import EXACT, FULL_SUPPORT, Joint, Pair, completed, deviation, joint_law
 from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import transformed
+from tests.exactness.distributions import transformed
 from tests.fakes import (
     MakeCache,
     Rig,
@@ -31,7 +31,7 @@ NOTHING: frozenset[int] = frozenset()
 LIMITS = Limits(max_model_len=24, max_num_seqs=4, max_num_batched_tokens=64)
 
 
-def law_of(pair: Pair, params: SamplingParams, num_prompt: int) -> Callable[[History], list[float]]:
+def distribution_of(pair: Pair, params: SamplingParams, num_prompt: int) -> Callable[[History], list[float]]:
     return lambda history: transformed(pair.target(history), params, history, num_prompt, NOTHING)
 
 
@@ -50,14 +50,17 @@ def two_outputs(rig: Rig, chances: EnumeratingChances, settings: list[SamplingPa
 
 
 def product_deviation(pair: Pair, settings: list[SamplingParams], outcomes: dict[tuple, float], depth: int) -> float:
-    """Return how far the completed joint law of two outputs is from the product of the target's laws."""
-    laws = [law_of(pair, params, 1) for params in settings]
-    alone = [joint_law(law, (index,), depth, lambda _: False) for index, law in enumerate(laws)]
+    """Return how far the completed joint distribution of two outputs is from the product of the target's."""
+    distributions = [distribution_of(pair, params, 1) for params in settings]
+    alone = [
+        joint_distribution(distribution, (index,), depth, lambda _: False)
+        for index, distribution in enumerate(distributions)
+    ]
     product = {(*a, *b): p * q for a, p in alone[0].items() for b, q in alone[1].items()}
     joint: Joint = {}
     for (first, second), probability in outcomes.items():
-        left = completed({first: probability}, laws[0], (0,), depth, lambda _: False)
-        right = completed({second: 1.0}, laws[1], (1,), depth, lambda _: False)
+        left = completed({first: probability}, distributions[0], (0,), depth, lambda _: False)
+        right = completed({second: 1.0}, distributions[1], (1,), depth, lambda _: False)
         for a, p in left.items():
             for b, q in right.items():
                 joint[(*a, *b)] = joint.get((*a, *b), 0.0) + p * q
@@ -79,7 +82,7 @@ MIXTURES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_two_requests_are_independent(name: str) -> None:
-    """Different settings, prompts and rules in one batch: the joint law is the product."""
+    """Different settings, prompts and rules in one batch: the joint distribution is the product."""
     settings = [SamplingParams(max_tokens=None, **values) for values in MIXTURES[name]]
     for seed in range(2):
         pair, chances = Pair(seed, V, FULL_SUPPORT), EnumeratingChances()
@@ -120,7 +123,7 @@ def fan(request: Request) -> DraftTree:
 DRAFTERS: dict[str, Callable[[MakeCache], Drafter | None]] = {
     "none": lambda cache: None,
     "model": lambda cache: model_drafter(TableModel(stepping, W), W, limits=LIMITS, cache=cache),
-    "script": lambda cache: ScriptedDrafter(lambda r: expected(r, r.num_output + 1 + r.seq % 3)[r.num_output :]),
+    "script": lambda cache: ScriptedDrafter(lambda r: expected(r, r.num_output + 1 + r.seq_id % 3)[r.num_output :]),
     "tree": lambda cache: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
 }
 
@@ -131,10 +134,10 @@ def stepping_rig(drafter: str, length: int, cache: MakeCache, limits: Limits = L
 
 @both_caches
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("law", ["greedy", "sampled", "seeded"])
-def test_everyone_gets_the_own_tokens(drafter: str, law: str, cache: MakeCache) -> None:
+@pytest.mark.parametrize("distribution", ["greedy", "sampled", "seeded"])
+def test_everyone_gets_the_own_tokens(drafter: str, distribution: str, cache: MakeCache) -> None:
     """Prompts of different lengths, more requests than slots, different ends."""
-    params = {"greedy": {"temperature": 0}, "sampled": {}, "seeded": {"seed": 5}}[law]
+    params = {"greedy": {"temperature": 0}, "sampled": {}, "seeded": {"seed": 5}}[distribution]
     rig = stepping_rig(drafter, 5, cache)
     requests = []
     for index in range(7):

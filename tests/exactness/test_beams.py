@@ -12,11 +12,11 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import RequestError
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.exactness.plain_beams import edited_law, every_text, exact_law, plain_beams
+from tests.exactness.plain_beams import edited_distribution, every_text, exact_distribution, plain_beams
 from tests.exactness.searches import (
     CROWD_ENDS,
     CROWDED,
@@ -41,21 +41,21 @@ PENALTIES = (-1.0, 0.0, 0.6, 1.0, 2.0)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_are_those_of_the_plain_search(seed: int, ends: frozenset[int]) -> None:
-    """Laws with zeros, ties and certainties, more beams than texts, penalties of both signs."""
+    """Distributions with zeros, ties and certainties, more beams than texts, penalties of both signs."""
     pair = Pair(seed, 3 + seed % 2)
-    law = exact_law(pair.target)
+    distribution = exact_distribution(pair.target)
     for width, longest, penalty in itertools.product(WIDTHS, LENGTHS, PENALTIES):
         rig = build_rig(TableModel(pair.target, pair.vocab_size), limits=ROOMY, ends=ends)
         rig.expected = RequestError
         requests = searched(rig, wide(width, longest, length_penalty=penalty))
-        assert_found(requests, plain_beams(law, PROMPT, width, longest, ends, penalty))
+        assert_found(requests, plain_beams(distribution, PROMPT, width, longest, ends, penalty))
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("longest", [1, 3])
 def test_a_beam_that_holds_everything_finds_the_best_text_of_all(longest: int, ends: frozenset[int]) -> None:
     pair = Pair(9, 3, FULL_SUPPORT)
-    texts = sorted(every_text(exact_law(pair.target), PROMPT, longest, ends), key=lambda found: -found.score)
+    texts = sorted(every_text(exact_distribution(pair.target), PROMPT, longest, ends), key=lambda found: -found.score)
     rig = build_rig(TableModel(pair.target, 3), limits=Limits(24, 1, 64), ends=ends)
     requests = searched(rig, wide(len(texts), longest))
     assert {tuple(request.output) for request in requests} == {found.text for found in texts}
@@ -84,9 +84,9 @@ EDITS: list[dict[str, Any]] = [
 def test_each_hypothesis_has_its_own_history(edits: dict[str, Any]) -> None:
     pair, ends = Pair(5, 4, ("dense",)), frozenset({0})
     params = wide(4, 6, **edits)
-    law = edited_law(pair, dataclasses.replace(params, temperature=1.0), len(PROMPT), ends)
+    distribution = edited_distribution(pair, dataclasses.replace(params, temperature=1.0), len(PROMPT), ends)
     rig = build_rig(TableModel(pair.target, 4), limits=ROOMY, ends=ends)
-    assert_found(searched(rig, params), plain_beams(law, PROMPT, 4, 6, ends))
+    assert_found(searched(rig, params), plain_beams(distribution, PROMPT, 4, 6, ends))
 
 
 BUDGETS = (1, 2, 4, 7, 64)
@@ -101,7 +101,7 @@ def test_a_search_is_the_same_in_parts(cache: MakeCache, budget: int) -> None:
         pair, target = Pair(seed, 4, FULL_SUPPORT), TableModel(Pair(seed, 4, FULL_SUPPORT).target, 4)
         rig = build_rig(target, limits=Limits(10, 1, budget), ends=ends, cache=cache)
         requests = searched(rig, wide(4, None), prompt)
-        assert_found(requests, plain_beams(exact_law(pair.target), prompt, 4, 5, ends))
+        assert_found(requests, plain_beams(exact_distribution(pair.target), prompt, 4, 5, ends))
         assert max(target.num_rows) <= budget
 
 
@@ -124,7 +124,7 @@ def test_a_search_gets_on_beside_others(budget: int) -> None:
     """The hypotheses lie as far apart as can be, and those who decode leave them few rows."""
     rig = build_rig(TableModel(parting, 3), limits=Limits(24, 3, budget))
     others = [rig.add((0, index), SamplingParams(temperature=0, max_tokens=16), f"o{index}")[0] for index in range(2)]
-    assert_found(searched(rig, wide(2, 8)), plain_beams(exact_law(parting), PROMPT, 2, 8))
+    assert_found(searched(rig, wide(2, 8)), plain_beams(exact_distribution(parting), PROMPT, 2, 8))
     assert all(len(other.output) == 16 for other in others)
 
 
@@ -136,7 +136,7 @@ def test_the_cache_holds_the_trunk_but_for_its_newest_token(cache: MakeCache) ->
     while not request.finished:
         rig.step()
         trunks.append(tuple(request.output))
-        assert request.finished or rig.cache.length(request.seq) == len(request.tokens) - 1
+        assert request.finished or rig.cache.length(request.seq_id) == len(request.tokens) - 1
         if not request.finished:
             assert request.beams is not None
             assert all(each.tokens[: len(trunks[-1])] == trunks[-1] for each in request.beams.live)
@@ -164,7 +164,7 @@ def test_a_search_that_was_set_aside_goes_on_where_it_was() -> None:
     while rig.engine.has_unfinished():
         rig.step()
         rounds.update(request.beams.rounds for request in rig.engine._scheduler.waiting if request.beams)
-    assert_found(requests, plain_beams(exact_law(CROWDED.target), PROMPT, 3, 16))
+    assert_found(requests, plain_beams(exact_distribution(CROWDED.target), PROMPT, 3, 16))
     assert max(rounds) > 2, "no search was set aside in its midst"
 
 
@@ -213,19 +213,19 @@ class Listener(ScriptedDrafter):
         self.known: list[int] = []
         self.beginnings = 0
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, seq_id: Request) -> None:
         """See `Drafter.begin`."""
-        self.known, self.beginnings = list(seq.tokens), self.beginnings + 1
+        self.known, self.beginnings = list(seq_id.tokens), self.beginnings + 1
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        assert all(seq.tokens == self.known for seq in seqs), "something changed, and it was not told"
-        return super().propose(seqs, limits)
+        assert all(seq_id.tokens == self.known for seq_id in seq_ids), "something changed, and it was not told"
+        return super().propose(seq_ids, limits)
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
         self.known += committed
-        assert seq.tokens == self.known, "not the tokens that it was told"
+        assert seq_id.tokens == self.known, "not the tokens that it was told"
 
 
 @pytest.mark.parametrize("budget", [2, 4, 64])

@@ -24,10 +24,10 @@ FINE = torch.ones(1 << 12)  # drawing from these tells the uniform to 12 bits
 CHANCES = KeyedChances()
 
 
-def request(seed: int, rounds: int = 0, coupled: bool = False, prompt: tuple[int, ...] = (0,)) -> Request:
+def request(seed: int, rounds: int = 0, shared_noise: bool = False, prompt: tuple[int, ...] = (0,)) -> Request:
     """Make a request as far as random streams look at it."""
     return Request(
-        seq=1,
+        seq_id=1,
         request_id="r",
         index=0,
         prompt=prompt,
@@ -35,7 +35,7 @@ def request(seed: int, rounds: int = 0, coupled: bool = False, prompt: tuple[int
         seed=seed,
         end_token_ids=frozenset(),
         metrics=RequestMetrics(TimingMetrics(0.0)),
-        coupled=coupled,
+        shared_noise=shared_noise,
         tokens=list(prompt),
         rounds=rounds,
     )
@@ -50,10 +50,10 @@ def accept_bucket(make: Callable[[], Chance]) -> int:
     return low
 
 
-def assert_close(counts: Counter, law: dict, total: int) -> None:
+def assert_close(counts: Counter, distribution: dict, total: int) -> None:
     """Each observed frequency lies within five standard deviations of its probability."""
-    assert set(counts) <= {key for key, probability in law.items() if probability > 0}
-    for key, probability in law.items():
+    assert set(counts) <= {key for key, probability in distribution.items() if probability > 0}
+    for key, probability in distribution.items():
         sigma = math.sqrt(total * probability * (1 - probability))
         assert abs(counts[key] - total * probability) <= SIGMAS * sigma + 1e-9, (key, counts[key], total * probability)
 
@@ -141,10 +141,10 @@ def test_no_draw_without_weight(monkeypatch: pytest.MonkeyPatch, bits: int) -> N
 
 @pytest.mark.parametrize("weights", [[0.1, 0.2, 0.7], [0, 3, 0, 1], [1e-3, 1, 1]])
 def test_draws_follow_their_weights(weights: list[float]) -> None:
-    law = {token: weight / sum(weights) for token, weight in enumerate(weights)}
+    distribution = {token: weight / sum(weights) for token, weight in enumerate(weights)}
     chances = [CHANCES.verify(request(seed)) for seed in range(2000)]
     for _ in range(2):
-        assert_close(Counter(chance.draw(torch.tensor(weights)) for chance in chances), law, len(chances))
+        assert_close(Counter(chance.draw(torch.tensor(weights)) for chance in chances), distribution, len(chances))
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.5, 0.9])
@@ -176,10 +176,10 @@ def test_rejection_on_keyed_streams(length: int, total: int) -> None:
         chance = EnumeratingChance(branches)
         return speculate(chance, chance, length)
 
-    law = enumerate_outcomes(run)
+    distribution = enumerate_outcomes(run)
     requests = [request(mix(seed), rounds=seed % 3) for seed in range(total)]
     counts = Counter(speculate(CHANCES.draft(r), CHANCES.verify(r), length) for r in requests)
-    assert_close(counts, law, total)
+    assert_close(counts, distribution, total)
     first = Counter(dict.fromkeys(range(3), 0))
     for (drafts, path, token), count in counts.items():
         first[drafts[0] if path else token] += count
@@ -197,10 +197,10 @@ def test_noise_belongs_to_a_position() -> None:
 
 def test_a_request_draws_by_its_length_whatever_the_round() -> None:
     weights = torch.ones(64)
-    by_round = {CHANCES.verify(request(3, r, coupled=True)).draw(weights) for r in range(5)}
+    by_round = {CHANCES.verify(request(3, r, shared_noise=True)).draw(weights) for r in range(5)}
     assert len(by_round) == 1
-    assert CHANCES.draft(request(3, coupled=True)).draw(weights) in by_round  # coupled: the same noise
-    by_length = {CHANCES.verify(request(3, coupled=True, prompt=(0,) * n)).draw(weights) for n in range(1, 9)}
+    assert CHANCES.draft(request(3, shared_noise=True)).draw(weights) in by_round  # on shared noise: the same noise
+    by_length = {CHANCES.verify(request(3, shared_noise=True, prompt=(0,) * n)).draw(weights) for n in range(1, 9)}
     assert len(by_length) > 4
 
 
@@ -230,9 +230,9 @@ def test_noise_of_neighbours_is_unrelated() -> None:
 
 @pytest.mark.parametrize("weights", [[0.1, 0.2, 0.7], [0, 3, 0, 1]])
 def test_noise_draws_follow_their_weights(weights: list[float]) -> None:
-    law = {token: weight / sum(weights) for token, weight in enumerate(weights)}
+    distribution = {token: weight / sum(weights) for token, weight in enumerate(weights)}
     noise, total = KeyedNoise(11, 0), 3000
-    assert_close(Counter(noise.draw(torch.tensor(weights)) for _ in range(total)), law, total)
+    assert_close(Counter(noise.draw(torch.tensor(weights)) for _ in range(total)), distribution, total)
 
 
 @pytest.mark.parametrize(("p", "q"), [*zip(P.tolist(), Q.tolist(), strict=False), ([0.5, 0.5, 0], [0, 0.5, 0.5])])
@@ -245,10 +245,10 @@ def test_coupled_draws_agree_often(p: list[float], q: list[float]) -> None:
     assert same / total >= bound - SIGMAS * math.sqrt(bound * (1 - bound) / total)
 
 
-def test_equal_laws_always_agree() -> None:
-    law = torch.tensor([0.2, 0.5, 0.3])
+def test_equal_distributions_always_agree() -> None:
+    distribution = torch.tensor([0.2, 0.5, 0.3])
     target, draft = KeyedNoise(4, 0), KeyedNoise(4, 0)
-    assert [target.draw(law) for _ in range(50)] == [draft.draw(law.float()) for _ in range(50)]
+    assert [target.draw(distribution) for _ in range(50)] == [draft.draw(distribution.float()) for _ in range(50)]
 
 
 def test_a_tie_goes_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +273,11 @@ def test_known_hashes() -> None:
 def test_known_draws() -> None:
     weights = torch.tensor([0.1, 0.4, 0.2, 0.3])
     draft, verify = CHANCES.draft(request(42)), CHANCES.verify(request(42))
-    coupled = CHANCES.verify(request(42, coupled=True))
+    shared_noise = CHANCES.verify(request(42, shared_noise=True))
     assert [draft.draw(weights) for _ in range(12)] == [3, 1, 2, 3, 2, 1, 3, 3, 1, 3, 1, 3]
     assert [verify.accept(0.5) for _ in range(6)] == [False, False, False, False, True, False]
     assert [verify.draw(weights) for _ in range(12)] == [2, 0, 1, 1, 3, 0, 1, 3, 1, 1, 0, 1]
-    assert [coupled.draw(weights) for _ in range(12)] == [3, 1, 3, 2, 0, 1, 3, 1, 1, 0, 2, 3]
+    assert [shared_noise.draw(weights) for _ in range(12)] == [3, 1, 3, 2, 0, 1, 3, 1, 1, 0, 2, 3]
 
 
 def test_known_noise() -> None:

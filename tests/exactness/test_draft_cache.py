@@ -9,11 +9,11 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.draft_model import ModelDrafter
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import transformed
+from tests.exactness.distributions import transformed
 from tests.fakes import (
     MakeCache,
     Rig,
@@ -29,25 +29,27 @@ NOTHING: frozenset[int] = frozenset()
 
 
 class Checked(ModelDrafter):
-    """The real drafter, whose trees must carry the draft's law at each node's true history."""
+    """The real drafter, whose trees must carry the draft's distribution at each node's true history."""
 
     pair: Pair
     sizes: list[int]
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        trees = super().propose(seqs, limits)
-        for seq, tree in zip(seqs, trees, strict=True):
+        trees = super().propose(seq_ids, limits)
+        for seq_id, tree in zip(seq_ids, trees, strict=True):
             self.sizes.append(tree.size)
             if tree.size:
                 assert tree.probs is not None
-                torch.testing.assert_close(tree.probs, self._expected(seq, tree), rtol=0, atol=1e-12)
+                torch.testing.assert_close(tree.probs, self._expected(seq_id, tree), rtol=0, atol=1e-12)
         return trees
 
-    def _expected(self, seq: Request, tree: DraftTree) -> torch.Tensor:
-        histories = [(*seq.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
-        laws = [transformed(self.pair.draft(h), seq.params, h, len(seq.prompt), NOTHING) for h in histories]
-        return torch.tensor(laws, dtype=torch.float64)
+    def _expected(self, seq_id: Request, tree: DraftTree) -> torch.Tensor:
+        histories = [(*seq_id.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
+        distributions = [
+            transformed(self.pair.draft(h), seq_id.params, h, len(seq_id.prompt), NOTHING) for h in histories
+        ]
+        return torch.tensor(distributions, dtype=torch.float64)
 
 
 def checked_rig(
@@ -61,20 +63,20 @@ def checked_rig(
     return build_rig(target, drafter, length=length, limits=limits, cache=cache), drafter
 
 
-LAWS: dict[str, dict[str, float]] = {
+DISTRIBUTIONS: dict[str, dict[str, float]] = {
     "plain": {},
     "transformed": {"top_k": 2, "temperature": 0.7, "frequency_penalty": 0.4},
 }
 
 
 @both_caches
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("length", [1, 2, 4])
-def test_drafts_follow_the_committed_tokens(length: int, law: str, cache: MakeCache) -> None:
+def test_drafts_follow_the_committed_tokens(length: int, distribution: str, cache: MakeCache) -> None:
     for seed in range(2):
         rig, drafter = checked_rig(Pair(seed, V, FULL_SUPPORT), Limits(48, 3, 48), length, cache)
         for prompt in ((0,), (1, 2), (2, 2, 0, 1)):
-            rig.add(prompt, SamplingParams(max_tokens=16, **LAWS[law]), str(prompt))
+            rig.add(prompt, SamplingParams(max_tokens=16, **DISTRIBUTIONS[distribution]), str(prompt))
         rig.finish()
         assert max(drafter.sizes) == length
 

@@ -53,12 +53,14 @@ def counting_rig(
     length: int = 5,
     limits: Limits = LIMITS,
     ends: tuple[int, ...] = (),
-    rule: str = "auto",
+    verifier: str = "auto",
     cache: MakeCache = paged,
 ) -> Rig:
     """Make an engine that counts."""
     made, target = DRAFTERS[drafter](limits, cache), TableModel(counting, V, limits.max_model_len)
-    return build_rig(target, made, length=length, limits=limits, ends=frozenset(ends), verification=rule, cache=cache)
+    return build_rig(
+        target, made, length=length, limits=limits, ends=frozenset(ends), verification=verifier, cache=cache
+    )
 
 
 def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tuple[Request, list[StepOutput]]:
@@ -81,9 +83,11 @@ everywhere = pytest.mark.parametrize(
 
 @both_caches
 @everywhere
-@pytest.mark.parametrize("rule", ["auto", "rejection"])
-def test_an_end_token_within_a_draft_ends_the_request(drafter: str, length: int, rule: str, cache: MakeCache) -> None:
-    request, _ = finished(counting_rig(drafter, length, ends=(4,), rule=rule, cache=cache))
+@pytest.mark.parametrize("verifier", ["auto", "rejection"])
+def test_an_end_token_within_a_draft_ends_the_request(
+    drafter: str, length: int, verifier: str, cache: MakeCache
+) -> None:
+    request, _ = finished(counting_rig(drafter, length, ends=(4,), verifier=verifier, cache=cache))
     assert request.output == [1, 2, 3, 4]
     assert (request.finish_reason, request.stop_reason) == ("stop", 4)
 
@@ -148,7 +152,7 @@ def test_an_end_token_wins_over_the_length(drafter: str, length: int) -> None:
 def test_min_tokens_puts_the_end_off(drafter: str, length: int) -> None:
     rig = counting_rig(drafter, length, ends=(4,))
     request, _ = finished(rig, min_tokens=6)
-    assert 4 not in request.output[:5]  # the law has no end token there
+    assert 4 not in request.output[:5]  # the distribution has no end token there
     assert request.output[-1] == 4
     assert request.num_output >= 6
 
@@ -161,18 +165,18 @@ class StopAfter:
     seen: list[int] = field(default_factory=list)
 
     def push(self, token: int) -> str | None:
-        """See `StopWatch.push`."""
+        """See `StopChecker.push`."""
         self.seen.append(token)
         return "found" if self.seen[-len(self.stop) :] == self.stop else None
 
 
 @everywhere
 def test_a_stop_string_that_spans_tokens(drafter: str, length: int) -> None:
-    watch = StopAfter([2, 3])
+    stop_checker = StopAfter([2, 3])
     rig = counting_rig(drafter, length)
-    (request,) = rig.add((0,), SamplingParams(temperature=0, max_tokens=20), watch=lambda: watch)
+    (request,) = rig.add((0,), SamplingParams(temperature=0, max_tokens=20), stop_checker=lambda: stop_checker)
     rig.finish()
-    assert request.output == watch.seen == [1, 2, 3]  # nothing behind the stop was even looked at
+    assert request.output == stop_checker.seen == [1, 2, 3]  # nothing behind the stop was even looked at
     assert (request.finish_reason, request.stop_reason) == ("stop", "found")
 
 
@@ -180,7 +184,7 @@ def test_a_stop_string_that_spans_tokens(drafter: str, length: int) -> None:
 def test_a_stop_string_below_min_tokens_does_not_count(drafter: str, length: int) -> None:
     rig = counting_rig(drafter, length)
     settings = SamplingParams(temperature=0, max_tokens=20, min_tokens=4)
-    (request,) = rig.add((0,), settings, watch=lambda: StopAfter([2, 3]))
+    (request,) = rig.add((0,), settings, stop_checker=lambda: StopAfter([2, 3]))
     rig.finish()
     assert request.output == [1, 2, 3, 4, 5, 0, 1, 2, 3]
 

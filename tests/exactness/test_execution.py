@@ -1,4 +1,4 @@
-"""Speculative execution of two functions: the outcome has f's law, they run side by side, errors that count arrive."""
+"""Speculative execution of two functions: the outcome has f's distribution, and errors that count arrive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from speculant import SpeculantError, speculate
-from speculant.errors import LawError
+from speculant.errors import DistributionError
+from speculant.exactness.distributions import EXACT, NODE_KINDS, two_distributions
 from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.exactness.laws import EXACT, NODE_KINDS, two_laws
 from speculant.sampling.chance import Purpose, Stream
 from speculant.verification.execution import Weights
 
@@ -26,10 +26,10 @@ def always(weights: Weights) -> Callable[[], Weights]:
 
 
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_the_outcome_has_the_law_of_f(kind: str) -> None:
+def test_the_outcome_has_the_distribution_of_f(kind: str) -> None:
     """And a draw of the approximation is kept as often as possible: with probability sum min(p, q)."""
     for seed in range(60):
-        p, q = two_laws(kind, 2 + seed % 3, np.random.default_rng(seed))
+        p, q = two_distributions(kind, 2 + seed % 3, np.random.default_rng(seed))
 
         def run(branches: Branches, p: Law = p, q: Law = q) -> tuple[int, bool]:
             chance = EnumeratingChance(branches)
@@ -96,35 +96,39 @@ def test_an_error_on_a_dropped_outcome_does_not() -> None:
     assert (done.result, done.accepted) == (1, False)
 
 
-def test_errors_of_both_laws_arrive() -> None:
+def test_errors_of_both_distributions_arrive() -> None:
     def broken() -> Law:
-        raise ArithmeticError("no law")
+        raise ArithmeticError("no distribution")
 
-    with pytest.raises(ArithmeticError, match="no law"):
+    with pytest.raises(ArithmeticError, match="no distribution"):
         speculate(broken, failing_on(0), always([1.0]))
-    with pytest.raises(ArithmeticError, match="no law"):
+    with pytest.raises(ArithmeticError, match="no distribution"):
         speculate(always([1.0]), failing_on(), broken)
 
 
 @pytest.mark.parametrize(
     "weights", [[], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf")], [[1.0]], 1.0, None]
 )
-def test_what_is_no_law_is_refused(weights: Any) -> None:
-    with pytest.raises(LawError, match="^f gave"):
+def test_what_is_no_distribution_is_refused(weights: Any) -> None:
+    with pytest.raises(DistributionError, match="^f gave"):
         speculate(always(weights), failing_on(), always([0.5, 0.5]))
     ran = list[int]()
-    with pytest.raises(LawError, match="^the approximation gave"):
+    with pytest.raises(DistributionError, match="^the approximation gave"):
         speculate(lambda: [float(ran.append(0) is None)], ran.append, always(weights))
     assert ran == []
 
 
-def test_laws_over_different_outcomes_are_refused() -> None:
-    with pytest.raises(LawError, match="f's law has 3 outcomes and the approximation's has 2") as caught:
+def test_distributions_over_different_outcomes_are_refused() -> None:
+    with pytest.raises(
+        DistributionError, match="f's distribution has 3 outcomes and the approximation's has 2"
+    ) as caught:
         speculate(always([0.2, 0.3, 0.5]), failing_on(), always([0.5, 0.5]))
     assert isinstance(caught.value, SpeculantError)
 
 
-@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor, lambda law: torch.tensor(law).float()])
+@pytest.mark.parametrize(
+    "make", [list, tuple, np.array, torch.tensor, lambda distribution: torch.tensor(distribution).float()]
+)
 def test_weights_come_in_any_scale_and_kind(make: Callable[[Law], Weights]) -> None:
     """0.25 and 0.75 both times: the draw is always kept."""
     small, large = always(make([0.5, 1.5])), always(make([1.0, 3.0]))
@@ -134,7 +138,7 @@ def test_weights_come_in_any_scale_and_kind(make: Callable[[Law], Weights]) -> N
             assert speculate(f, failing_on(), approximation, chance=chance).accepted
 
 
-def test_both_laws_get_the_arguments() -> None:
+def test_both_distributions_get_the_arguments() -> None:
     def f(size: int, last: float) -> Law:
         return [0.0] * (size - 1) + [last]
 

@@ -24,7 +24,7 @@ STEMS = [
 BODIES = ["", "\n", '\n    """Return', " x = 1\n", "\n    self.assertEqual("]
 PROMPTS = [stem + body for stem in STEMS for body in BODIES]  # 50
 
-LAWS: dict[str, dict[str, float]] = {
+DISTRIBUTIONS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
 }
@@ -61,10 +61,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def params(law: str, work: Work) -> list[SamplingParams]:
+def params(distribution: str, work: Work) -> list[SamplingParams]:
     """One set per prompt; seeded ones get a seed each."""
-    seeds = [None if law == "greedy" else 1000 + i for i in range(len(work.prompts))]
-    return [SamplingParams(**LAWS[law], seed=seed, max_tokens=work.tokens, ignore_eos=True) for seed in seeds]
+    seeds = [None if distribution == "greedy" else 1000 + i for i in range(len(work.prompts))]
+    return [
+        SamplingParams(**DISTRIBUTIONS[distribution], seed=seed, max_tokens=work.tokens, ignore_eos=True)
+        for seed in seeds
+    ]
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -72,10 +75,10 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @cache
-def plain_texts(law: str, work: Work, engine: tuple[tuple[str, str], ...]) -> list[list[int]]:
+def plain_texts(distribution: str, work: Work, engine: tuple[tuple[str, str], ...]) -> list[list[int]]:
     """What every drafter's texts are compared with: each prompt alone, without speculation."""
     llm = LLM("demo", max_num_seqs=1, max_model_len=256, **dict(engine))
-    plain = tokens_of(llm.generate(work.prompts, params(law, work)))
+    plain = tokens_of(llm.generate(work.prompts, params(distribution, work)))
     assert len({tuple(text) for text in plain}) > len(plain) // 2, "the texts hardly differ: a weak test"
     return plain
 
@@ -95,78 +98,85 @@ def speculative(drafter: str, spec_length: int, batch: int, tree: Sequence[int] 
 
 
 def check_identity(
-    drafter: str, law: str, spec_length: int, work: Work, engine: dict[str, str], tree: Sequence[int] | None = None
+    drafter: str,
+    distribution: str,
+    spec_length: int,
+    work: Work,
+    engine: dict[str, str],
+    tree: Sequence[int] | None = None,
 ) -> None:
     """Compare plain texts with those of one drafter at one draft length, alone and 8 at a time."""
-    laws, plain = params(law, work), plain_texts(law, work, tuple(engine.items()))
+    distributions, plain = params(distribution, work), plain_texts(distribution, work, tuple(engine.items()))
     for batch in (1, 8):
         llm = speculative(drafter, spec_length, batch, tree, **engine)
         if plugins.load("speculant.drafting", drafter).METHOD.learns:
-            assert tokens_of(llm.generate(work.prompts, laws)) == plain
-        outputs = llm.generate(work.prompts, laws)
+            assert tokens_of(llm.generate(work.prompts, distributions)) == plain
+        outputs = llm.generate(work.prompts, distributions)
         assert tokens_of(outputs) == plain, f"{drafter}, {spec_length} drafts, {batch} at a time"
         accepted = sum(out.metrics.speculative_decoding.num_accepted_draft_tokens for out in outputs)
         assert accepted > 0, "nothing was ever accepted, so nothing was shown"
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
-def test_text_is_identical_in_float64(drafter: str, law: str, spec_length: int) -> None:
-    check_identity(drafter, law, spec_length, REDUCED, FLOAT64)
+def test_text_is_identical_in_float64(drafter: str, distribution: str, spec_length: int) -> None:
+    check_identity(drafter, distribution, spec_length, REDUCED, FLOAT64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 2, 4, 8])
-def test_text_is_identical_in_float64_in_full(drafter: str, law: str, spec_length: int) -> None:
-    check_identity(drafter, law, spec_length, FULL, FLOAT64)
+def test_text_is_identical_in_float64_in_full(drafter: str, distribution: str, spec_length: int) -> None:
+    check_identity(drafter, distribution, spec_length, FULL, FLOAT64)
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
 @pytest.mark.parametrize("weights", NATIVE)
-def test_text_is_identical_on_the_native_kernels(weights: str, drafter: str, law: str, spec_length: int) -> None:
+def test_text_is_identical_on_the_native_kernels(
+    weights: str, drafter: str, distribution: str, spec_length: int
+) -> None:
     """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
-    check_identity(drafter, law, spec_length, REDUCED, {"kernels": "native", **NATIVE[weights]})
+    check_identity(drafter, distribution, spec_length, REDUCED, {"kernels": "native", **NATIVE[weights]})
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("weights", NATIVE)
-def test_text_is_identical_with_trees(weights: str, law: str) -> None:
+def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
     """Cousins that are checked in one pass change no bit of one another, nor of what stays."""
     engine = {"kernels": "native", **NATIVE[weights]}
-    check_identity("draft_model", law, 9, REDUCED, engine, tree=[3, 2])
+    check_identity("draft_model", distribution, 9, REDUCED, engine, tree=[3, 2])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 2, 4, 8])
 @pytest.mark.parametrize("weights", NATIVE)
 def test_text_is_identical_on_the_native_kernels_in_full(
-    weights: str, drafter: str, law: str, spec_length: int
+    weights: str, drafter: str, distribution: str, spec_length: int
 ) -> None:
-    check_identity(drafter, law, spec_length, FULL, {"kernels": "native", **NATIVE[weights]})
+    check_identity(drafter, distribution, spec_length, FULL, {"kernels": "native", **NATIVE[weights]})
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])
 def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) -> None:
     """The first token that differs is one that the plain run held for as likely, up to `near` nats."""
-    laws = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)] * 10
+    distributions = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)] * 10
     plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, kernels="reference").generate(
-        PROMPTS[::5], laws
+        PROMPTS[::5], distributions
     )
-    drafted = speculative("draft_model", 4, 8, dtype=dtype, kernels="reference").generate(PROMPTS[::5], laws)
+    drafted = speculative("draft_model", 4, 8, dtype=dtype, kernels="reference").generate(PROMPTS[::5], distributions)
     for one, other in zip(plain, drafted, strict=True):
         chosen, entries = one.outputs[0].token_ids, one.outputs[0].logprobs or []
         for mine, token, entry in zip(chosen, other.outputs[0].token_ids, entries, strict=True):
             if mine != token:
-                assert token in entry, "the other token was not even the runner-up"
+                assert token in entry, "the other token was not even the sibling"
                 assert entry[mine].logprob - entry[token].logprob <= near
                 break

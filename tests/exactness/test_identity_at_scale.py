@@ -35,13 +35,16 @@ CONFIG: dict[str, Any] = {
 DRAFT_LAYERS = 2
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.05, "o_proj": 0.01, "down_proj": 0.003}
 LENGTHS = (3, 17, 64, 130, 31, 5, 90, 48)
-LAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.3, "top_p": 0.9}}
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.3, "top_p": 0.9},
+}
 TOKENS = 24
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Folders of a target and its draft, and the target's plain text of every prompt, by law."""
+    """Folders of a target and its draft, and the target's plain text of every prompt, by distribution."""
 
     target: str
     draft: str
@@ -55,10 +58,15 @@ def prompts() -> list[list[int]]:
     return made
 
 
-def texts(llm: LLM, law: str) -> tuple[list[list[int]], int]:
+def texts(llm: LLM, distribution: str) -> tuple[list[list[int]], int]:
     """Return what follows every prompt, and how many drafted tokens were accepted on the way."""
     params = [
-        SamplingParams(**LAWS[law], seed=None if law == "greedy" else 70 + i, max_tokens=TOKENS, ignore_eos=True)
+        SamplingParams(
+            **DISTRIBUTIONS[distribution],
+            seed=None if distribution == "greedy" else 70 + i,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+        )
         for i in range(len(LENGTHS))
     ]
     outputs = llm.generate(prompts(), params)
@@ -101,7 +109,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("scale")
     target = write_model(folder / "target", CONFIG["num_hidden_layers"])
     llm = LLM(target, dtype="bfloat16", kernels="native", max_num_seqs=1, max_model_len=256)
-    plain = {law: texts(llm, law)[0] for law in LAWS}
+    plain = {distribution: texts(llm, distribution)[0] for distribution in DISTRIBUTIONS}
     assert plain["greedy"] != plain["seeded"]
     return Pair(target, write_model(folder / "draft", DRAFT_LAYERS), plain)
 
@@ -126,10 +134,10 @@ def test_text_is_identical_on_a_model_of_a_billion_weights(
         kernels="native", max_model_len=256, speculative_config=drafting, **engine,
     )  # fmt: skip
     accepted = 0
-    for law, plain in pair.plain.items():
+    for distribution, plain in pair.plain.items():
         if method and method.learns:
-            assert texts(llm, law)[0] == plain
-        seen, kept = texts(llm, law)
-        assert seen == plain, law
+            assert texts(llm, distribution)[0] == plain
+        seen, kept = texts(llm, distribution)
+        assert seen == plain, distribution
         accepted += kept
     assert accepted > 0 or method is None, "nothing was ever accepted, so nothing was shown"

@@ -1,4 +1,4 @@
-"""Lenient verification keeps its own promise, which is not the target's law, and says so everywhere."""
+"""Lenient verification keeps its own promise, which is not the target's distribution, and says so everywhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
-from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams as Params
 from speculant.types import DraftTree
-from speculant.verification.base import Verifier, rule_for
+from speculant.verification.base import Verifier, verifier_for
 from speculant.verification.lenient import build
-from tests.exactness.verdicts import chain_of, deterministic, distance, law_after_verdict, sampled, target_laws
+from tests.exactness.verdicts import (
+    chain_of,
+    deterministic,
+    distance,
+    distribution_after_verdict,
+    sampled,
+    target_distributions,
+)
 from tests.models import make_request
 
 LENIENCES = [0.1, 0.3, 0.5, 1.0]
@@ -23,7 +30,7 @@ PROMPT = "def read(path):"
 
 
 def greedy_rule(lenience: float) -> Verifier:
-    return rule_for(build(lenience), make_request([1], (), Params(temperature=0)))
+    return verifier_for(build(lenience), make_request([1], (), Params(temperature=0)))
 
 
 @pytest.mark.parametrize("lenience", LENIENCES)
@@ -32,7 +39,7 @@ def test_no_token_becomes_likelier_than_its_share(lenience: float, length: int) 
     """The bound p / l of every token at every context, worked out over all ways that lead there."""
     for pair in PAIRS:
         for make in (sampled(pair, chain_of(length)), deterministic(pair, chain_of(length))):
-            outcomes = law_after_verdict(build(lenience), pair, make)
+            outcomes = distribution_after_verdict(build(lenience), pair, make)
             for depth in range(length):
                 reached: dict[tuple[int, ...], float] = {}
                 for tokens, probability in outcomes.items():
@@ -54,7 +61,7 @@ def test_it_is_not_lossless_and_without_lenience_it_is() -> None:
 def test_acceptance_is_what_theory_says(lenience: float) -> None:
     """E accepted at one node = sum min(p / l, q) [002 A.5]."""
     for pair in PAIRS:
-        outcomes = law_after_verdict(build(lenience), pair, sampled(pair, chain_of(1)))
+        outcomes = distribution_after_verdict(build(lenience), pair, sampled(pair, chain_of(1)))
         p, q = softmax(pair.target(())), softmax(pair.draft(()))
         due = sum(min(mine / lenience, theirs) for mine, theirs in zip(p, q, strict=True))
         assert sum(each for tokens, each in outcomes.items() if len(tokens) == 2) == pytest.approx(due, abs=EXACT)
@@ -62,20 +69,26 @@ def test_acceptance_is_what_theory_says(lenience: float) -> None:
 
 @pytest.mark.parametrize("lenience", LENIENCES)
 def test_greedy_takes_the_likeliest_child_that_is_likely_enough(lenience: float) -> None:
-    rule, taken = greedy_rule(lenience), 0
+    verifier, taken = greedy_rule(lenience), 0
     for seed in range(200):
         pair = Pair(seed, 4, FULL_SUPPORT)
         tree = DraftTree(torch.tensor([seed % 4, (seed + 1) % 4, seed // 4 % 4]), torch.tensor([-1, -1, 0]))
-        p = target_laws(pair, tree)
-        verdict = rule.verify(tree, p, chance=None)  # type: ignore[arg-type]  # it draws nothing
+        p = target_distributions(pair, tree)
+        verdict = verifier.verify(tree, p, chance=None)  # type: ignore[arg-type]  # it draws nothing
         above = -1
         for node in verdict.path:
-            law, siblings = p[1 + above].tolist(), [tree.token_list[child] for child in tree.children(above)]
-            assert law[tree.token_list[node]] == max(law[token] for token in siblings) >= lenience * max(law)
+            distribution, siblings = p[1 + above].tolist(), [tree.token_list[child] for child in tree.children(above)]
+            assert (
+                distribution[tree.token_list[node]]
+                == max(distribution[token] for token in siblings)
+                >= lenience * max(distribution)
+            )
             above, taken = node, taken + 1
-        law = p[1 + above].tolist()
-        assert verdict.token == law.index(max(law))
-        assert all(law[tree.token_list[child]] < lenience * max(law) for child in tree.children(above))
+        distribution = p[1 + above].tolist()
+        assert verdict.token == distribution.index(max(distribution))
+        assert all(
+            distribution[tree.token_list[child]] < lenience * max(distribution) for child in tree.children(above)
+        )
     assert taken > 50
 
 

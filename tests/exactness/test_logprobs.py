@@ -7,7 +7,7 @@ import math
 import pytest
 
 from speculant.config import Limits
-from speculant.exactness.laws import FULL_SUPPORT, Pair, softmax
+from speculant.exactness.distributions import FULL_SUPPORT, Pair, softmax
 from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import Logprobs, Request
@@ -39,12 +39,15 @@ def rig_with(
 
 
 def assert_own(entry: Logprobs, history: History, token: int, top: int) -> None:
-    """An entry holds the token and the `top` likeliest, as the plain law at `history` has them."""
-    law = softmax(PAIR.target(history))
-    best = sorted(law, reverse=True)
+    """An entry holds the token and the `top` likeliest, as the plain distribution at `history` has them."""
+    distribution = softmax(PAIR.target(history))
+    best = sorted(distribution, reverse=True)
     for each, known in entry.items():
-        assert known.logprob == pytest.approx(math.log(law[each]), abs=1e-12)
-        assert known.rank == 1 + sum(p > law[each] + 1e-15 for p in law) or law.count(law[each]) > 1
+        assert known.logprob == pytest.approx(math.log(distribution[each]), abs=1e-12)
+        assert (
+            known.rank == 1 + sum(p > distribution[each] + 1e-15 for p in distribution)
+            or distribution.count(distribution[each]) > 1
+        )
     assert token in entry
     assert sorted((math.exp(known.logprob) for known in entry.values()), reverse=True)[:top] == pytest.approx(
         best[:top]
@@ -65,8 +68,8 @@ def test_output_tokens(drafter: str, top: int) -> None:
     settings = [{}, {"temperature": 0}, {"seed": 3, "temperature": 0.7, "top_k": 2, "presence_penalty": 0.5}]
     requests = [
         request
-        for index, law in enumerate(settings)
-        for request in rig.add((index, 0), SamplingParams(max_tokens=14, logprobs=top, **law), str(index))
+        for index, distribution in enumerate(settings)
+        for request in rig.add((index, 0), SamplingParams(max_tokens=14, logprobs=top, **distribution), str(index))
     ]
     rig.finish()
     for request in requests:

@@ -1,4 +1,4 @@
-"""A draft in one native call is the draft made token by token: the same tokens from the same laws, bit for bit."""
+"""A draft in one native call is the draft made token by token: the same tokens from the same probs, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
+from speculant.drafting.growth import chains as chains_module
+from speculant.drafting.growth.chains import grow
 from speculant.kernels.native import QUANTIZED
-from speculant.models import chains as chains_module
-from speculant.models.base import Chain, Feed, build_batch
-from speculant.models.chains import grow
+from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native_decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -23,7 +23,7 @@ from tests.models import make_request
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 
-LAWS = [
+DISTRIBUTIONS = [
     {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 2.0, "top_k": 7},
     {"temperature": 1.0, "min_p": 0.02},
 ]  # fmt: skip
@@ -42,35 +42,38 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
     return made
 
 
-def make_chains(model: NativeDecoder, coupled: Sequence[bool]) -> list[Chain]:
+def make_chains(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
     chances, made = KeyedChances(model.kernels), []
-    for seq, (law, limit, shares) in enumerate(zip(LAWS, LIMITS, coupled, strict=True)):
-        tokens = tokens_of(seq, model.vocab_size)[: 9 + 5 * seq]
-        params = SamplingParams(**law)  # type: ignore[arg-type]
-        request = make_request(tokens, params=params, seq=seq, coupled=shares)
-        made.append(Chain(request, tokens[-1:] if seq % 2 else tokens[5:], limit, chances.draft(request)))
+    for seq_id, (distribution, limit, shares) in enumerate(zip(DISTRIBUTIONS, LIMITS, shared_noise, strict=True)):
+        tokens = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id]
+        params = SamplingParams(**distribution)  # type: ignore[arg-type]
+        request = make_request(tokens, params=params, seq_id=seq_id, shared_noise=shares)
+        made.append(Chain(request, tokens[-1:] if seq_id % 2 else tokens[5:], limit, chances.draft(request)))
     return made
 
 
 @torch.inference_mode()
 def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None:
     """Feed what comes before each chain."""
-    feeds = [Feed(chain.request.seq, chain.request.tokens[: -len(chain.feed)], DraftTree.empty()) for chain in made]
+    feeds = [
+        SequenceInput(chain.request.seq_id, chain.request.tokens[: -len(chain.feed)], DraftTree.empty())
+        for chain in made
+    ]
     model.forward(build_batch(feeds, cache, torch.device("cpu")), cache)
 
 
 @torch.inference_mode()
 def grown(
-    model: NativeDecoder, kind: str, coupled: Sequence[bool], vocab_size: int, together: bool = True
+    model: NativeDecoder, kind: str, shared_noise: Sequence[bool], vocab_size: int, together: bool = True
 ) -> list[Chain]:
     """Let the chains grow, all at once or one after the other."""
-    cache, made = cache_of(model.cache_shape, kind), make_chains(model, coupled)
+    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
         grow(model, share, cache, vocab_size, model.kernels)
     for chain in [chain for chain in made if len(chain.tokens) == chain.limit]:
-        assert cache.length(chain.request.seq) == len(chain.request.tokens) + max(chain.limit - 1, 0)
+        assert cache.length(chain.request.seq_id) == len(chain.request.tokens) + max(chain.limit - 1, 0)
     cache.check()
     return made
 
@@ -78,24 +81,31 @@ def grown(
 def assert_same(some: list[Chain], others: list[Chain]) -> None:
     assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
     for one, other in zip(some, others, strict=True):
-        assert (one.laws is None) == (other.laws is None) == (one.request.coupled or not one.tokens)
-        if one.laws is not None and other.laws is not None:
-            assert torch.equal(one.laws, other.laws)
+        assert (
+            (one.distributions is None) == (other.distributions is None) == (one.request.shared_noise or not one.tokens)
+        )
+        if one.distributions is not None and other.distributions is not None:
+            assert torch.equal(one.distributions, other.distributions)
 
 
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
-@pytest.mark.parametrize("coupled", COUPLED)
+@pytest.mark.parametrize("shared_noise", COUPLED)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZED])
 @pytest.mark.parametrize("isa", SETS)
 def test_one_call_is_many(
-    isa: str, quantization: str | None, kind: str, coupled: list[bool], vocab_size: int, monkeypatch: pytest.MonkeyPatch
+    isa: str,
+    quantization: str | None,
+    kind: str,
+    shared_noise: list[bool],
+    vocab_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_native(isa, QUANTIZED[quantization] if quantization else None)
-    at_once = grown(model, kind, coupled, vocab_size)
-    alone = grown(model, kind, coupled, vocab_size, together=False)
+    at_once = grown(model, kind, shared_noise, vocab_size)
+    alone = grown(model, kind, shared_noise, vocab_size, together=False)
     monkeypatch.setattr(chains_module, "can_replay", lambda chain: False)
-    stepwise = grown(model, kind, coupled, vocab_size)
+    stepwise = grown(model, kind, shared_noise, vocab_size)
     assert_same(at_once, stepwise)
     assert_same(alone, stepwise)
     assert [len(chain.tokens) for chain in stepwise] == LIMITS
@@ -107,7 +117,7 @@ def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> No
     model = make_native()
     plain = grown(model, "paged", [True] * 5, 96)
     cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, [True] * 5)
-    penalised = make_request(tokens_of(0)[:9], params=SamplingParams(repetition_penalty=1.3), seq=50)
+    penalised = make_request(tokens_of(0)[:9], params=SamplingParams(repetition_penalty=1.3), seq_id=50)
     extra = Chain(penalised, penalised.tokens, 4, KeyedChances(model.kernels).draft(penalised))
     feed_before(model, made, cache)
     with torch.inference_mode():
@@ -119,7 +129,7 @@ def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> No
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes of a law that is none would be accepted or refused by nonsense; the neighbours are none the worse."""
+    """A token drawn from NaN would be accepted or rejected by chance; the neighbours are not affected."""
     healthy = grown(make_native(), kind, [False] * 5, 96)
     poison = next(token for token in healthy[2].tokens[:-1] if token not in healthy[2].request.tokens)
     decoder = make_decoder()
@@ -130,5 +140,5 @@ def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatc
         text = [*chain.request.tokens, *whole.tokens]
         sound = text.index(poison) + 1 if poison in text else len(text)
         assert chain.tokens == whole.tokens[: max(0, sound - len(chain.request.tokens))]
-        assert not chain.tokens or (chain.laws is not None and len(chain.laws) == len(chain.tokens))
+        assert not chain.tokens or (chain.distributions is not None and len(chain.distributions) == len(chain.tokens))
     assert 0 < len(failing[2].tokens) < len(healthy[2].tokens)

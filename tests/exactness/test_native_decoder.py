@@ -12,7 +12,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
-from speculant.models.base import Feed, build_batch
+from speculant.models.base import SequenceInput, build_batch
 from speculant.models.config import DecoderConfig, RopeConfig
 from speculant.models.decoder import Decoder
 from speculant.models.native_decoder import NativeDecoder
@@ -70,12 +70,12 @@ def tokens_of(seed: int, vocab_size: int = 96) -> list[int]:
 
 @torch.inference_mode()
 def feed(
-    model: Decoder | NativeDecoder, cache: KVCache, seq: int, tokens: Sequence[int], chunks: Sequence[int]
+    model: Decoder | NativeDecoder, cache: KVCache, seq_id: int, tokens: Sequence[int], chunks: Sequence[int]
 ) -> Tensor:
     """Feed tokens in chunks; return the logits of all rows."""
     rows, first = [], 0
     for count in chunks:
-        batch = build_batch([Feed(seq, tokens[first : first + count], DraftTree.empty())], cache, CPU)
+        batch = build_batch([SequenceInput(seq_id, tokens[first : first + count], DraftTree.empty())], cache, CPU)
         rows.append(model.logits(model.forward(batch, cache)))
         first += count
     return torch.cat(rows)
@@ -126,11 +126,16 @@ def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Typ
     shape, tokens = native.cache_shape, tokens_of(3)
     expected = feed(native, CACHES["slotted"](shape), 1, tokens[:40], [39, 1])[39:]
     cache = PagedKVCache(shape, 1024, 16)
-    feeds = [Feed(seq, tokens_of(seq)[: 1 + seq % 7], DraftTree.empty()) for seq in range(10, 10 + num_others)]
-    batch = build_batch([Feed(1, tokens[:39], DraftTree.empty())], cache, CPU)
+    feeds = [
+        SequenceInput(seq_id, tokens_of(seq_id)[: 1 + seq_id % 7], DraftTree.empty())
+        for seq_id in range(10, 10 + num_others)
+    ]
+    batch = build_batch([SequenceInput(1, tokens[:39], DraftTree.empty())], cache, CPU)
     native.forward(batch, cache)
     place = num_others // 2
-    batch = build_batch([*feeds[:place], Feed(1, tokens[39:40], DraftTree.empty()), *feeds[place:]], cache, CPU)
+    batch = build_batch(
+        [*feeds[:place], SequenceInput(1, tokens[39:40], DraftTree.empty()), *feeds[place:]], cache, CPU
+    )
     row = sum(len(other.tokens) for other in feeds[:place])
     assert torch.equal(native.logits(native.forward(batch, cache))[row : row + 1], expected)
 
@@ -154,10 +159,10 @@ def test_a_path_of_a_tree_is_a_chain(variant: str, context: int, committed: int)
     chain = feed(native, CACHES["slotted"](shape), 1, tokens, [context + committed, 4, 1])
     cache = PagedKVCache(shape, 256, 5)
     feed(native, cache, 1, tokens, [context])
-    batch = build_batch([Feed(1, tokens[context : context + committed], tree)], cache, CPU)
+    batch = build_batch([SequenceInput(1, tokens[context : context + committed], tree)], cache, CPU)
     logits = native.logits(native.forward(batch, cache))
     seen = logits[[committed - 1, *(committed + node for node in nodes)]]
     assert torch.equal(seen, chain[context + committed - 1 : context + committed + 4])
-    cache.keep_path(1, context + committed, nodes)
+    cache.compact(1, context + committed, nodes)
     after = feed(native, cache, 1, tokens[context + committed + 4 :], [1])
     assert torch.equal(after, chain[-1:])

@@ -1,4 +1,4 @@
-"""What is known to bias the output does so here too: a law test that misses these proves nothing.
+"""What is known to bias the output does so here too: a distribution test that misses these proves nothing.
 
 Each control breaks one thing beside the shipping code; the deviation must be plain to see.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.exactness.enumeration import EnumeratingChance
-from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request, Verdict
@@ -40,17 +40,17 @@ class Meddling:
         self.begin, self.observe, self.end = drafter.begin, drafter.observe, drafter.end
         self._drafter, self._change = drafter, change
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        trees = self._drafter.propose(seqs, limits)
-        return [self._change(seq, tree) if tree.size else tree for seq, tree in zip(seqs, trees, strict=True)]
+        trees = self._drafter.propose(seq_ids, limits)
+        return [self._change(seq_id, tree) if tree.size else tree for seq_id, tree in zip(seq_ids, trees, strict=True)]
 
 
 def meddling(change: Change) -> MakeDrafter:
     """Make a maker of meddling drafters."""
 
     def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-        return Meddling(draft_model(pair, chances, limits), lambda seq, tree: change(pair, seq, tree))
+        return Meddling(draft_model(pair, chances, limits), lambda seq_id, tree: change(pair, seq_id, tree))
 
     return make
 
@@ -66,29 +66,31 @@ def own_probabilities(tree: DraftTree) -> list[float]:
     return tree.probs.gather(1, tree.tokens[:, None])[:, 0].tolist()
 
 
-def discard_the_unlikely(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+def discard_the_unlikely(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
     unlikely = [q < RARE for q in own_probabilities(tree)]
     return cut(tree, unlikely.index(True)) if True in unlikely else tree
 
 
-def discard_by_joint_probability(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+def discard_by_joint_probability(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
     joint = torch.tensor(own_probabilities(tree)).cumprod(0)
     return cut(tree, int((joint >= RARE**2).sum()))
 
 
-def stop_behind_the_unlikely(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
+def stop_behind_the_unlikely(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
     """Keep the unlikely token and draft nothing after it: this is exact."""
     unlikely = [q < RARE for q in own_probabilities(tree)]
     return cut(tree, unlikely.index(True) + 1) if True in unlikely else tree
 
 
-def report(make_law: Callable[[Sequence[float]], Sequence[float]]) -> Change:
-    """Report, instead of the law that was drawn from, another one made from the draft's logits."""
+def report(make_distribution: Callable[[Sequence[float]], Sequence[float]]) -> Change:
+    """Report, instead of the distribution that was drawn from, another one made from the draft's logits."""
 
-    def change(pair: Pair, seq: Request, tree: DraftTree) -> DraftTree:
-        histories = [(*seq.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
-        laws = torch.tensor([make_law(pair.draft(history)) for history in histories], dtype=torch.float64)
-        return dataclasses.replace(tree, probs=laws)
+    def change(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
+        histories = [(*seq_id.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
+        distributions = torch.tensor(
+            [make_distribution(pair.draft(history)) for history in histories], dtype=torch.float64
+        )
+        return dataclasses.replace(tree, probs=distributions)
 
     return change
 
@@ -114,35 +116,37 @@ def test_the_likelier_of_two_draws_shows() -> None:
 
     def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
         def propose(request: Request) -> DraftTree:
-            law = torch.tensor(softmax(pair.draft(tuple(request.tokens))), dtype=torch.float64)
+            distribution = torch.tensor(softmax(pair.draft(tuple(request.tokens))), dtype=torch.float64)
             chance = chances.draft(request)
-            best = max((chance.draw(law), chance.draw(law)), key=lambda token: float(law[token]))
-            return DraftTree.chain([best], law[None])
+            best = max(
+                (chance.draw(distribution), chance.draw(distribution)), key=lambda token: float(distribution[token])
+            )
+            return DraftTree.chain([best], distribution[None])
 
         return ScriptedDrafter(propose)
 
     assert worst(make) > PLAIN_TO_SEE
 
 
-def test_a_greedy_draft_that_reports_a_law_shows() -> None:
+def test_a_greedy_draft_that_reports_a_distribution_shows() -> None:
     def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
         def propose(request: Request) -> DraftTree:
-            law = torch.tensor(softmax(pair.draft(tuple(request.tokens))), dtype=torch.float64)
-            return DraftTree.chain([int(law.argmax())], law[None])
+            distribution = torch.tensor(softmax(pair.draft(tuple(request.tokens))), dtype=torch.float64)
+            return DraftTree.chain([int(distribution.argmax())], distribution[None])
 
         return ScriptedDrafter(propose)
 
     assert worst(make) > PLAIN_TO_SEE
 
 
-def test_a_law_rounded_after_the_draw_shows() -> None:
+def test_a_distribution_rounded_after_the_draw_shows() -> None:
     def rounded(logits: Sequence[float]) -> list[float]:
         return torch.tensor(softmax(logits)).to(torch.bfloat16).double().tolist()
 
     assert worst(meddling(report(rounded))) > 1e-5
 
 
-def test_raw_law_for_a_filtered_draw_shows() -> None:
+def test_raw_distribution_for_a_filtered_draw_shows() -> None:
     top_k = SamplingParams(max_tokens=None, top_k=2)
     assert worst(meddling(report(softmax)), top_k) > PLAIN_TO_SEE
 
@@ -152,7 +156,7 @@ def test_another_temperature_shows() -> None:
     assert worst(meddling(report(softmax)), cold) > PLAIN_TO_SEE
 
 
-def test_a_law_without_penalties_shows() -> None:
+def test_a_distribution_without_penalties_shows() -> None:
     penalty = SamplingParams(max_tokens=None, repetition_penalty=1.5)
     assert worst(meddling(report(softmax)), penalty) > PLAIN_TO_SEE
 
@@ -214,7 +218,7 @@ def test_wrong_acceptance_shows(
 
 
 class GreedyAcceptance(rejection.Rejection):
-    """Keep a draft token if it is the target's likeliest: text that looks right, with another law."""
+    """Keep a draft token if it is the target's likeliest: text that looks right, with another distribution."""
 
     def verify(self, tree: DraftTree, p: Tensor, chance: EnumeratingChance) -> Verdict:
         for node, token in enumerate(tree.token_list):

@@ -10,7 +10,7 @@ import torch
 
 from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
@@ -34,7 +34,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "tree": lambda: ScriptedDrafter(fan, DrafterNeeds(emits_tree=True)),
 }
 PROMPTS = [(0, 1, 2), (1,) * 9, (2, 3), (3, 0, 3, 0, 1, 1, 2, 2, 3, 3, 1), (0, 1, 2, 2, 1)]
-LAWS: list[dict[str, Any]] = [
+DISTRIBUTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"seed": 4, "presence_penalty": 0.4},
     {"seed": 5, "n": 3},
@@ -45,8 +45,8 @@ LAWS: list[dict[str, Any]] = [
 
 def add_all(rig: Rig) -> list[Request]:
     requests = []
-    for index, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True)):
-        params = SamplingParams(max_tokens=16, logprobs=1, prompt_logprobs=1, **law)
+    for index, (prompt, distribution) in enumerate(zip(PROMPTS, DISTRIBUTIONS, strict=True)):
+        params = SamplingParams(max_tokens=16, logprobs=1, prompt_logprobs=1, **distribution)
         requests += rig.add(prompt, params, str(index))
     return requests
 
@@ -112,22 +112,22 @@ class Diary(ScriptedDrafter):
         super().__init__(lambda request: [1, 2])
         self.events: list[tuple[str, int]] = []
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, seq_id: Request) -> None:
         """See `Drafter.begin`."""
-        self.events.append(("begin", seq.seq))
+        self.events.append(("begin", seq_id.seq_id))
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        self.events += [("propose", seq.seq) for seq in seqs]
-        return super().propose(seqs, limits)
+        self.events += [("propose", seq_id.seq_id) for seq_id in seq_ids]
+        return super().propose(seq_ids, limits)
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+    def observe(self, seq_id: Request, committed: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """See `Drafter.observe`."""
-        self.events.append(("observe", seq.seq))
+        self.events.append(("observe", seq_id.seq_id))
 
-    def end(self, seq: Request) -> None:
+    def end(self, seq_id: Request) -> None:
         """See `Drafter.end`."""
-        self.events.append(("end", seq.seq))
+        self.events.append(("end", seq_id.seq_id))
 
 
 def test_a_drafter_hears_of_every_coming_and_going() -> None:
@@ -137,7 +137,7 @@ def test_a_drafter_hears_of_every_coming_and_going() -> None:
     requests = add_all(rig)
     rig.finish()
     for request in requests:
-        events = [event for event, seq in drafter.events if seq == request.seq]
+        events = [event for event, seq_id in drafter.events if seq_id == request.seq_id]
         stays = "".join({"begin": "(", "end": ")"}.get(event, ".") for event in events).split(")")
         assert stays.pop() == ""
         assert len(stays) == request.metrics.num_preemptions + 1

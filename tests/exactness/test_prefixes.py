@@ -9,7 +9,7 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
@@ -45,8 +45,8 @@ def rig_of(drafter: str = "none", length: int = 5) -> Rig:
     return build_rig(TableModel(PAIR.target, V), DRAFTERS[drafter](), length=length, limits=LIMITS)
 
 
-def run(rig: Rig, prompt: Sequence[int], params: SamplingParams = GREEDY, salt: str = "") -> Request:
-    (request,) = rig.add(prompt, params, salt=salt)
+def run(rig: Rig, prompt: Sequence[int], params: SamplingParams = GREEDY, cache_salt: str = "") -> Request:
+    (request,) = rig.add(prompt, params, cache_salt=cache_salt)
     rig.finish()
     return request
 
@@ -140,13 +140,13 @@ def test_salts_keep_prompts_apart(prompt_logprobs: int | None) -> None:
     target, draft = TableModel(PAIR.target, V), TableModel(PAIR.draft, V)
     rig = build_rig(target, model_drafter(draft, V, limits=LIMITS), length=2, limits=LIMITS)
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=prompt_logprobs)
-    for salt in ("", "a", "b"):
+    for cache_salt in ("", "a", "b"):
         target.num_rows.clear()
         draft.num_rows.clear()
-        request = run(rig, PROMPT, params, salt)
+        request = run(rig, PROMPT, params, cache_salt)
         assert (request.metrics.cached_tokens, target.num_rows[0], draft.num_rows[0]) == (0, 10, 11)
-    for salt in ("", "a", "b"):
-        assert run(rig, PROMPT, GREEDY, salt).metrics.cached_tokens == 8
+    for cache_salt in ("", "a", "b"):
+        assert run(rig, PROMPT, GREEDY, cache_salt).metrics.cached_tokens == 8
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -156,7 +156,7 @@ def test_samples_share_the_blocks_of_their_prompt(drafter: str) -> None:
     samples = rig.add(PROMPT, params)
     rig.step()
     rig.step()
-    tables = [rig.cache.table(sample.seq).blocks.tolist() for sample in samples]
+    tables = [rig.cache.table(sample.seq_id).blocks.tolist() for sample in samples]
     assert len({tuple(table[:2]) for table in tables}) == 1
     rig.finish()
     together = [sample.output for sample in samples]

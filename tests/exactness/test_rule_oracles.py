@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.exactness.laws import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.types import DraftTree
 from speculant.verification.multi_draft import iterative_speculative_sample
-from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_laws
-from tests.fakes import known_rules
+from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_distributions
+from tests.fakes import known_verifiers
 
 PAIRS = [Pair(seed, vocab_size) for vocab_size in (2, 3, 4) for seed in range(12)]
 Outcomes = dict[tuple[tuple[int, ...], int], float]  # (tokens, accepted) -> probability
@@ -24,7 +24,7 @@ def outcomes(name: str, pair: Pair, make_tree: MakeTree) -> Outcomes:
     def run(branches: Branches) -> tuple[tuple[int, ...], int]:
         chance = EnumeratingChance(branches)
         tree = make_tree(chance)
-        verdict = known_rules()[name].verify(tree, target_laws(pair, tree), chance)
+        verdict = known_verifiers()[name].verify(tree, target_distributions(pair, tree), chance)
         return (*(tree.token_list[node] for node in verdict.path), verdict.token), len(verdict.path)
 
     return enumerate_outcomes(run)
@@ -100,7 +100,7 @@ def test_traversal_accepts_at_least_what_multi_draft_does(shape: Shape) -> None:
 
 def transport_bound(pair: Pair, children: int) -> float:
     """Return the most that siblings drawn without replacement can be accepted (max flow = min cut)."""
-    p, q = (softmax(law(())) for law in (pair.target, pair.draft))
+    p, q = (softmax(distribution(())) for distribution in (pair.target, pair.draft))
     drafts: dict[frozenset[int], float] = {}
     for drawn in itertools.permutations(range(pair.vocab_size), children):
         probability, left = 1.0, 1.0
@@ -118,17 +118,17 @@ def transport_bound(pair: Pair, children: int) -> float:
 
 @pytest.mark.parametrize("children", [1, 2, 3])
 def test_nothing_exceeds_the_optimal_transport_bound_at_one_node(children: int) -> None:
-    rules = [name for name, rule in known_rules().items() if rule.lossless and rule.needs.branches]
+    verifiers = [name for name, verifier in known_verifiers().items() if verifier.lossless and verifier.needs.branches]
     for pair in [Pair(seed, 4, FULL_SUPPORT) for seed in range(12)]:
         bound = transport_bound(pair, children)
-        for name in rules:
+        for name in verifiers:
             assert accepted(name, pair, sampled(pair, (-1,) * children)) <= bound + EXACT
         if children == 1:
             assert accepted("multi_draft", pair, sampled(pair, (-1,))) == pytest.approx(bound, abs=EXACT)
 
 
 @pytest.mark.parametrize("name", ["block", "rejection", "multi_draft", "traversal"])
-def test_a_node_whose_law_is_no_law_counts_as_missing(name: str) -> None:
+def test_a_node_whose_distribution_is_no_distribution_counts_as_missing(name: str) -> None:
     for seed in range(6):
         pair = Pair(seed, 3, FULL_SUPPORT)
         whole, cut = sampled(pair, chain_of(2)), sampled(pair, chain_of(1))
@@ -142,8 +142,8 @@ def test_a_node_whose_law_is_no_law_counts_as_missing(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_iterative_sampling_keeps_the_law_of_any_proposals(count: int) -> None:
-    """K proposals with replacement, each from a law of its own [003 section 2]."""
+def test_iterative_sampling_keeps_the_distribution_of_any_proposals(count: int) -> None:
+    """K proposals with replacement, each from a distribution of its own [003 section 2]."""
     for seed in range(12):
         pairs = [Pair(100 * seed + k, 3) for k in range(count)]
         p = torch.tensor(softmax(pairs[0].target(())), dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_iterative_sampling_keeps_the_law_of_any_proposals(count: int) -> None:
 
 
 def test_siblings_of_different_models_are_no_trouble() -> None:
-    """Each child brings the law that it was drawn from."""
+    """Each child brings the distribution that it was drawn from."""
     for seed in range(8):
         one, two = Pair(seed, 3, FULL_SUPPORT), Pair(seed + 50, 3, FULL_SUPPORT)
         q = [torch.tensor(softmax(pair.draft(())), dtype=torch.float64) for pair in (one, two)]
@@ -171,8 +171,8 @@ def test_siblings_of_different_models_are_no_trouble() -> None:
             tokens = torch.tensor([first, chance.draw(rest)])
             return DraftTree(tokens, torch.tensor([-1, -1]), torch.stack([q[0], rest]))
 
-        law: dict[int, float] = {}
+        distribution: dict[int, float] = {}
         for (tokens, _), probability in outcomes("multi_draft", one, make).items():
-            law[tokens[0]] = law.get(tokens[0], 0.0) + probability
+            distribution[tokens[0]] = distribution.get(tokens[0], 0.0) + probability
         for token, probability in enumerate(softmax(one.target(()))):
-            assert law.get(token, 0.0) == pytest.approx(probability, abs=EXACT)
+            assert distribution.get(token, 0.0) == pytest.approx(probability, abs=EXACT)

@@ -1,4 +1,4 @@
-"""Every lossless rule keeps the target's law on every draft that it understands.
+"""Every lossless rule keeps the target's distribution on every draft that it understands.
 
 A new rule is found through its file (or entry point) and is held to this without another line here.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from speculant.exactness.distributions import EXACT, NODE_KINDS, Pair
 from speculant.exactness.enumeration import EnumeratingChance, enumerate_outcomes
-from speculant.exactness.laws import EXACT, NODE_KINDS, Pair
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 from speculant.verification.rejection import Rejection
 from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
-from tests.fakes import known_rules
+from tests.fakes import known_verifiers
 
-LOSSLESS = [name for name, rule in known_rules().items() if rule.lossless]
-BRANCHING = [name for name in LOSSLESS if known_rules()[name].needs.branches]
+LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
+BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches]
 
 CHAINS = {(2, 1): 30, (2, 2): 30, (2, 3): 20, (3, 1): 30, (3, 2): 30, (3, 3): 6, (4, 1): 20, (4, 2): 10}
 TREES: list[Shape] = [
@@ -31,13 +31,13 @@ TREES: list[Shape] = [
 
 
 @pytest.fixture(params=LOSSLESS)
-def rule(request: pytest.FixtureRequest) -> Verifier:
-    return known_rules()[request.param]
+def verifier(request: pytest.FixtureRequest) -> Verifier:
+    return known_verifiers()[request.param]
 
 
 @pytest.fixture(params=BRANCHING)
 def tree_rule(request: pytest.FixtureRequest) -> Verifier:
-    return known_rules()[request.param]
+    return known_verifiers()[request.param]
 
 
 def test_the_shipped_rules_are_found() -> None:
@@ -58,29 +58,29 @@ def test_an_empty_residual_falls_back_to_the_target(rounding: float) -> None:
     """p / q just below 1 by rounding alone: the refused token leaves no residual to draw from."""
     p = torch.tensor([[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]], dtype=torch.float64)
     tree = DraftTree.chain([2], p[:1] + rounding)
-    law = enumerate_outcomes(lambda branches: Rejection().verify(tree, p, Refusing(branches)))
-    assert law == {Verdict((), 0): 0.25, Verdict((), 2): 0.75}
+    distribution = enumerate_outcomes(lambda branches: Rejection().verify(tree, p, Refusing(branches)))
+    assert distribution == {Verdict((), 0): 0.25, Verdict((), 2): 0.75}
 
 
 @pytest.mark.parametrize(("vocab_size", "length"), CHAINS)
-def test_sampled_chains(rule: Verifier, vocab_size: int, length: int) -> None:
+def test_sampled_chains(verifier: Verifier, vocab_size: int, length: int) -> None:
     for seed in range(CHAINS[vocab_size, length]):
         pair = Pair(seed, vocab_size)
-        assert distance(rule, pair, sampled(pair, chain_of(length))) <= EXACT, pair
+        assert distance(verifier, pair, sampled(pair, chain_of(length))) <= EXACT, pair
 
 
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_sampled_chains_of_one_kind(rule: Verifier, kind: str) -> None:
+def test_sampled_chains_of_one_kind(verifier: Verifier, kind: str) -> None:
     for seed in range(6):
         pair = Pair(seed, 3, (kind,))
-        assert distance(rule, pair, sampled(pair, chain_of(2))) <= EXACT, pair
+        assert distance(verifier, pair, sampled(pair, chain_of(2))) <= EXACT, pair
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
-def test_deterministic_chains(rule: Verifier, length: int) -> None:
+def test_deterministic_chains(verifier: Verifier, length: int) -> None:
     for seed in range(20):
         pair = Pair(seed, 2 + seed % 3)
-        assert distance(rule, pair, deterministic(pair, chain_of(length))) <= EXACT, pair
+        assert distance(verifier, pair, deterministic(pair, chain_of(length))) <= EXACT, pair
 
 
 @pytest.mark.parametrize("shape", TREES, ids=str)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from speculant.cache.blocks import BlockPool
 from speculant.cache.paged import PagedKVCache
 from speculant.drafting.draft_model import ModelDrafter
-from speculant.models.base import Feed, build_batch
+from speculant.models.base import SequenceInput, build_batch
 from speculant.types import DraftTree, Request
 from tests.machine import run_schedule
 from tests.oracle import Mismatch, OracleModel, V
@@ -70,8 +70,8 @@ def test_nothing_is_lost_leaked_or_mixed_up(shard: int) -> None:
 # --- the machine notices what it is there for
 
 
-def keep_one_too_many(cache: PagedKVCache, seq: int, n: int, original: Callable[..., None]) -> None:
-    original(cache, seq, min(n + 1, cache.length(seq)))
+def keep_one_too_many(cache: PagedKVCache, seq_id: int, n: int, original: Callable[..., None]) -> None:
+    original(cache, seq_id, min(n + 1, cache.length(seq_id)))
 
 
 def never_copy(pool: BlockPool, block: int, original: Callable[..., bool]) -> bool:
@@ -87,25 +87,27 @@ def free_twice(pool: BlockPool, block: int, original: Callable[..., None]) -> No
     original(pool, block)
 
 
-def move_nothing(cache: PagedKVCache, seq: int, base: int, path: Sequence[int], original: Callable[..., None]) -> None:
-    cache.truncate_to(seq, base + len(path))
+def move_nothing(
+    cache: PagedKVCache, seq_id: int, base: int, path: Sequence[int], original: Callable[..., None]
+) -> None:
+    cache.truncate_to(seq_id, base + len(path))
 
 
 def share_across_salts(
-    cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: str, original: Callable[..., int]
+    cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: str, original: Callable[..., int]
 ) -> int:
-    return original(cache, seq, tokens, "")
+    return original(cache, seq_id, tokens, "")
 
 
-def keep_drafts_of_the_preempted(drafter: ModelDrafter, seq: Request, original: Callable[..., None]) -> None:
-    if seq.finished:
-        original(drafter, seq)
+def keep_drafts_of_the_preempted(drafter: ModelDrafter, seq_id: Request, original: Callable[..., None]) -> None:
+    if seq_id.finished:
+        original(drafter, seq_id)
 
 
 FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
     (PagedKVCache, "truncate_to", keep_one_too_many, "chain"),
-    (PagedKVCache, "keep_path", move_nothing, "tree"),
-    (PagedKVCache, "adopt_prefix", share_across_salts, "none"),
+    (PagedKVCache, "compact", move_nothing, "tree"),
+    (PagedKVCache, "match_prefix", share_across_salts, "none"),
     (BlockPool, "is_writable", never_copy, "tree"),
     (BlockPool, "free", never_free, "none"),
     (BlockPool, "free", free_twice, "none"),
@@ -137,9 +139,9 @@ def test_the_oracle_objects_to_a_wrong_slot(part: str, place: int) -> None:
     model = OracleModel(max_positions=16)
     cache: Any = PagedKVCache(model.cache_shape, 8, 4)
     device = torch.device("cpu")
-    model.forward(build_batch([Feed(1, [1, 2, 3, 4, 5, 6], DraftTree.empty())], cache, device), cache)
+    model.forward(build_batch([SequenceInput(1, [1, 2, 3, 4, 5, 6], DraftTree.empty())], cache, device), cache)
     keys, values = cache.layer(0)
     row = int(cache.table(1).blocks[place // 4]) * 4 + place % 4
     (values if part == "value" else keys)[row, 0, ("token", "position", "prefix", "value").index(part) % 3] += 1
     with pytest.raises(Mismatch):
-        model.forward(build_batch([Feed(1, [7 % V], DraftTree.empty())], cache, device), cache)
+        model.forward(build_batch([SequenceInput(1, [7 % V], DraftTree.empty())], cache, device), cache)

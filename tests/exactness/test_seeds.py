@@ -9,7 +9,7 @@ import pytest
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from tests.fakes import ScriptedDrafter, build_rig, model_drafter
@@ -25,7 +25,7 @@ DRAFTERS: dict[str, Callable[[Limits], Drafter | None]] = {
     "ngram": lambda limits: NgramDrafter(Options()),
     "scripted": lambda limits: ScriptedDrafter(lambda request: [request.num_output % V, 1, 2, 3, 0]),
 }
-LAWS: dict[str, dict[str, float]] = {
+DISTRIBUTIONS: dict[str, dict[str, float]] = {
     "plain": {},
     "cold": {"temperature": 0.7, "top_p": 0.9},
     "penalised": {"temperature": 1.3, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 3},
@@ -39,7 +39,7 @@ def texts(
     limits: Limits = LIMITS,
     prompt: tuple[int, ...] = (0, 1),
     seed: int = 0,
-    rule: str = "auto",
+    verifier: str = "auto",
 ) -> list[list[int]]:
     """Run all requests together; return their outputs, sample by sample."""
     rig = build_rig(
@@ -48,28 +48,28 @@ def texts(
         length=length,
         limits=limits,
         seed=seed,
-        verification=rule,
+        verification=verifier,
     )
     requests = [request for i, each in enumerate(settings) for request in rig.add(prompt, each, str(i))]
     rig.finish()
     return [request.output for request in requests]
 
 
-def seeded(seed: int | None, **law: float) -> SamplingParams:
-    return SamplingParams(seed=seed, max_tokens=LENGTH, **law)
+def seeded(seed: int | None, **distribution: float) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=LENGTH, **distribution)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_speculation_changes_no_seeded_text(drafter: str, law: str) -> None:
-    settings = [seeded(seed, **LAWS[law]) for seed in range(4)]
+def test_speculation_changes_no_seeded_text(drafter: str, distribution: str) -> None:
+    settings = [seeded(seed, **DISTRIBUTIONS[distribution]) for seed in range(4)]
     alone = [texts([each])[0] for each in settings]
     assert texts(settings, drafter) == alone
     assert texts(settings[:2], drafter, length=5, limits=Limits(64, 2, 8), prompt=(0, 1)) == alone[:2]
 
 
 def test_a_seed_wins_over_the_configured_rule() -> None:
-    assert texts([seeded(5)], "model", rule="rejection") == texts([seeded(5)])
+    assert texts([seeded(5)], "model", verifier="rejection") == texts([seeded(5)])
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -107,12 +107,12 @@ def test_samples_differ(seed: int | None) -> None:
     assert len({tuple(sample) for sample in samples}) == 4
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_rounds_do_not_repeat(rule: str) -> None:
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_rounds_do_not_repeat(verifier: str) -> None:
     """With p = q = a fair coin, a stream that starts anew every round gives the same token every time."""
     fair = TableModel(lambda history: [0.0, 0.0], 2)
     drafter = model_drafter(TableModel(lambda history: [0.0, 0.0], 2), 2, limits=LIMITS)
-    rig = build_rig(fair, drafter, length=1, verification=rule, limits=LIMITS)
+    rig = build_rig(fair, drafter, length=1, verification=verifier, limits=LIMITS)
     (request,) = rig.add((0,), SamplingParams(max_tokens=60))
     rig.finish()
     drafts, others = request.output[::2], request.output[1::2]

@@ -12,11 +12,11 @@ import torch
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.growth.topology import StaticTree
 from speculant.errors import RequestError
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import Table, TableModel
 from speculant.kernels.native import usable_sets
-from speculant.models.branching import Shape
 from speculant.types import DraftTree, Request
 from tests.exactness.searches import (
     CROWD_ENDS,
@@ -115,7 +115,7 @@ def test_drafted_searches_beside_others_are_the_same(draft: str, cache: str, lim
     requests = add_crowd(rig)
     rig.finish()
     assert told(requests) == one_at_a_time()
-    target = rig.engine._parts.target
+    target = rig.engine._context.target
     assert isinstance(target, TableModel)
     assert max(target.num_rows) <= limits.max_num_batched_tokens
 
@@ -158,7 +158,7 @@ def test_a_drafter_of_trees_searches_no_deeper_than_they_are() -> None:
     deepest = 0
     for depth in (1, 2):
         draft = TableModel(pair.target, 6)
-        drafter = model_drafter(draft, 6, limits=ROOMY, branching=Shape.of_widths([2] * depth))
+        drafter = model_drafter(draft, 6, limits=ROOMY, topology=StaticTree.of_widths([2] * depth))
         drafted = searched(build_rig(TableModel(pair.target, 6), drafter, length=9, limits=ROOMY), params)
         assert told(drafted) == told(plainly(pair, params))
         deepest = len(drafted[0].metrics.speculative_decoding.acceptance_histogram) - 1
@@ -187,13 +187,13 @@ def test_a_drafter_that_can_t_search_is_not_asked() -> None:
     asked: list[int] = []
 
     def guess(request: Request) -> DraftTree:
-        asked.append(request.seq)
+        asked.append(request.seq_id)
         return DraftTree(torch.tensor([1, 2]), torch.tensor([-1, -1]))
 
     class Limited(ScriptedDrafter):
-        def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-            assert all(limit == 0 for seq, limit in zip(seqs, limits, strict=True) if seq.beams is not None)
-            return super().propose(seqs, limits)
+        def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            assert all(limit == 0 for seq_id, limit in zip(seq_ids, limits, strict=True) if seq_id.beams is not None)
+            return super().propose(seq_ids, limits)
 
     pair, params = Pair(4, 6, FULL_SUPPORT), wide(3, 9)
     rig = build_rig(TableModel(pair.target, 6), Limited(guess, DrafterNeeds(emits_tree=True)), length=4, limits=ROOMY)

@@ -33,7 +33,7 @@ native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are no
 
 STEMS = ["def read(path):\n    with open(path) as file:\n        return", "class Stack:\n    def __init__(self):\n"]
 TAILS = ["", "\n", " x = 1\n", "\n    def push(self, item):", '\n    """Return the', "\n    for name in names:\n"]
-LAWS: list[dict[str, Any]] = [
+DISTRIBUTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "repetition_penalty": 1.2},
     {"temperature": 0.8, "top_p": 0.95},
@@ -49,7 +49,7 @@ class Visit:
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int
-    salt: str
+    cache_salt: str
     comes: int
     goes: int | None
 
@@ -87,11 +87,11 @@ def crowd(size: int, weights: str) -> Crowd:
 
 def _params(rng: random.Random) -> SamplingParams:
     """Draw greedy or seeded settings, now and then for two samples."""
-    law = rng.choice(LAWS)
+    distribution = rng.choice(DISTRIBUTIONS)
     return SamplingParams(
-        **law,
+        **distribution,
         n=1 + (rng.random() < 0.1),
-        seed=rng.randrange(1000) if law["temperature"] else None,
+        seed=rng.randrange(1000) if distribution["temperature"] else None,
         max_tokens=rng.randint(4, 34),
         ignore_eos=rng.random() < 0.7,
     )
@@ -105,7 +105,7 @@ def run(engine: Engine, visits: list[Visit]) -> list[list[Request]]:
         for index, visit in enumerate(visits):
             if visit.comes == now:
                 requests[index] = engine.add_request(
-                    visit.prompt, visit.params, str(index), priority=visit.priority, salt=visit.salt
+                    visit.prompt, visit.params, str(index), priority=visit.priority, cache_salt=visit.cache_salt
                 )
             if visit.goes == now:
                 engine.abort(str(index))

@@ -1,4 +1,4 @@
-"""Lets a verification rule decide on drafts of random laws, following every branch, without an engine."""
+"""Lets a verification rule decide on drafts of random distributions, following every branch, without an engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from speculant.exactness.distributions import Joint, Pair, completed, deviation, joint_distribution, softmax
 from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.exactness.laws import Joint, Pair, completed, deviation, joint_law, softmax
 from speculant.exactness.tables import History
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
@@ -22,32 +22,32 @@ def chain_of(length: int) -> Shape:
     return tuple(range(-1, length - 1))
 
 
-def law_after_verdict(rule: Verifier, pair: Pair, make_tree: MakeTree) -> Joint:
-    """Return the law of accepted tokens and the one that follows, over drafting and verification."""
+def distribution_after_verdict(verifier: Verifier, pair: Pair, make_tree: MakeTree) -> Joint:
+    """Return the distribution of accepted tokens and the one that follows, over drafting and verification."""
 
     def run(branches: Branches) -> History:
         chance = EnumeratingChance(branches)
         tree = make_tree(chance)
-        verdict = rule.verify(tree, target_laws(pair, tree), chance)
+        verdict = verifier.verify(tree, target_distributions(pair, tree), chance)
         assert_is_path(tree, verdict)
         return (*(tree.token_list[node] for node in verdict.path), verdict.token)
 
     return enumerate_outcomes(run)
 
 
-def distance(rule: Verifier, pair: Pair, make_tree: MakeTree) -> float:
-    """Return how far the law after a verdict, completed by the target, is from the target's own."""
-    outcomes = law_after_verdict(rule, pair, make_tree)
+def distance(verifier: Verifier, pair: Pair, make_tree: MakeTree) -> float:
+    """Return how far the distribution after a verdict, completed by the target, is from the target's own."""
+    outcomes = distribution_after_verdict(verifier, pair, make_tree)
     depth = max(len(tokens) for tokens in outcomes)
 
     def target(history: History) -> list[float]:
         return softmax(pair.target(history))
 
     ours = completed(outcomes, target, (), depth, lambda _: False)
-    return deviation(ours, joint_law(target, (), depth, lambda _: False))
+    return deviation(ours, joint_distribution(target, (), depth, lambda _: False))
 
 
-def target_laws(pair: Pair, tree: DraftTree) -> Tensor:
+def target_distributions(pair: Pair, tree: DraftTree) -> Tensor:
     """Return p [n + 1, V]: after the root and after each node."""
     histories = [tuple(tree.tokens_to(node)) for node in range(-1, tree.size)]
     return torch.tensor([softmax(pair.target(history)) for history in histories], dtype=torch.float64)
@@ -60,41 +60,41 @@ def assert_is_path(tree: DraftTree, verdict: Verdict) -> None:
 
 
 def sampled(pair: Pair, shape: Shape) -> MakeTree:
-    """Draw every node from the draft's law after its parent, siblings without replacement.
+    """Draw every node from the draft's distribution after its parent, siblings without replacement.
 
-    Where the law has no token left, the sibling and all behind it are missing.
+    Where the distribution has no token left, the sibling and all behind it are missing.
     """
 
     def make(chance: EnumeratingChance) -> DraftTree:
         tokens: list[int] = []
         parents: list[int] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         place: dict[int, int] = {-1: -1}  # in the shape -> in the tree
         for node, parent in enumerate(shape):
             if parent not in place:
                 continue
             above = place[parent]
-            law = _remaining(pair, tokens, parents, above)
-            if law is None:
+            distribution = _remaining(pair, tokens, parents, above)
+            if distribution is None:
                 continue
             place[node] = len(tokens)
-            tokens.append(chance.draw(law))
+            tokens.append(chance.draw(distribution))
             parents.append(above)
-            laws.append(law)
-        return DraftTree(torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents), torch.stack(laws))
+            distributions.append(distribution)
+        return DraftTree(torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents), torch.stack(distributions))
 
     return make
 
 
 def _remaining(pair: Pair, tokens: Sequence[int], parents: Sequence[int], above: int) -> Tensor | None:
-    """Return the draft's law after node `above` without the tokens of its children so far."""
+    """Return the draft's distribution after node `above` without the tokens of its children so far."""
     history, node = [], above
     while node >= 0:
         history.append(tokens[node])
         node = parents[node]
-    law = torch.tensor(softmax(pair.draft(tuple(history[::-1]))), dtype=torch.float64)
-    law[[token for token, parent in zip(tokens, parents, strict=True) if parent == above]] = 0
-    return law / law.sum() if float(law.sum()) > 0 else None
+    distribution = torch.tensor(softmax(pair.draft(tuple(history[::-1]))), dtype=torch.float64)
+    distribution[[token for token, parent in zip(tokens, parents, strict=True) if parent == above]] = 0
+    return distribution / distribution.sum() if float(distribution.sum()) > 0 else None
 
 
 def deterministic(pair: Pair, shape: Shape) -> MakeTree:

@@ -76,7 +76,7 @@ class Watch:
         return job
 
 
-async def cancel_one(engine: AsyncEngine, watch: Watch, chance: random.Random, request_id: str) -> None:
+async def cancel_one(engine: AsyncEngine, stop_checker: Watch, chance: random.Random, request_id: str) -> None:
     """Start a request of any kind, and cancel it at some moment between its first and its last."""
     params = SamplingParams(n=chance.choice([1, 1, 3]), seed=chance.getrandbits(32), max_tokens=chance.choice([1, 90]))
     prompt = [chance.randrange(250) for _ in range(chance.choice([1, 20, 120]))]
@@ -91,15 +91,15 @@ async def cancel_one(engine: AsyncEngine, watch: Watch, chance: random.Random, r
             left = chance.randrange(4)
             while left and await anext(pieces, None) is not None:
                 left -= 1
-    watch.cancelled(request_id)
+    stop_checker.cancelled(request_id)
 
 
-async def cancel_many(engine: AsyncEngine, watch: Watch, count: int, width: int, chance: random.Random) -> None:
+async def cancel_many(engine: AsyncEngine, stop_checker: Watch, count: int, width: int, chance: random.Random) -> None:
     numbers = iter(range(count))
 
     async def some() -> None:
         for number in numbers:
-            await cancel_one(engine, watch, chance, f"cancelled-{number}")
+            await cancel_one(engine, stop_checker, chance, f"cancelled-{number}")
 
     async with asyncio.TaskGroup() as group:
         for _ in range(width):
@@ -116,19 +116,19 @@ def test_a_thousand_cancelled_requests_leave_nothing(
         small = {"dtype": "float32", "max_num_seqs": 6, "kv_cache_backend": backend}
         async with engine_of("near", spec_length=2, **small) as engine:
             (expected,) = (await engine.generate(TEXTS[0], LONG)).outputs
-            watch = Watch(engine, monkeypatch)
-            cancelling = asyncio.create_task(cancel_many(engine, watch, count, 8, random.Random(backend)))
+            stop_checker = Watch(engine, monkeypatch)
+            cancelling = asyncio.create_task(cancel_many(engine, stop_checker, count, 8, random.Random(backend)))
             while not cancelling.done():
                 (beside,) = (await engine.generate(TEXTS[0], LONG)).outputs
                 assert beside.text == expected.text
             await cancelling
             await until_idle(engine)
-            assert watch.late == []
+            assert stop_checker.late == []
             assert engine.metrics.aborted > 0.6 * count
             del cancelling
             await asyncio.sleep(0.1)  # the last good-byes
             gc.collect()
-            assert not watch.alive
+            assert not stop_checker.alive
 
     run(main())
 

@@ -114,7 +114,10 @@ def test_priority_and_salt_arrive(engine_of: MakeEngine) -> None:
             await asyncio.gather(*map(ask, (7, 9, 1, 5)))
             assert ended[0] == 7
             assert ended[1:] == [1, 5, 9]
-            cached = [(await engine.generate(TEXTS[3], GREEDY, salt=salt)).metrics.cached_tokens for salt in "aab"]
+            cached = [
+                (await engine.generate(TEXTS[3], GREEDY, cache_salt=cache_salt)).metrics.cached_tokens
+                for cache_salt in "aab"
+            ]
             assert [tokens > 0 for tokens in cached] == [False, True, False]
 
     run(main())
@@ -202,7 +205,7 @@ BAD: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"request_id": "taken"}, RequestError),
     ({"request_id": ["x"]}, RequestError),
     ({"priority": "high"}, RequestError),
-    ({"salt": ["x"]}, RequestError),
+    ({"cache_salt": ["x"]}, RequestError),
 ]
 
 
@@ -253,12 +256,12 @@ def test_a_full_queue_refuses_at_once_and_recovers(engine_of: MakeEngine) -> Non
 
 def break_target(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, request_id: str, position: int) -> None:
     """Make the target fail for every pass that feeds a request's tokens from a position on."""
-    target, requests = core(engine)._parts.target, core(engine)._requests
+    target, requests = core(engine)._context.target, core(engine)._requests
     forward = target.forward
 
     def failing(batch: Any, cache: Any) -> Any:
         for segment in batch.segments:
-            if requests[segment.slots.seq].request_id == request_id and segment.slots.end > position:
+            if requests[segment.slots.seq_id].request_id == request_id and segment.slots.end > position:
                 raise ArithmeticError("this sequence breaks the target")
         return forward(batch, cache)
 

@@ -9,7 +9,7 @@ import torch
 
 from speculant.cache.paged import PagedKVCache
 from speculant.config import Limits
-from speculant.engine.build import load_rules
+from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -55,7 +55,7 @@ def ours(pair: Pair, prompt: list[int], params: SamplingParams, ends: Sequence[i
         model,
         PagedKVCache(model.cache_shape, 32, 4),
         KeyedChances(),
-        load_rules(),
+        load_verifiers(),
         Fixed(0),
     )
     requests = engine.add_request(prompt, params, "search")

@@ -14,9 +14,9 @@ pytestmark = [
 PROMPTS = ["def read(path):", "class Stack:", "import os\n"]
 
 
-@pytest.mark.parametrize("law", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 5}])
-def test_text_is_the_same_on_the_device_with_and_without_drafts(law: dict[str, float]) -> None:
-    params = SamplingParams(**law, max_tokens=48)
+@pytest.mark.parametrize("distribution", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 5}])
+def test_text_is_the_same_on_the_device_with_and_without_drafts(distribution: dict[str, float]) -> None:
+    params = SamplingParams(**distribution, max_tokens=48)
     texts = {
         name: [out.outputs[0].token_ids for out in LLM("demo", **arguments).generate(PROMPTS, params)]
         for name, arguments in {

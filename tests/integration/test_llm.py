@@ -13,7 +13,7 @@ from speculant import LLM, RequestOutput, SamplingParams
 from speculant.cache.slotted import SlottedKVCache
 from speculant.engine import step as step_module
 from speculant.errors import ConfigError, RequestError
-from speculant.models.base import Feed, build_batch
+from speculant.models.base import SequenceInput, build_batch
 from speculant.models.weights import load_model
 from speculant.types import DraftTree
 from tests.integration.conftest import MakeLLM
@@ -180,13 +180,13 @@ def test_samples_are_those_of_fewer_samples_and_of_one(llm_of: MakeLLM, argument
 def test_samples_share_the_work_on_their_prompt(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of(enable_prefix_caching=False)
     rows: list[int] = []
-    run_target = step_module.run_target
+    forward_target = step_module.forward_target
 
     def counted(*arguments: Any) -> Any:
         rows.append(sum(item.count for item in arguments[2]))
-        return run_target(*arguments)
+        return forward_target(*arguments)
 
-    monkeypatch.setattr(step_module, "run_target", counted)
+    monkeypatch.setattr(step_module, "forward_target", counted)
     (result,) = llm.generate(TEXTS[3], SamplingParams(n=4, max_tokens=5, ignore_eos=True))
     num_prompt = len(result.prompt_token_ids)
     assert sum(rows) == num_prompt + 3 + 4 * 4  # one prompt, its last token for the others, four more tokens each
@@ -211,7 +211,9 @@ def table_of(checkpoints: Checkpoints) -> Any:
     def log_softmax(tokens: Sequence[int]) -> Tensor:
         cache = SlottedKVCache(model.cache_shape, 1, 256)
         with torch.inference_mode():
-            hidden = model.forward(build_batch([Feed(0, tokens, DraftTree.empty())], cache, torch.device("cpu")), cache)
+            hidden = model.forward(
+                build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, torch.device("cpu")), cache
+            )
             return torch.log_softmax(model.logits(hidden), -1)
 
     return log_softmax
@@ -275,8 +277,8 @@ def test_a_request_may_choose_its_draft_length(llm_of: MakeLLM, length: int) -> 
 
 
 def test_a_request_may_choose_its_rule(llm_of: MakeLLM) -> None:
-    rules = ["match", "rejection", "auto"]
-    params = [SamplingParams(max_tokens=8, speculation={"verification": rule}) for rule in rules]
+    verifiers = ["match", "rejection", "auto"]
+    params = [SamplingParams(max_tokens=8, speculation={"verification": verifier}) for verifier in verifiers]
     results = llm_of("near").generate(TEXTS[:1] * 3, params)
     assert [result.metrics.verification for result in results] == ["match", "rejection", "block"]
     with pytest.raises(ConfigError, match="did you mean 'match'"):
@@ -289,15 +291,15 @@ def test_a_request_may_choose_its_rule(llm_of: MakeLLM) -> None:
 def test_an_exception_in_the_middle_leaves_the_engine_usable(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of("near")
     expected = tokens_of(llm.generate(TEXTS, GREEDY))
-    run_target, calls = step_module.run_target, iter(range(100))
+    forward_target, calls = step_module.forward_target, iter(range(100))
 
     def failing(*arguments: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return run_target(*arguments)
+        return forward_target(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "run_target", failing)
+        patch.setattr(step_module, "forward_target", failing)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(TEXTS, GREEDY)
     assert not llm.engine.has_unfinished()

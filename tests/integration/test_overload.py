@@ -63,15 +63,15 @@ def test_hits_are_told_with_the_result(llm_of: MakeLLM) -> None:
 
 def broken_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], output: int) -> None:
     """Let the target's pass raise for these prompts once they have so many tokens of output."""
-    run_target = runner_module.run_target
+    forward_target = runner_module.forward_target
 
     def failing(model: Any, cache: Any, scheduled: Sequence[Any], trees: Any) -> Any:
         for item in scheduled:
             if list(item.request.prompt) in prompts and item.request.num_output >= output:
                 raise SpeculantError("bad luck", "try again.")
-        return run_target(model, cache, scheduled, trees)
+        return forward_target(model, cache, scheduled, trees)
 
-    monkeypatch.setattr(step_module, "run_target", failing)
+    monkeypatch.setattr(step_module, "forward_target", failing)
 
 
 @pytest.mark.parametrize("output", [0, 7])

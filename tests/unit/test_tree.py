@@ -16,15 +16,18 @@ FACTS = ("size", "token_list", "parent_list", "is_chain", "depths")
 
 @pytest.mark.parametrize(("tokens", "parents"), [(TOKENS, PARENTS), (TOKENS, [-1, 0, 1, 2, 3]), ([], [])])
 def test_integers_and_tensors_make_the_same_tree(tokens: list[int], parents: list[int]) -> None:
-    laws = torch.rand(len(tokens), 10)
-    made, given = DraftTree.of(tokens, parents, laws), DraftTree(torch.tensor(tokens), torch.tensor(parents), laws)
+    distributions = torch.rand(len(tokens), 10)
+    made, given = (
+        DraftTree.of(tokens, parents, distributions),
+        DraftTree(torch.tensor(tokens), torch.tensor(parents), distributions),
+    )
     for fact in FACTS:
         assert getattr(made, fact) == getattr(given, fact)
     assert torch.equal(made.ancestor_mask, given.ancestor_mask)
     assert made.tokens.dtype == made.parents.dtype == torch.int64
     assert (made.tokens.tolist(), made.parents.tolist()) == (tokens, parents)
     assert made.tokens is made.tokens
-    assert made.probs is laws
+    assert made.probs is distributions
 
 
 def test_a_chain_is_a_tree_of_integers() -> None:

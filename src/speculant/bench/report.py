@@ -11,7 +11,7 @@ from rich.table import Table
 from speculant import plugins
 from speculant.bench.measuring import ONE_AT_A_TIME, PLAIN, SPECULATIVE, Case
 from speculant.config import EngineConfig
-from speculant.engine.build import Built
+from speculant.engine.build import Runtime
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "ignore_eos")
 RATIOS = (
@@ -60,26 +60,26 @@ ROWS: Mapping[str, Sequence[Row]] = {
 }
 
 
-def document(benchmark: str, config: EngineConfig, built: Built, cases: Sequence[Case]) -> dict[str, Any]:
+def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
     """Return everything that was measured, as `--json` prints it."""
     return {
         "benchmark": benchmark,
-        "engine": {**asdict(config), "max_model_len": built.limits.max_model_len},
-        "speculation": speculation(built, cases[0]),
-        "blocks_total": built.engine.metrics.blocks_total,
+        "engine": {**asdict(config), "max_model_len": runtime.limits.max_model_len},
+        "speculation": speculation(runtime, cases[0]),
+        "blocks_total": runtime.engine.metrics.blocks_total,
         "cases": [_case(case) for case in cases],
         "notes": list(_notes(config)),
     }
 
 
-def speculation(built: Built, case: Case) -> dict[str, Any]:
+def speculation(runtime: Runtime, case: Case) -> dict[str, Any]:
     """Say whether speculation is on, with which drafter and rule, or why it is off."""
     if SPECULATIVE not in case.runs:
-        return {"on": False, "detail": "switched off for these requests" if built.drafting else built.speculation}
+        return {"on": False, "detail": "switched off for these requests" if runtime.drafting else runtime.speculation}
     asked = case.params.speculation if isinstance(case.params.speculation, Mapping) else {}
     length = asked.get("num_speculative_tokens")
     changed = "" if length is None else f" ({length} for these requests)"
-    return {"on": True, "detail": f"{built.speculation}{changed}, verified by {case.runs[SPECULATIVE][0].rule}"}
+    return {"on": True, "detail": f"{runtime.speculation}{changed}, verified by {case.runs[SPECULATIVE][0].verifier}"}
 
 
 def _case(case: Case) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def heading(case: Mapping[str, Any]) -> str:
     """Say in a line what was run."""
     tokens, sampling, rate = case["prompt_tokens"], case["sampling"], case["request_rate"]
     lengths = f"{tokens['min']}" if tokens["min"] == tokens["max"] else f"{tokens['min']} to {tokens['max']}"
-    law = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    token_probs = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
     arriving = f", {rate:g} arriving per second" if rate else ""
     return (
         f"{case['num_prompts']} prompts ({case['prompts']}) of {lengths} tokens{arriving}, "
-        f"{sampling['max_tokens']} more each, {law}; medians of {case['rounds']} rounds, with quartiles"
+        f"{sampling['max_tokens']} more each, {token_probs}; medians of {case['rounds']} rounds, with quartiles"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from speculant.bench.workloads import Workload
-from speculant.engine.build import Built
+from speculant.engine.build import Runtime
 from speculant.metrics import SpeculationMetrics, TimingMetrics, percentile
 from speculant.params import SamplingParams
 from speculant.text.stream import TextStream
@@ -38,7 +38,7 @@ class Run:
     outputs: Sequence[Sequence[int]]
     timings: Sequence[TimingMetrics]
     speculation: SpeculationMetrics
-    rule: str | None  # what checked the drafts; None = there were none
+    verifier: str | None  # what checked the drafts; None = there were none
     seconds: float
     steps: int
     preemptions: int
@@ -75,15 +75,15 @@ class Bench:
     earlier runs.
     """
 
-    def __init__(self, built: Built) -> None:
-        self._built = built
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._salts = (f"run-{number}" for number in itertools.count())
 
     def run(self, workload: Workload, mode: Mode) -> Run:
         """Run every prompt to its end; an error of any of them is raised."""
-        metrics = self._built.engine.metrics
+        metrics = self._runtime.engine.metrics
         before, started = replace(metrics), time.perf_counter()
-        delivery = _Delivery(self._built, mode, next(self._salts), started)
+        delivery = _Delivery(self._runtime, mode, next(self._salts), started)
         try:
             delivery.serve(workload)
         finally:
@@ -96,7 +96,7 @@ class Bench:
             outputs=[request.output for request in requests],
             timings=[delivery.timings[_key(request)] for request in requests],
             speculation=speculation,
-            rule=requests[0].metrics.verification,
+            verifier=requests[0].metrics.verification,
             seconds=seconds,
             steps=metrics.steps - before.steps,
             preemptions=metrics.preemptions - before.preemptions,
@@ -114,9 +114,9 @@ class Bench:
 class _Delivery:
     """Hands prompts to the engine when they are due, and notes when tokens come back."""
 
-    def __init__(self, built: Built, mode: Mode, salt: str, started: float) -> None:
-        self._built, self._mode, self._salt, self._started = built, mode, salt, started
-        self._engine = built.engine
+    def __init__(self, runtime: Runtime, mode: Mode, cache_salt: str, started: float) -> None:
+        self._runtime, self._mode, self._salt, self._started = runtime, mode, cache_salt, started
+        self._engine = runtime.engine
         self.requests: list[Request] = []
         self.timings: dict[tuple[str, int], TimingMetrics] = {}
         self.peak_blocks = 0
@@ -148,10 +148,10 @@ class _Delivery:
 
     def _start(self, prompt: Sequence[int], due: float) -> None:
         arrival = time.perf_counter() if self._mode.sequential else self._started + due
-        params, tokenizer = self._mode.params, self._built.tokenizer
+        params, tokenizer = self._mode.params, self._runtime.tokenizer
         request_id = f"{self._salt}-{len(self.requests)}"
         added = self._engine.add_request(
-            prompt, params, request_id, watch=lambda: TextStream(tokenizer, params), salt=self._salt
+            prompt, params, request_id, stop_checker=lambda: TextStream(tokenizer, params), cache_salt=self._salt
         )
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from speculant.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from speculant.engine.build import Built
+    from speculant.engine.build import Runtime
     from speculant.text.tokenizer import Tokenizer
 
 CODE, RANDOM = "code", "random"  # the built-in sources; any other is a file
@@ -105,7 +105,7 @@ class Workload:
         }
 
 
-def make_workload(config: WorkloadConfig, built: Built, usual_number: int) -> Workload:
+def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -> Workload:
     """Make prompts for a model.
 
     "code" are openings of Python code, or that much code with an opening at its end; "random" are tokens
@@ -113,12 +113,12 @@ def make_workload(config: WorkloadConfig, built: Built, usual_number: int) -> Wo
     """
     number = config.num_prompts or usual_number
     if config.prompts == CODE:
-        prompts = [code_prompt(built.tokenizer, index, config.prompt_length) for index in range(number)]
+        prompts = [code_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
     elif config.prompts == RANDOM:
-        ids = ordinary_ids(built.tokenizer, built.checkpoint.eos_token_ids)
+        ids = ordinary_ids(runtime.tokenizer, runtime.checkpoint.eos_token_ids)
         prompts = [random_prompt(ids, index, config.prompt_length or USUAL_LENGTH) for index in range(number)]
     else:
-        prompts = [prompt[: config.prompt_length] for prompt in _prompts_of_file(config, built.tokenizer)]
+        prompts = [prompt[: config.prompt_length] for prompt in _prompts_of_file(config, runtime.tokenizer)]
     return Workload(config.prompts, prompts, arrival_times(len(prompts), config.request_rate), config.request_rate)
 
 

@@ -43,7 +43,7 @@ class CacheShape:
 class Slots:
     """Where the next positions of one sequence go: `places[i]` is the storage row of `start + i`."""
 
-    seq: int
+    seq_id: int
     start: int
     places: Sequence[int]
     device: torch.device = CPU
@@ -70,11 +70,11 @@ class BlockTable:
 class ReservationPlan(Protocol):
     """What one step is going to reserve, counted before anything is reserved."""
 
-    def room(self, seq: int) -> int:
+    def room(self, seq_id: int) -> int:
         """Return how many positions more could be taken for `seq`."""
         ...
 
-    def take(self, seq: int, n: int) -> bool:
+    def take(self, seq_id: int, n: int) -> bool:
         """Count n positions (n >= 0) for `seq` if it has room for them; say whether it has."""
         ...
 
@@ -82,7 +82,7 @@ class ReservationPlan(Protocol):
 class KVCache(Protocol):
     """Keys and values of many sequences.
 
-    The rollback contract is seed 001 D6: after a pass, `truncate_to` or `keep_path` drops what was
+    The rollback contract is seed 001 D6: after a pass, `truncate_to` or `compact` drops what was
     not accepted, and stale rows are overwritten by the next pass.
     """
 
@@ -96,7 +96,7 @@ class KVCache(Protocol):
         """Positions in a block."""
         ...
 
-    def reserve(self, seq: int, n: int) -> Slots:
+    def reserve(self, seq_id: int, n: int) -> Slots:
         """Extend `seq` by n positions (n >= 0) and say where they go. An unknown sequence starts empty.
 
         Raises CapacityError when there is no room; the cache is then unchanged. So it is when n is 0.
@@ -111,11 +111,11 @@ class KVCache(Protocol):
         """Store keys and values [T, kv_heads, head_dim] in the given rows [T]."""
         ...
 
-    def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [length, kv_heads, head_dim] of a sequence, in position order."""
         ...
 
-    def table(self, seq: int) -> BlockTable:
+    def table(self, seq_id: int) -> BlockTable:
         """Return where a sequence's positions live; rows are those of `layer`."""
         ...
 
@@ -123,15 +123,15 @@ class KVCache(Protocol):
         """Return a layer's whole storage, keys and values [rows, kv_heads, head_dim], without copying."""
         ...
 
-    def length(self, seq: int) -> int:
+    def length(self, seq_id: int) -> int:
         """Return how many positions are held; 0 for an unknown sequence."""
         ...
 
-    def truncate_to(self, seq: int, n: int) -> None:
+    def truncate_to(self, seq_id: int, n: int) -> None:
         """Forget every position from n on (rollback, seed 001 D6)."""
         ...
 
-    def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
         """Keep positions below `base` and, of the tree nodes behind it, those on `path`.
 
         Node i was written at position base + i; the kept ones are moved to base, base + 1, ... Parents come
@@ -144,7 +144,7 @@ class KVCache(Protocol):
         """Give the new sequence `dst` everything that `src` holds; raises CapacityError when there is no room."""
         ...
 
-    def adopt_prefix(self, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
         """Give the new sequence `seq` the positions of `tokens` that are known already; return how many.
 
         The last token is never among them: it has to be fed for there to be a next one. Prefixes are
@@ -152,14 +152,14 @@ class KVCache(Protocol):
         """
         ...
 
-    def index_prefix(self, seq: int, tokens: Sequence[int]) -> None:
+    def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Let others adopt the positions of `seq` that hold the committed `tokens`: its first ones, in order.
 
         Where the same tokens are known already, `seq` may go on with their positions instead of its own.
         """
         ...
 
-    def release(self, seq: int) -> None:
+    def release(self, seq_id: int) -> None:
         """Free a sequence; an unknown one is ignored."""
         ...
 
@@ -172,7 +172,7 @@ class KVCache(Protocol):
         ...
 
 
-def require_path(seq: int, length: int, base: int, path: Sequence[int]) -> None:
-    """Raise ValueError unless `keep_path(seq, base, path)` makes sense for a sequence of that length."""
+def require_path(seq_id: int, length: int, base: int, path: Sequence[int]) -> None:
+    """Raise ValueError unless `compact(seq, base, path)` makes sense for a sequence of that length."""
     if not 0 <= base <= length or list(path) != sorted(set(path).intersection(range(length - base))):
-        raise ValueError(f"keep_path({base}, {list(path)}) of sequence {seq} with {length} positions")
+        raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id} with {length} positions")

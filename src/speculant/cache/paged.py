@@ -28,7 +28,7 @@ from speculant.tree import ids
 class _Sequence:
     """What one sequence holds. `prefix` are the index's nodes of its first blocks."""
 
-    salt: str
+    cache_salt: str
     length: int = 0
     blocks: list[int] = field(default_factory=list)
     prefix: list[PrefixNode] = field(default_factory=list)
@@ -56,21 +56,21 @@ class PagedKVCache:
         self._pool = BlockPool(num_blocks, self._index)
         self._held: dict[int, _Sequence] = {}
 
-    def reserve(self, seq: int, n: int) -> Slots:
+    def reserve(self, seq_id: int, n: int) -> Slots:
         """See `KVCache.reserve`."""
-        held = self._held.get(seq) or _Sequence("")
+        held = self._held.get(seq_id) or _Sequence("")
         start, end = held.length, held.length + n
         if n == 0:
-            return Slots(seq, start, (), self._offsets.device)
+            return Slots(seq_id, start, (), self._offsets.device)
         foreign = self._foreign(held, start, end)
-        self._require(self._num_blocks_for(end) - len(held.blocks) + len(foreign), f"sequence {seq} needs")
-        self._held[seq] = held
+        self._require(self._num_blocks_for(end) - len(held.blocks) + len(foreign), f"sequence {seq_id} needs")
+        self._held[seq_id] = held
         self._own(held, foreign)
         self._extend(held, end)
         held.length = end
         size = self.block_size
         places = [held.blocks[position // size] * size + position % size for position in range(start, end)]
-        return Slots(seq, start, places, self._offsets.device)
+        return Slots(seq_id, start, places, self._offsets.device)
 
     def plan(self) -> PagedPlan:
         """See `KVCache.plan`."""
@@ -80,47 +80,47 @@ class PagedKVCache:
         """See `KVCache.write`."""
         self._storage.write(layer, rows, keys, values)
 
-    def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
         """See `KVCache.read`: gathered row by row, for kernels that can't walk the table."""
-        held = self._held[seq]
+        held = self._held[seq_id]
         rows = self._rows(held)[: held.length]
         keys, values = self._storage.layer(layer)
         return keys.index_select(0, rows), values.index_select(0, rows)
 
-    def table(self, seq: int) -> BlockTable:
+    def table(self, seq_id: int) -> BlockTable:
         """See `KVCache.table`."""
-        return BlockTable(self._table(self._held.get(seq) or _Sequence("")), self.block_size)
+        return BlockTable(self._table(self._held.get(seq_id) or _Sequence("")), self.block_size)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KVCache.layer`."""
         return self._storage.layer(layer)
 
-    def length(self, seq: int) -> int:
+    def length(self, seq_id: int) -> int:
         """See `KVCache.length`."""
-        held = self._held.get(seq)
+        held = self._held.get(seq_id)
         return held.length if held else 0
 
-    def truncate_to(self, seq: int, n: int) -> None:
+    def truncate_to(self, seq_id: int, n: int) -> None:
         """See `KVCache.truncate_to`; blocks that begin at n or later are given back (seed 001 D6)."""
-        if not 0 <= n <= self.length(seq):
-            raise ValueError(f"truncate_to({n}) of sequence {seq} with {self.length(seq)} positions")
-        if seq in self._held:
-            held = self._held[seq]
+        if not 0 <= n <= self.length(seq_id):
+            raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {self.length(seq_id)} positions")
+        if seq_id in self._held:
+            held = self._held[seq_id]
             held.length = n
             del held.prefix[n // self.block_size :]
             self._drop_blocks(held, self._num_blocks_for(n))
 
-    def keep_path(self, seq: int, base: int, path: Sequence[int]) -> None:
-        """See `KVCache.keep_path`."""
-        require_path(seq, self.length(seq), base, path)
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
+        """See `KVCache.compact`."""
+        require_path(seq_id, self.length(seq_id), base, path)
         if list(path) != list(range(len(path))):
-            held, end = self._held[seq], base + len(path)
+            held, end = self._held[seq_id], base + len(path)
             foreign = self._foreign(held, base, end)
-            self._require(len(foreign), f"sequence {seq} has to move shared positions and needs")
+            self._require(len(foreign), f"sequence {seq_id} has to move shared positions and needs")
             self._own(held, foreign)
             rows = self._rows(held)
             self._storage.move(rows[base + torch.tensor(path, device=rows.device)], rows[base:end])
-        self.truncate_to(seq, base + len(path))
+        self.truncate_to(seq_id, base + len(path))
 
     def fork(self, src: int, dst: int) -> None:
         """See `KVCache.fork`; nothing is copied until one of the two writes."""
@@ -128,38 +128,38 @@ class PagedKVCache:
             raise ValueError(f"fork to sequence {dst}, which is already held")
         if src in self._held:
             source = self._held[src]
-            self._hold(dst, source.salt, source.length, list(source.blocks), list(source.prefix))
+            self._hold(dst, source.cache_salt, source.length, list(source.blocks), list(source.prefix))
 
-    def adopt_prefix(self, seq: int, tokens: Sequence[int], salt: str = "") -> int:
-        """See `KVCache.adopt_prefix`; `seq` keeps the salt, found or not."""
-        if seq in self._held:
-            raise ValueError(f"adopt_prefix for sequence {seq}, which is already held")
-        nodes = self._index.match(tokens, salt)
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
+        """See `KVCache.match_prefix`; `seq` keeps the salt, found or not."""
+        if seq_id in self._held:
+            raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
+        nodes = self._index.match(tokens, cache_salt)
         length = max(0, min(len(nodes) * self.block_size, len(tokens) - 1))
         used = nodes[: self._num_blocks_for(length)]
-        self._hold(seq, salt, length, [_block_of(node) for node in used], nodes[: length // self.block_size])
+        self._hold(seq_id, cache_salt, length, [_block_of(node) for node in used], nodes[: length // self.block_size])
         return length
 
-    def index_prefix(self, seq: int, tokens: Sequence[int]) -> None:
-        """See `KVCache.index_prefix`; full blocks alone are indexed, and a known one takes the place of its like.
+    def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """See `KVCache.insert_prefix`; full blocks alone are indexed, and a known one takes the place of its like.
 
         So whoever holds a block of the index holds all blocks before it, and none of them can be evicted.
         """
-        held = self._held.get(seq)
+        held = self._held.get(seq_id)
         if held is None or not self._keep_prefixes:
             return
         for place in range(len(held.prefix), min(held.length, len(tokens)) // self.block_size):
-            parent = held.prefix[-1] if held.prefix else self._index.root(held.salt)
+            parent = held.prefix[-1] if held.prefix else self._index.root(held.cache_salt)
             node = self._index.insert(parent, tokens, place, held.blocks[place])
             if _block_of(node) != held.blocks[place]:
                 self._pool.share(_block_of(node))
                 self._replace(held, place, _block_of(node))
             held.prefix.append(node)
 
-    def release(self, seq: int) -> None:
+    def release(self, seq_id: int) -> None:
         """See `KVCache.release`."""
-        if seq in self._held:
-            self._drop_blocks(self._held.pop(seq), 0)
+        if seq_id in self._held:
+            self._drop_blocks(self._held.pop(seq_id), 0)
 
     def free_tokens(self) -> int:
         """See `KVCache.free_tokens`; prefixes that nobody holds count as free."""
@@ -175,10 +175,10 @@ class PagedKVCache:
             indexed = [node.block for node in held.prefix]
             assert indexed == held.blocks[: len(indexed)], "the index has another block than the sequence"
 
-    def _hold(self, seq: int, salt: str, length: int, blocks: list[int], prefix: list[PrefixNode]) -> None:
+    def _hold(self, seq_id: int, cache_salt: str, length: int, blocks: list[int], prefix: list[PrefixNode]) -> None:
         for block in blocks:
             self._pool.share(block)
-        self._held[seq] = _Sequence(salt, length, blocks, prefix)
+        self._held[seq_id] = _Sequence(cache_salt, length, blocks, prefix)
 
     def _require(self, missing: int, who: str) -> None:
         if missing > self._pool.num_free:
@@ -187,17 +187,17 @@ class PagedKVCache:
                 "raise kv_memory, lower max_num_seqs, or wait for a request to end.",
             )
 
-    def missing(self, seq: int, n: int) -> int:
+    def missing(self, seq_id: int, n: int) -> int:
         """Return how many blocks have to be allocated before `seq` can grow by n positions, copies included."""
         if n == 0:
             return 0
-        held = self._held.get(seq, _NOTHING)
+        held = self._held.get(seq_id, _NOTHING)
         end = held.length + n
         return self._num_blocks_for(end) - len(held.blocks) + len(self._foreign(held, held.length, end))
 
-    def most(self, seq: int, num_blocks: int) -> int:
+    def most(self, seq_id: int, num_blocks: int) -> int:
         """Return by how many positions `seq` could grow with that many newly allocated blocks."""
-        held = self._held.get(seq, _NOTHING)
+        held = self._held.get(seq_id, _NOTHING)
         copies = len(self._foreign(held, held.length, held.length + 1))
         return max(0, (len(held.blocks) + num_blocks - copies) * self.block_size - held.length)
 
@@ -256,19 +256,19 @@ class PagedPlan:
         self._num_free = cache.free_tokens() // cache.block_size
         self._taken: dict[int, int] = {}
 
-    def room(self, seq: int) -> int:
+    def room(self, seq_id: int) -> int:
         """See `ReservationPlan.room`."""
-        taken = self._taken.get(seq, 0)
-        return self._cache.most(seq, self._num_free + self._cache.missing(seq, taken)) - taken
+        taken = self._taken.get(seq_id, 0)
+        return self._cache.most(seq_id, self._num_free + self._cache.missing(seq_id, taken)) - taken
 
-    def take(self, seq: int, n: int) -> bool:
+    def take(self, seq_id: int, n: int) -> bool:
         """See `ReservationPlan.take`."""
-        taken = self._taken.get(seq, 0)
-        more = self._cache.missing(seq, taken + n) - self._cache.missing(seq, taken)
+        taken = self._taken.get(seq_id, 0)
+        more = self._cache.missing(seq_id, taken + n) - self._cache.missing(seq_id, taken)
         if more > self._num_free:
             return False
         self._num_free -= more
-        self._taken[seq] = taken + n
+        self._taken[seq_id] = taken + n
         return True
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 class PrefixNode:
     """One full block in the index. The root has no parent, no tokens and no block."""
 
-    salt: str
+    cache_salt: str
     parent: PrefixNode | None = None
     tokens: tuple[int, ...] = ()
     block: int | None = None
@@ -33,14 +33,14 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 
-    def root(self, salt: str) -> PrefixNode:
+    def root(self, cache_salt: str) -> PrefixNode:
         """Return where the prefixes of a salt begin."""
-        return self._roots.setdefault(salt, PrefixNode(salt))
+        return self._roots.setdefault(cache_salt, PrefixNode(cache_salt))
 
-    def match(self, tokens: Sequence[int], salt: str) -> list[PrefixNode]:
+    def match(self, tokens: Sequence[int], cache_salt: str) -> list[PrefixNode]:
         """Return the nodes of the longest known prefix of `tokens`, in order."""
         found: list[PrefixNode] = []
-        node = self._roots.get(salt)
+        node = self._roots.get(cache_salt)
         while node is not None:
             node = node.children.get(self._tokens_of(tokens, len(found)))
             if node is not None:
@@ -53,7 +53,7 @@ class PrefixIndex:
         known = parent.children.get(own)
         if known is not None:
             return known
-        node = parent.children[own] = self._nodes[block] = PrefixNode(parent.salt, parent, own, block)
+        node = parent.children[own] = self._nodes[block] = PrefixNode(parent.cache_salt, parent, own, block)
         return node
 
     def remove(self, block: int) -> list[int]:
@@ -72,7 +72,7 @@ class PrefixIndex:
     def _drop_root_if_empty(self, node: PrefixNode) -> None:
         """Salts are chosen by strangers: a root that leads nowhere must not stay."""
         if node.parent is None and not node.children:
-            del self._roots[node.salt]
+            del self._roots[node.cache_salt]
 
     def _tokens_of(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
         return tuple(tokens[place * self._block_size : (place + 1) * self._block_size])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from speculant.bench.measuring import Case, Tell
     from speculant.bench.runs import Mode
     from speculant.bench.workloads import Workload
-    from speculant.engine.build import Built
+    from speculant.engine.build import Runtime
 
 THROUGHPUT_EXAMPLES = examples(
     "speculant bench throughput --model demo --draft-model demo",
@@ -151,15 +151,15 @@ def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool
     config, params = EngineConfig.from_arguments(**engine.values()), sampling.params()
     fetch(config)
     with progress("Loading the models"):
-        built = _build(config)
-    workloads = [make_workload(each, built, plan.usual_number) for each in plan.workloads]
+        runtime = _build(config)
+    workloads = [make_workload(each, runtime, plan.usual_number) for each in plan.workloads]
     for workload in workloads:
-        require_room(workload, params.max_tokens or 1, built.limits.max_model_len)
-    cases = _measure(plan, built, workloads, _modes(plan, params, built.drafting))
-    _tell(plan, config, built, cases, as_json)
+        require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
+    cases = _measure(plan, runtime, workloads, _modes(plan, params, runtime.drafting))
+    _tell(plan, config, runtime, cases, as_json)
 
 
-def _build(config: EngineConfig) -> Built:
+def _build(config: EngineConfig) -> Runtime:
     from speculant.engine.build import build_engine
 
     return build_engine(config)
@@ -172,11 +172,11 @@ def _modes(plan: Plan, params: SamplingParams, drafting: bool) -> dict[str, Mode
     return {**modes, **one_at_a_time(modes)} if plan.alone_too else modes
 
 
-def _measure(plan: Plan, built: Built, workloads: Sequence[Workload], modes: Mapping[str, Mode]) -> list[Case]:
+def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], modes: Mapping[str, Mode]) -> list[Case]:
     from speculant.bench.measuring import measure
     from speculant.bench.runs import Bench
 
-    bench = Bench(built)
+    bench = Bench(runtime)
     with _watched(len(workloads) * len(modes) * plan.rounds) as tell:
         return [measure(bench, workload, modes, plan.rounds, tell) for workload in workloads]
 
@@ -195,10 +195,10 @@ def _watched(num_runs: int) -> Iterator[Tell]:
         yield lambda name: bar.update(task, completed=next(started), description=f"Measuring {name.replace('_', ' ')}")
 
 
-def _tell(plan: Plan, config: EngineConfig, built: Built, cases: Sequence[Case], as_json: bool) -> None:
+def _tell(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case], as_json: bool) -> None:
     from speculant.bench.report import document
 
-    value = document(plan.benchmark, config, built, cases)
+    value = document(plan.benchmark, config, runtime, cases)
     if as_json:
         print_json(value)
     else:

@@ -1,4 +1,4 @@
-"""`speculant check-lossless`: does this pair, drafter and rule leave the target's law untouched?"""
+"""`speculant check-lossless`: does this pair, drafter and rule leave the target's distribution untouched?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculant.engine.build import Built
+    from speculant.engine.build import Runtime
     from speculant.exactness.check import Report, Tell
     from speculant.params import SamplingParams
 
@@ -32,7 +32,7 @@ EXAMPLES = examples(
 WITHOUT = (
     *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
     *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
-)  # flags of sampling that no law depends on, or that the check sets itself
+)  # flags of sampling that no distribution depends on, or that the check sets itself
 EXIT_FAILED = 1
 NUM_PROMPTS = 8  # of built-in code
 PASSED, FAILED = "green", "bold red"  # styles
@@ -65,8 +65,8 @@ def _embedded(drafting: bool, draft_model: str | None = None, **values: Any) -> 
     return dict(values, model="demo", draft_model=draft_model if drafting or draft_model else "demo")
 
 
-class LawFlags(SamplingFlags):
-    """Those of the flags that make a law or an end; the seeds are the check's own."""
+class DistributionFlags(SamplingFlags):
+    """Those of the flags that make a distribution or an end; the seeds are the check's own."""
 
     @classmethod
     def names(cls) -> list[str]:
@@ -79,7 +79,7 @@ Prompts = Annotated[
 ]
 Method = Annotated[str | None, typer.Option(help="What drafts [default: the draft model].")]
 Verification = Annotated[str | None, typer.Option(help="The rule that checks drafts [default: auto].")]
-Cases = Annotated[int, typer.Option(help="Random pairs of laws to enumerate.")]
+Cases = Annotated[int, typer.Option(help="Random pairs of distributions to enumerate.")]
 Texts = Annotated[int, typer.Option(help="Texts to draw and to test: four times as many find half the shift.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -93,13 +93,13 @@ def check_lossless(
     texts: Texts = 64,
     as_json: AsJson = False,
     *,
-    sampling: LawFlags,
+    sampling: DistributionFlags,
     engine: PairFlags,
 ) -> None:
-    """Check that speculation leaves the target's law untouched, for a pair of models and a way to draft.
+    """Check that speculation leaves the target's distribution untouched, for a pair of models and a way to draft.
 
     Proves on tables, by following every branch of the real engine; tests on the pair itself that tokens
-    follow the target's law, and says how small a shift would have been found; compares greedy and seeded
+    follow the target's distribution, and says how small a shift would have been found; compares greedy and seeded
     texts with and without speculation. Exits with 1 if any of it fails.
     """
     params = sampling.params()
@@ -107,9 +107,9 @@ def check_lossless(
     _refuse(config, params, {"cases": cases, "texts": texts})
     fetch(config)
     with progress("Loading the models"):
-        built = _build(config)
+        runtime = _build(config)
     with _parts() as tell:
-        report = _check(config, built, prompts, params, cases, texts, tell)
+        report = _check(config, runtime, prompts, params, cases, texts, tell)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -133,7 +133,7 @@ def _refuse(config: EngineConfig, params: SamplingParams, sizes: Mapping[str, in
         )
 
 
-def _build(config: EngineConfig) -> Built:
+def _build(config: EngineConfig) -> Runtime:
     from speculant.engine.build import build_engine
 
     return build_engine(config)
@@ -153,7 +153,7 @@ def _parts() -> Iterator[Tell]:
 
 def _check(
     config: EngineConfig,
-    built: Built,
+    runtime: Runtime,
     prompts: Sequence[str] | None,
     params: SamplingParams,
     cases: int,
@@ -162,16 +162,18 @@ def _check(
 ) -> Report:
     from speculant.exactness.check import Subject, check
 
-    given = [built.tokenizer.encode(prompt) for prompt in prompts or ()]
-    made = given or [code_prompt(built.tokenizer, index) for index in range(NUM_PROMPTS)]
-    return check(Subject(config, built, made, params), cases, texts, tell)
+    given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
+    made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]
+    return check(Subject(config, runtime, made, params), cases, texts, tell)
 
 
 def _show(report: Report) -> None:
     value, console = report.to_dict(), results()
     settings = value["settings"]
     console.print(f"speculation is on: {settings['speculation']}")
-    console.print("rules: " + ", ".join(f"{rule} for {kind} requests" for kind, rule in settings["rules"].items()))
+    console.print(
+        "rules: " + ", ".join(f"{verifier} for {kind} requests" for kind, verifier in settings["rules"].items())
+    )
     console.print(f"target: {settings['target']} in {settings['dtype']}, kernels: {settings['kernels']}")
     _show_proofs(console, value["proven"])
     _show_tests(console, value)
@@ -188,10 +190,10 @@ def _show_proofs(console: Console, proofs: Sequence[Mapping[str, Any]]) -> None:
         console.print(f"  {proof['rule']}{announced}, for {' and '.join(proof['requests'])} requests: ", end="")
         _mark(console, proof["passed"])
         console.print(
-            f"    {proof['cases']} random pairs of laws, vocabularies of {_span(proof['vocabularies'])}, "
+            f"    {proof['cases']} random pairs of distributions, vocabularies of {_span(proof['vocabularies'])}, "
             f"{_span(proof['draft_nodes'])} draft tokens by {proof['draft']}"
         )
-        found = f"    the output's joint law is within {proof['largest_deviation']:.1e} of the target's"
+        found = f"    the output's joint distribution is within {proof['largest_deviation']:.1e} of the target's"
         console.print(
             f"{found} ({proof['tolerance']:.0e} is rounding); {proof['mean_accepted']:.2f} accepted on average"
         )

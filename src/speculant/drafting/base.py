@@ -1,7 +1,7 @@
 """What a drafter is, and what it is given to build itself from.
 
 A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
-takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq` and is always
+takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and is always
 allowed to be behind: a drafter catches up with `request.tokens` in the next `propose`, so there is no
 special case for a first round, a round without drafting, or one in which everything was accepted.
 """
@@ -47,7 +47,7 @@ class DrafterNeeds:
     """What a drafter announces to the engine as data.
 
     max_nodes: the most nodes it can propose for one sequence; None = any number.
-    emits_probs: its trees carry the laws they were drawn from when a ratio rule will want them.
+    emits_probs: its trees carry the distributions they were drawn from when a ratio rule will want them.
     emits_tree: its trees may branch.
     usual_nodes: nodes it proposes unless the user says otherwise; None = its method's default_length.
     own_cache: it keeps a KV cache of its own.
@@ -74,22 +74,22 @@ class Drafter(Protocol):
 
     needs: DrafterNeeds
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """Hear of a new sequence."""
         ...
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree()`.
 
         An empty one is legal.
         """
         ...
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """Hear which tokens were committed; `seq.tokens` already ends with them."""
         ...
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """Forget a sequence that is over or was set aside; it may begin again."""
         ...
 
@@ -100,7 +100,7 @@ class DrafterContext:
 
     load_draft: loads a checkpoint by name and checks that its tokens are the target's.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
-    kernels: what the target's laws are made by; None = the reference ones.
+    kernels: what the target's distributions are made by; None = the reference ones.
     """
 
     options: Mapping[str, Any]

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.growth.beams import draft_beams
+from speculant.drafting.growth.chains import grow
+from speculant.drafting.growth.runner import DraftModelRunner
+from speculant.drafting.growth.topology import StaticTree, TreeTopology
+from speculant.drafting.growth.trees import grow_trees, plan_trees
 from speculant.errors import ConfigError
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
-from speculant.models.beams import draft_beams
-from speculant.models.branching import Branching, Shape
-from speculant.models.chains import grow
-from speculant.models.follower import Follower
-from speculant.models.trees import grow_trees, plan_trees
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 
@@ -50,78 +50,80 @@ class ModelDrafter:
         vocab_size: int,
         max_num_batched_tokens: int,
         kernels: Kernels | None = None,
-        branching: Branching | None = None,
+        topology: TreeTopology | None = None,
     ) -> None:
-        nodes = branching.most_nodes if branching else None
+        nodes = topology.most_nodes if topology else None
         self.needs = DrafterNeeds(
             max_nodes=nodes,
             emits_probs=True,
-            emits_tree=branching is not None,
+            emits_tree=topology is not None,
             usual_nodes=nodes,
             own_cache=True,
             max_positions=model.max_positions,
             nodes_per_beam=NODES_PER_BEAM,
         )
-        self._follower = Follower(model, cache, chances, max_num_batched_tokens)
-        self._branching, self._vocab_size, self._kernels = branching, vocab_size, kernels
+        self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens)
+        self._topology, self._vocab_size, self._kernels = topology, vocab_size, kernels
 
     @property
     def cache(self) -> KVCache:
         """The draft model's own cache."""
-        return self._follower.cache
+        return self._runner.cache
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self._follower.begin(seq)
+        self._runner.begin(request)
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
-        self._follower.end(seq)
+        self._runner.end(request)
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        drafting = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit > 0]
-        others = [(seq, limit) for seq, limit in drafting if seq.beams is None]
-        made = self._grow_chains(others) if self._branching is None else self._grow_trees(others, self._branching)
+        drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
+        others = [(request, limit) for request, limit in drafting if request.beams is None]
+        made = self._grow_chains(others) if self._topology is None else self._grow_trees(others, self._topology)
         if len(others) < len(drafting):
-            made |= self._search([(seq, limit) for seq, limit in drafting if seq.beams is not None])
-        return [made.get(seq.seq, DraftTree.empty()) for seq in seqs]
+            made |= self._search([(request, limit) for request, limit in drafting if request.beams is not None])
+        return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
 
     def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
-        follower = self._follower
-        chains = follower.plan(drafting)
-        grow(follower.model, chains, follower.cache, self._vocab_size, self._kernels)
+        runner = self._runner
+        chains = runner.plan(drafting)
+        grow(runner.model, chains, runner.cache, self._vocab_size, self._kernels)
         for chain in chains:
-            follower.note(chain.request, [*chain.feed, *chain.tokens[:-1]])
-        return {chain.request.seq: DraftTree.chain(chain.tokens, chain.laws) for chain in chains if chain.tokens}
+            runner.note(chain.request, [*chain.feed, *chain.tokens[:-1]])
+        return {chain.request.seq_id: DraftTree.chain(chain.tokens, chain.probs) for chain in chains if chain.tokens}
 
-    def _grow_trees(self, drafting: Sequence[tuple[Request, int]], branching: Branching) -> dict[int, DraftTree]:
-        trees = plan_trees([self._follower], drafting)
-        grow_trees([self._follower], trees, branching, self._vocab_size, self._kernels)
-        return {tree.request.seq: tree.draft() for tree in trees if tree.tokens}
+    def _grow_trees(self, drafting: Sequence[tuple[Request, int]], topology: TreeTopology) -> dict[int, DraftTree]:
+        trees = plan_trees([self._runner], drafting)
+        grow_trees([self._runner], trees, topology, self._vocab_size, self._kernels)
+        return {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
 
     def _search(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
         """Search ahead of the target's beams, no deeper than other trees are."""
-        if self._branching is not None:
-            level = NODES_PER_BEAM * self._branching.depth
-            drafting = [(seq, min(limit, level * seq.beams.width)) for seq, limit in drafting if seq.beams]
-        return draft_beams(self._follower, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
+        if self._topology is not None:
+            level = NODES_PER_BEAM * self._topology.depth
+            drafting = [
+                (request, min(limit, level * request.beams.width)) for request, limit in drafting if request.beams
+            ]
+        return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
 
 
 def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own."""
-    branching = read_tree(read_options(context, Options).tree)
+    topology = read_tree(read_options(context, Options).tree)
     model = context.load_draft(str(context.model))
     cache = context.make_cache(model.cache_shape)
     return ModelDrafter(
-        model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens, context.kernels, branching
+        model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens, context.kernels, topology
     )
 
 
-def read_tree(given: Any) -> Shape | None:
+def read_tree(given: Any) -> StaticTree | None:
     """Read the option `tree`; None stays None."""
     if given is None:
         return None
@@ -132,10 +134,10 @@ def read_tree(given: Any) -> Shape | None:
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise error
     if all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in given):
-        return Shape.of_widths(given)
+        return StaticTree.of_widths(given)
     if not all(isinstance(path, list | tuple) and path and all(_is_rank(rank) for rank in path) for path in given):
         raise error
-    shape = Shape(frozenset(tuple(path) for path in given))
+    shape = StaticTree(frozenset(tuple(path) for path in given))
     if not shape.is_whole():
         raise error
     return shape

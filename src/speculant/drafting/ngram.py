@@ -108,27 +108,27 @@ class NgramDrafter:
         self._options = options
         self._predictors: dict[int, Predictor] = {}
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self._predictors[seq.seq] = Predictor(self._options)
+        self._predictors[request.seq_id] = Predictor(self._options)
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._propose_one(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
-    def _propose_one(self, seq: Request, limit: int) -> DraftTree:
+    def _propose_one(self, request: Request, limit: int) -> DraftTree:
         if limit == 0:
             return DraftTree.empty()
-        predictor = self._predictors[seq.seq]
-        predictor.update(seq.tokens[predictor.seen :])
+        predictor = self._predictors[request.seq_id]
+        predictor.update(request.tokens[predictor.seen :])
         return DraftTree.chain(predictor.predict(limit))
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`; the next `propose` catches up."""
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
-        self._predictors.pop(seq.seq, None)
+        self._predictors.pop(request.seq_id, None)
 
 
 def build(context: DrafterContext) -> NgramDrafter:

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.growth.runner import DraftModelRunner
+from speculant.drafting.growth.topology import ParallelChains
+from speculant.drafting.growth.trees import grow_trees, plan_trees
 from speculant.errors import ConfigError
 from speculant.kernels.native import Kernels
-from speculant.models.branching import Draws
-from speculant.models.follower import Follower
-from speculant.models.trees import grow_trees, plan_trees
 from speculant.types import DraftTree, Request
 
 USUAL_DRAWS, USUAL_DEPTH = 3, 4
@@ -40,39 +40,43 @@ class SpecInfer:
     """Drafts `branching`'s chains with the models of `sources`, for a target of `vocab_size` tokens."""
 
     def __init__(
-        self, sources: Sequence[Follower], branching: Draws, vocab_size: int, kernels: Kernels | None = None
+        self,
+        sources: Sequence[DraftModelRunner],
+        topology: ParallelChains,
+        vocab_size: int,
+        kernels: Kernels | None = None,
     ) -> None:
         self.needs = DrafterNeeds(
-            max_nodes=branching.most_nodes,
+            max_nodes=topology.most_nodes,
             emits_probs=True,
             emits_tree=True,
-            usual_nodes=branching.most_nodes,
+            usual_nodes=topology.most_nodes,
             own_cache=True,
             max_positions=min(source.model.max_positions for source in sources),
         )
-        self._sources, self._branching = sources, branching
+        self._sources, self._topology = sources, topology
         self._vocab_size, self._kernels = vocab_size, kernels
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
         for source in self._sources:
-            source.begin(seq)
+            source.begin(request)
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
         for source in self._sources:
-            source.end(seq)
+            source.end(request)
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        drafting = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit > 0]
+        drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
         trees = plan_trees(self._sources, drafting)
-        grow_trees(self._sources, trees, self._branching, self._vocab_size, self._kernels)
-        made = {tree.request.seq: tree.draft() for tree in trees if tree.tokens}
-        return [made.get(seq.seq, DraftTree.empty()) for seq in seqs]
+        grow_trees(self._sources, trees, self._topology, self._vocab_size, self._kernels)
+        made = {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
+        return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
 
 
 def build(context: DrafterContext) -> SpecInfer:
@@ -85,9 +89,9 @@ def build(context: DrafterContext) -> SpecInfer:
     for name in [str(context.model), *further]:
         model = context.load_draft(name)
         cache = context.make_cache(model.cache_shape)
-        sources.append(Follower(model, cache, context.chances, context.max_num_batched_tokens))
+        sources.append(DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens))
     chains = tuple(place for place in range(len(sources)) for _ in range(draws))
-    return SpecInfer(sources, Draws(chains, depth), context.vocab_size, context.kernels)
+    return SpecInfer(sources, ParallelChains(chains, depth), context.vocab_size, context.kernels)
 
 
 def read_models(given: object) -> list[str]:

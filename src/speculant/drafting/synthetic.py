@@ -43,28 +43,28 @@ class SyntheticDrafter:
         self._vocab_size = vocab_size
         self._scripts: dict[tuple[int, ...], list[int]] = {}
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._propose_one(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
-    def _propose_one(self, seq: Request, limit: int) -> DraftTree:
-        script = self._scripts.get(seq.prompt, [])
-        ahead = script[seq.num_output : seq.num_output + limit]
-        return DraftTree.chain([self._spoil(token, seq.num_output + i) for i, token in enumerate(ahead)])
+    def _propose_one(self, request: Request, limit: int) -> DraftTree:
+        script = self._scripts.get(request.prompt, [])
+        ahead = script[request.num_output : request.num_output + limit]
+        return DraftTree.chain([self._spoil(token, request.num_output + i) for i, token in enumerate(ahead)])
 
     def _spoil(self, token: int, position: int) -> int:
         keep = mix(position) < self._rate * 2**64
         return token if keep else (token + 1) % self._vocab_size
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`: remember the longest continuation of each prompt."""
-        if seq.finished and seq.num_output >= len(self._scripts.get(seq.prompt, [])):
-            self._scripts[seq.prompt] = seq.output
+        if request.finished and request.num_output >= len(self._scripts.get(request.prompt, [])):
+            self._scripts[request.prompt] = request.output
 
-    def end(self, seq: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
 
 

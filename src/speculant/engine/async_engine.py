@@ -27,7 +27,7 @@ class AsyncEngine(Frontend):
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
         super().__init__(model, draft_model, **arguments)
-        self._thread = EngineThread(self._built)
+        self._thread = EngineThread(self._runtime)
         weakref.finalize(self, _abandon, self._thread)
 
     @property
@@ -51,7 +51,7 @@ class AsyncEngine(Frontend):
         *,
         request_id: str | None = None,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield each token of a prompt's samples as it is committed.
 
@@ -66,7 +66,7 @@ class AsyncEngine(Frontend):
         one that `shutdown` aborts, an EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        ticket = Ticket(self._order(prompt, sampling_params, request_id, priority, salt))
+        ticket = Ticket(self._order(prompt, sampling_params, request_id, priority, cache_salt))
         self._thread.add(ticket)
         try:
             while (piece := await ticket.receive()) is not None:
@@ -81,11 +81,11 @@ class AsyncEngine(Frontend):
         *,
         request_id: str | None = None,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> RequestOutput:
         """Complete one prompt; arguments and errors are those of `stream`."""
         output: RequestOutput | None = None
-        pieces = self.stream(prompt, sampling_params, request_id=request_id, priority=priority, salt=salt)
+        pieces = self.stream(prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt)
         async with aclosing(pieces):
             async for piece in pieces:
                 output = piece.output

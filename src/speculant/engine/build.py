@@ -21,11 +21,11 @@ from speculant.scheduling.draft_length import Fixed
 from speculant.text.tokenizer import Tokenizer, compare_vocabularies
 from speculant.verification.base import Verifier
 
-_DRAFTERS, _RULES = "speculant.drafting", "speculant.verification"
+_DRAFTERS, _VERIFIERS = "speculant.drafting", "speculant.verification"
 
 
 @dataclass(frozen=True)
-class Built:
+class Runtime:
     """An engine and what stands around it. `speculation` says what drafts, or why nothing does.
 
     drafting_beams: whether it drafts for beam searches too.
@@ -40,7 +40,7 @@ class Built:
     speculation: str
 
 
-def build_engine(config: EngineConfig) -> Built:
+def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
@@ -50,7 +50,7 @@ def build_engine(config: EngineConfig) -> Built:
     spec = config.speculative()
     name = method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
-    rules, _ = build_rules(spec)
+    verifiers, _ = build_verifiers(spec)
     drafter = build_drafter(config, target, tokenizer, memory.make)
     drafter_caches = tuple(memory.made)
     length = _draft_length(spec, name, drafter) if spec and name and drafter else 0
@@ -59,31 +59,31 @@ def build_engine(config: EngineConfig) -> Built:
         target.model,
         memory.make_target(),
         KeyedChances(target.native),
-        rules,
+        verifiers,
         Fixed(length),
         drafter,
         drafter_caches,
     )
     says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
-    if spec and drafter and spec.verification in rules and not rules[spec.verification].lossless:
+    if spec and drafter and spec.verification in verifiers and not verifiers[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
-    return Built(engine, tokenizer, target, limits, drafter is not None, beams, says)
+    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says)
 
 
-def load_rules() -> dict[str, Verifier]:
+def load_verifiers() -> dict[str, Verifier]:
     """Return every verification rule by name."""
-    return build_rules(None)[0]
+    return build_verifiers(None)[0]
 
 
-def build_rules(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier], dict[str, Any]]:
+def build_verifiers(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier], dict[str, Any]]:
     """Make every rule, the configured one with its own options; return them by name, and what options are left."""
-    makers = {name: plugins.load(_RULES, name).build for name in plugins.names(_RULES)}
+    makers = {name: plugins.load(_VERIFIERS, name).build for name in plugins.names(_VERIFIERS)}
     chosen, given = (spec.verification, spec.options) if spec else ("auto", {})
     known = inspect.signature(makers[chosen]).parameters if chosen in makers else {}
     own = {key: value for key, value in given.items() if key in known}
-    rules = {name: make(**own) if name == chosen else make() for name, make in makers.items()}
-    return rules, {key: value for key, value in given.items() if key not in known}
+    verifiers = {name: make(**own) if name == chosen else make() for name, make in makers.items()}
+    return verifiers, {key: value for key, value in given.items() if key not in known}
 
 
 def method_name(spec: SpeculativeConfig) -> str:
@@ -126,7 +126,7 @@ def build_drafter(
         return draft.model
 
     context = DrafterContext(
-        options=build_rules(spec)[1],
+        options=build_verifiers(spec)[1],
         model=spec.model,
         vocab_size=target.model.vocab_size,
         device=target.model.cache_shape.device,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant.beams import Beams, Hypothesis
 from speculant.cache.base import KVCache
-from speculant.engine.runner import Fed
+from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
 from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
 
@@ -20,7 +20,7 @@ from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
 class Committed:
     """The tokens a request gained in one step, and how they are told to the caller.
 
-    A beam search tells nothing until it is over, and then its runners-up's tokens too. left: its text does not go
+    A beam search tells nothing until it is over, and then its siblings's tokens too. left: its text does not go
     on from the one before, so that `tokens` are none.
     """
 
@@ -30,7 +30,7 @@ class Committed:
     left: bool = False
 
 
-def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
+def commit(fed: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
     """Append a verdict's tokens up to the first stop, and make the cache agree.
 
     What lies behind the stop is dropped everywhere: tokens, text, log-probabilities, usage, cache.
@@ -40,7 +40,7 @@ def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: 
     base = len(request.tokens)
     tokens = _append([*(tree.token_list[node] for node in verdict.path), verdict.token], request, max_model_len)
     _record_logprobs(request, fed, verdict, len(tokens))
-    cache.keep_path(request.seq, base, verdict.path[: len(tokens) - 1])
+    cache.compact(request.seq_id, base, verdict.path[: len(tokens) - 1])
     request.rounds += 1
     if tree.size:
         accepted = min(len(verdict.path), len(tokens))
@@ -50,7 +50,7 @@ def commit(fed: Fed, verdict: Verdict, cache: KVCache, max_model_len: int, now: 
     return Committed(request, tokens, _outputs(request, tokens, len(verdict.path)))
 
 
-def commit_beams(fed: Fed, beams: Beams, cache: KVCache, now: float) -> Committed:
+def commit_beams(fed: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
     """Let a beam search go on from `beams`, or end with them; make tokens and cache agree.
 
     Of what was fed the cache keeps what is the trunk's, or the winner's, but for its newest token.
@@ -67,7 +67,7 @@ def commit_beams(fed: Fed, beams: Beams, cache: KVCache, now: float) -> Committe
     return committed
 
 
-def _record_rounds(fed: Fed, beams: Beams) -> None:
+def _record_rounds(fed: TargetOutput, beams: Beams) -> None:
     """Count what a draft was good for: every round that a pass takes beyond its first."""
     request = fed.item.request
     live = request.reached - len(request.tokens)  # how deep the live hypotheses lie
@@ -78,16 +78,16 @@ def _record_rounds(fed: Fed, beams: Beams) -> None:
         request.metrics.speculative_decoding.record(len(drafted), stood, tested)
 
 
-def _follow(fed: Fed, text: Sequence[int], cache: KVCache) -> Committed:
+def _follow(fed: TargetOutput, text: Sequence[int], cache: KVCache) -> Committed:
     """Make `text` the output of a search."""
     request, base = fed.item.request, len(fed.item.request.tokens)
     tokens = [*request.prompt, *text]
     agreed = next((i for i, (old, new) in enumerate(zip(request.tokens, tokens, strict=False)) if old != new), base)
     kept = min(agreed, len(tokens) - 1)
     if kept < base:
-        cache.truncate_to(request.seq, kept)
+        cache.truncate_to(request.seq_id, kept)
     else:
-        cache.keep_path(request.seq, base, fed.tree.path_along(tokens[base:-1]))
+        cache.compact(request.seq_id, base, fed.tree.path_along(tokens[base:-1]))
     request.tokens = tokens
     return Committed(request, tokens[base:] if agreed == base else [], [], left=agreed < base or len(tokens) < base)
 
@@ -99,8 +99,8 @@ def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOu
     stopped = hypothesis.tokens[-1] in request.end_token_ids
     request.finish_reason, request.stop_reason = ("stop", hypothesis.tokens[-1]) if stopped else ("length", None)
     for token in hypothesis.tokens:
-        if request.watch is not None:
-            request.watch.push(token)
+        if request.stop_checker is not None:
+            request.stop_checker.push(token)
     request.metrics.timing.record_tokens(now, len(hypothesis.tokens))
     return _outputs(request, hypothesis.tokens, 0)
 
@@ -112,7 +112,7 @@ def _end_without(request: Request) -> list[StepOutput]:
 
 
 def fail(request: Request, error: Exception) -> Committed:
-    """End a request by an error; what was committed before stays. With a beam search end its runners-up."""
+    """End a request by an error; what was committed before stays. With a beam search end its siblings."""
     return Committed(request, [], [_fail(each, error) for each in request.outcomes])
 
 
@@ -124,7 +124,7 @@ def _fail(request: Request, error: Exception) -> StepOutput:
     return StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
 
 
-def take_back(request: Request, num_output: int) -> None:
+def roll_back(request: Request, num_output: int) -> None:
     """Forget what a failed step had begun to commit: nobody was told."""
     del request.tokens[len(request.prompt) + num_output :]
     del request.logprobs[num_output:]
@@ -144,7 +144,7 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
 
 def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
     """Say whether a request that just gained `token` is over; an end token or stop string comes first."""
-    stop_string = request.watch.push(token) if request.watch else None
+    stop_string = request.stop_checker.push(token) if request.stop_checker else None
     if request.num_output >= request.params.min_tokens:
         if token in request.end_token_ids:
             return "stop", token
@@ -166,10 +166,10 @@ def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[
     return outputs
 
 
-def _record_logprobs(request: Request, fed: Fed, verdict: Verdict, count: int) -> None:
+def _record_logprobs(request: Request, fed: TargetOutput, verdict: Verdict, count: int) -> None:
     if request.params.logprobs is None or fed.logits is None:
         return
-    rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's law is its parent's row
+    rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's distribution is its parent's row
     request.logprobs += token_logprobs(fed.logits[rows], request.tokens[-count:], request.params.logprobs)
 
 

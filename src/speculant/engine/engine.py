@@ -12,7 +12,7 @@ from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, fail
-from speculant.engine.step import Parts, step
+from speculant.engine.step import StepContext, step
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.kernels.native import Kernels
 from speculant.metrics import EngineMetrics, RequestMetrics, TimingMetrics
@@ -21,16 +21,16 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, Purpose, mix
 from speculant.scheduling.draft_length import DraftLength
 from speculant.scheduling.scheduler import Schedule, Scheduler
-from speculant.types import Request, StepOutput, StopWatch
-from speculant.verification.auto import choose_rule
-from speculant.verification.base import Verifier, rule_for
+from speculant.types import Request, StepOutput, StopChecker
+from speculant.verification.auto import choose_verifier
+from speculant.verification.base import Verifier, verifier_for
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What the engine itself must know: sizes, seed, end tokens and the configured rule ("auto" or a name).
 
-    kernels None = laws are made by the reference ones.
+    kernels None = distributions are made by the reference ones.
     """
 
     limits: Limits
@@ -49,7 +49,7 @@ class Engine:
         target: CausalLM,
         cache: KVCache,
         chances: Chances,
-        rules: dict[str, Verifier],
+        verifiers: dict[str, Verifier],
         draft_length: DraftLength,
         drafter: Drafter | None = None,
         drafter_caches: Sequence[KVCache] = (),
@@ -57,23 +57,25 @@ class Engine:
         self._options = options
         self._caches = (cache, *drafter_caches)
         self._scheduler = Scheduler(options.limits, self._caches)
-        self._parts = Parts(options.limits, target, cache, drafter, draft_length, rules, chances, options.kernels)
+        self._context = StepContext(
+            options.limits, target, cache, drafter, draft_length, verifiers, chances, options.kernels
+        )
         self._requests: dict[int, Request] = {}
-        self._next_seq = 0
+        self._next_seq_id = 0
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks)
-        self._check_rule(options.verification)
+        self._check_verifier(options.verification)
 
     def add_request(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
         request_id: str,
-        watch: Callable[[], StopWatch] | None = None,
+        stop_checker: Callable[[], StopChecker] | None = None,
         *,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> list[Request]:
-        """Queue a tokenised prompt and return its `params.n` sequences; `watch` makes one stop watch for each.
+        """Queue a tokenised prompt and return its `params.n` sequences; `watch` makes one stop checker for each.
 
         A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError
         for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many
@@ -82,16 +84,16 @@ class Engine:
         if any(request.request_id == request_id for request in self._requests.values()):
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         self._check_request(prompt, params)
-        given: tuple[object, object] = priority, salt
+        given: tuple[object, object] = priority, cache_salt
         if not (isinstance(given[0], int) and isinstance(given[1], str)):
-            raise RequestError(f"priority={priority!r}, salt={salt!r}", "give priority as int and salt as str.")
-        samples = [self._make_request(prompt, params, request_id, index, watch) for index in range(params.n)]
+            raise RequestError(f"priority={priority!r}, salt={cache_salt!r}", "give priority as int and salt as str.")
+        samples = [self._make_request(prompt, params, request_id, index, stop_checker) for index in range(params.n)]
         for sample in samples:
-            sample.priority, sample.salt = priority, salt
+            sample.priority, sample.cache_salt = priority, cache_salt
         if params.beam_width is not None:
             self._begin_search(*samples)
-        self._scheduler.add([sample for sample in samples if not sample.is_runner_up])
-        self._requests.update({sample.seq: sample for sample in samples})
+        self._scheduler.add([sample for sample in samples if not sample.is_sibling])
+        self._requests.update({sample.seq_id: sample for sample in samples})
         return samples
 
     def accepts(self, n: int) -> bool:
@@ -111,7 +113,7 @@ class Engine:
             return []
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
-        failed = self._tell_drafter(schedule)
+        failed = self._notify_drafter(schedule)
         committed, draft_s, verify_s = self._run(schedule.without_finished())
         committed += failed
         for each in committed:
@@ -135,10 +137,10 @@ class Engine:
         for cache in self._caches:
             cache.check()
         for request in self._scheduler.waiting:
-            assert all(cache.length(request.seq) == 0 for cache in self._caches), "a waiting request holds memory"
-        cache = self._parts.cache
+            assert all(cache.length(request.seq_id) == 0 for cache in self._caches), "a waiting request holds memory"
+        cache = self._context.cache
         for request in self._scheduler.running:
-            assert cache.length(request.seq) < len(request.tokens), "the newest token was fed already"
+            assert cache.length(request.seq_id) < len(request.tokens), "the newest token was fed already"
             assert len(request.tokens) <= self._options.limits.max_model_len, "a context overflowed"
 
     def free_kv_tokens(self) -> int:
@@ -150,22 +152,22 @@ class Engine:
         if not schedule.items:
             return [], 0.0, 0.0
         try:
-            committed, timing = step(self._parts, schedule)
+            committed, timing = step(self._context, schedule)
             return committed, timing.draft_s, timing.verify_s
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
             if len(schedule.items) == 1:
                 return [fail(schedule.items[0].request, error)], 0.0, 0.0
             cause = error
         self.metrics.repeated_steps += 1
-        runs = [self._run(alone) for alone in schedule.one_by_one(self._parts.cache)]
+        runs = [self._run(alone) for alone in schedule.one_by_one(self._context.cache)]
         committed = [each for run in runs for each in run[0]]
         if not any(each.request.error for each in committed):
             warnings.warn(f"a step fails for all sequences together and for none alone: {cause!r}", stacklevel=2)
         return committed, sum(run[1] for run in runs), sum(run[2] for run in runs)
 
-    def _tell_drafter(self, schedule: Schedule) -> list[Committed]:
+    def _notify_drafter(self, schedule: Schedule) -> list[Committed]:
         """Begin who came, and end who was set aside, for it will begin again; return those that could not begin."""
-        drafter, failed = self._parts.drafter, list[Committed]()
+        drafter, failed = self._context.drafter, list[Committed]()
         if drafter is None:
             return failed
         for request in schedule.admitted:
@@ -178,17 +180,17 @@ class Engine:
         return failed
 
     def _end(self, request: Request) -> None:
-        if not request.is_runner_up:
+        if not request.is_sibling:
             self._release(request)
-        del self._requests[request.seq]
+        del self._requests[request.seq_id]
         self.metrics.finished += request.finish_reason in ("stop", "length")
         self.metrics.aborted += request.finish_reason == "abort"
         self.metrics.failed += request.finish_reason == "error"
         self.metrics.lossy += not request.metrics.lossless
 
     def _release(self, request: Request) -> None:
-        if self._parts.drafter is not None and request in self._scheduler.running:
-            self._parts.drafter.end(request)
+        if self._context.drafter is not None and request in self._scheduler.running:
+            self._context.drafter.end(request)
         self._scheduler.remove(request)
         self.metrics.prompt_tokens += len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
@@ -199,13 +201,13 @@ class Engine:
         params: SamplingParams,
         request_id: str,
         index: int,
-        watch: Callable[[], StopWatch] | None,
+        stop_checker: Callable[[], StopChecker] | None,
     ) -> Request:
-        self._next_seq += 1
-        own_seed = mix(self._options.seed, Purpose.REQUEST, self._next_seq) if params.seed is None else params.seed
+        self._next_seq_id += 1
+        own_seed = mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if params.seed is None else params.seed
         ends = frozenset() if params.ignore_eos else self._options.end_token_ids
         request = Request(
-            seq=self._next_seq,
+            seq_id=self._next_seq_id,
             request_id=request_id,
             index=index,
             prompt=tuple(prompt),
@@ -213,10 +215,10 @@ class Engine:
             seed=mix(own_seed, Purpose.REQUEST, index),
             end_token_ids=ends | frozenset(params.stop_token_ids),
             metrics=RequestMetrics(TimingMetrics(arrival=time.perf_counter())),
-            watch=watch() if watch else None,
+            stop_checker=stop_checker() if stop_checker else None,
             tokens=list(prompt),
         )
-        self._set_rule(request)
+        self._choose_verifier(request)
         return request
 
     def _begin_search(self, first: Request, *others: Request) -> None:
@@ -231,26 +233,26 @@ class Engine:
             longest=min(longest, params.max_tokens or longest),
             reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
         )
-        first.runners_up = others
+        first.siblings = others
 
-    def _set_rule(self, request: Request) -> None:
+    def _choose_verifier(self, request: Request) -> None:
         """Choose how the request's drafts will be checked; without drafting, `match` is plain sampling."""
-        drafter, wanted = self._parts.drafter, request.params.speculation
+        drafter, wanted = self._context.drafter, request.params.speculation
         if drafter is None or wanted is False:
             return
         if request.params.beam_width is not None:
             request.metrics.verification = "beam" if drafter.needs.nodes_per_beam else None
             return
         named = wanted.get("verification") if not isinstance(wanted, bool) and wanted else None
-        rule = named or self._options.verification
-        if rule == "auto" or request.params.seed is not None:
-            rule = choose_rule(request, not drafter.needs.emits_probs, drafter.needs.emits_tree)
-        verifier = rule_for(self._parts.rules[rule], request)
-        request.rule = request.metrics.verification = rule
-        request.metrics.lossless, request.coupled = verifier.lossless, verifier.needs.coupled
+        name = named or self._options.verification
+        if name == "auto" or request.params.seed is not None:
+            name = choose_verifier(request, not drafter.needs.emits_probs, drafter.needs.emits_tree)
+        verifier = verifier_for(self._context.verifiers[name], request)
+        request.verifier = request.metrics.verification = name
+        request.metrics.lossless, request.shared_noise = verifier.lossless, verifier.needs.shared_noise
 
     def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        vocab_size, longest = self._parts.target.vocab_size, self._options.limits.max_model_len
+        vocab_size, longest = self._context.target.vocab_size, self._options.limits.max_model_len
         if not prompt:
             raise RequestError("the prompt has no tokens", "send at least one token.")
         if len(prompt) >= longest:
@@ -262,13 +264,13 @@ class Engine:
         for name, tokens in named.items():
             _check_tokens(name, tokens, vocab_size)
         if isinstance(params.speculation, dict) and "verification" in params.speculation:
-            self._check_rule(params.speculation["verification"])
+            self._check_verifier(params.speculation["verification"])
 
-    def _check_rule(self, name: str) -> None:
-        rules, drafter = self._parts.rules, self._parts.drafter
-        if name != "auto" and name not in rules:
-            raise ConfigError(f"verification {name!r} is unknown", suggest(name, ["auto", *rules]))
-        if drafter is not None and drafter.needs.emits_tree and name != "auto" and not rules[name].needs.branches:
+    def _check_verifier(self, name: str) -> None:
+        verifiers, drafter = self._context.verifiers, self._context.drafter
+        if name != "auto" and name not in verifiers:
+            raise ConfigError(f"verification {name!r} is unknown", suggest(name, ["auto", *verifiers]))
+        if drafter is not None and drafter.needs.emits_tree and name != "auto" and not verifiers[name].needs.branches:
             raise ConfigError(
                 f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
             )
@@ -280,7 +282,7 @@ class Engine:
         self._note_standing()
 
     def _note_standing(self) -> None:
-        metrics, cache = self.metrics, self._parts.cache
+        metrics, cache = self.metrics, self._context.cache
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine, generation_defaults
+from speculant.engine.build import Runtime, build_engine, generation_defaults
 from speculant.engine.job import Job
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
@@ -25,10 +25,10 @@ class Order:
     tokens: Sequence[int]
     params: SamplingParams
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for name, kind in (("request_id", str), ("priority", int), ("salt", str)):
+        for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise RequestError(f"{name}={value!r} is a {type(value).__name__}", f"give {name} as {kind.__name__}.")
@@ -43,36 +43,36 @@ class Frontend:
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
-        self._built = build_engine(self.config)
-        self.tokenizer = self._built.tokenizer
+        self._runtime = build_engine(self.config)
+        self.tokenizer = self._runtime.tokenizer
 
     @property
     def speculating(self) -> bool:
         """Whether drafts are made."""
-        return self._built.drafting
+        return self._runtime.drafting
 
     @property
     def speculating_beams(self) -> bool:
         """Whether drafts are made for beam searches too."""
-        return self._built.drafting_beams
+        return self._runtime.drafting_beams
 
     @property
     def speculation(self) -> str:
         """What drafts, and how long; or why nothing does."""
-        return self._built.speculation
+        return self._runtime.speculation
 
     @property
     def kernels(self) -> str:
         """What computes the target, and why it is not the native kernels if it is not."""
-        return self._built.checkpoint.kernels
+        return self._runtime.checkpoint.kernels
 
     @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
-        return SamplingParams.from_mapping(generation_defaults(self._built.checkpoint))
+        return SamplingParams.from_mapping(generation_defaults(self._runtime.checkpoint))
 
     def _order(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, salt: str = ""
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
     ) -> Order:
         """Tokenise a prompt; raises RequestError for what is none."""
         given: object = prompt
@@ -82,17 +82,17 @@ class Frontend:
             )
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Order(request_id, text, tokens, params or self.default_params, priority, salt)
+        return Order(request_id, text, tokens, params or self.default_params, priority, cache_salt)
 
 
-def start_job(built: Built, order: Order) -> Job:
+def start_job(runtime: Runtime, order: Order) -> Job:
     """Queue what is ordered; raises what `Engine.add_request` does, and nothing is queued then."""
-    requests = built.engine.add_request(
+    requests = runtime.engine.add_request(
         order.tokens,
         order.params,
         order.request_id,
-        watch=lambda: TextStream(built.tokenizer, order.params),
+        stop_checker=lambda: TextStream(runtime.tokenizer, order.params),
         priority=order.priority,
-        salt=order.salt,
+        cache_salt=order.cache_salt,
     )
-    return Job(order.request_id, order.text, requests, built.tokenizer)
+    return Job(order.request_id, order.text, requests, runtime.tokenizer)

@@ -107,5 +107,5 @@ class Job:
 
 
 def _stream(request: Request) -> TextStream:
-    assert isinstance(request.watch, TextStream)
-    return request.watch
+    assert isinstance(request.stop_checker, TextStream)
+    return request.stop_checker

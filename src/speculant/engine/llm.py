@@ -21,7 +21,7 @@ class LLM(Frontend):
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
         super().__init__(model, draft_model, **arguments)
-        self.engine = self._built.engine
+        self.engine = self._runtime.engine
         self._ids = itertools.count()
         self._jobs: dict[str, Job] = {}
 
@@ -69,7 +69,7 @@ class LLM(Frontend):
             raise job.error
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> Job:
-        job = start_job(self._built, self._order(prompt, params, f"request-{next(self._ids)}"))
+        job = start_job(self._runtime, self._order(prompt, params, f"request-{next(self._ids)}"))
         self._jobs[job.request_id] = job
         return job
 

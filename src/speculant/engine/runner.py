@@ -9,13 +9,13 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.errors import SpeculantError
-from speculant.models.base import CausalLM, Feed, build_batch
+from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree
 
 
 @dataclass(frozen=True)
-class Fed:
+class TargetOutput:
     """One sequence's share of a pass.
 
     logits [n + 1, V] are those after the root and after each draft node; None while its tokens are
@@ -28,11 +28,11 @@ class Fed:
     prompt_logits: Tensor | None
 
 
-def run_target(
+def forward_target(
     model: CausalLM, cache: KVCache, scheduled: Sequence[Scheduled], trees: Sequence[DraftTree]
-) -> list[Fed]:
+) -> list[TargetOutput]:
     """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them."""
-    feeds = [Feed(item.request.seq, item.tokens, tree) for item, tree in zip(scheduled, trees, strict=True)]
+    feeds = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in zip(scheduled, trees, strict=True)]
     hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache)
     spans: list[tuple[int, int]] = []
     rows: list[int] = []
@@ -65,9 +65,9 @@ def _prompt_rows(item: Scheduled) -> range:
     return range(len(request.prompt_logprobs) - item.start, min(item.count, len(request.prompt) - 1 - item.start))
 
 
-def _fed(item: Scheduled, tree: DraftTree, logits: Tensor) -> Fed:
+def _fed(item: Scheduled, tree: DraftTree, logits: Tensor) -> TargetOutput:
     prompt_rows = len(_prompt_rows(item))
-    return Fed(
+    return TargetOutput(
         item,
         tree,
         logits[prompt_rows:] if item.completes else None,

@@ -14,8 +14,8 @@ from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, take_back
-from speculant.engine.runner import Fed, run_target
+from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, roll_back
+from speculant.engine.runner import TargetOutput, forward_target
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
@@ -24,19 +24,19 @@ from speculant.sampling.ranking import rank
 from speculant.scheduling.draft_length import DraftLength, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier, rule_for
+from speculant.verification.base import Verifier, verifier_for
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a step works with. `drafter` None = no speculation; `rules` by name; `kernels` make the laws."""
+class StepContext:
+    """What a step works with. `drafter` None = no speculation; `rules` by name; `kernels` make the distributions."""
 
     limits: Limits
     target: CausalLM
     cache: KVCache
     drafter: Drafter | None
     draft_length: DraftLength
-    rules: dict[str, Verifier]
+    verifiers: dict[str, Verifier]
     chances: Chances
     kernels: Kernels | None = None
 
@@ -61,33 +61,35 @@ class Timing:
 
 
 @torch.inference_mode()
-def step(parts: Parts, schedule: Schedule) -> tuple[list[Committed], Timing]:
+def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], Timing]:
     """Feed every scheduled sequence once and commit what the target agrees to.
 
     An error before the first commit leaves every request and the cache as they were.
     """
     started = time.perf_counter()
-    trees = propose(parts, schedule)
+    trees = propose(context, schedule)
     drafted = time.perf_counter()
-    with undone_on_error(parts.cache, schedule.items):
-        fed = run_target(parts.target, parts.cache, schedule.items, trees)
-        verdicts = verify(parts, [each for each in fed if each.logits is not None])
+    with rolled_back_on_error(context.cache, schedule.items):
+        fed = forward_target(context.target, context.cache, schedule.items, trees)
+        verdicts = verify(context, [each for each in fed if each.logits is not None])
     timing = Timing(started, drafted, time.perf_counter())
-    return [settle(parts, each, verdicts.get(each.item.request.seq), timing) for each in fed], timing
+    return [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in fed], timing
 
 
-def propose(parts: Parts, schedule: Schedule) -> list[DraftTree]:
+def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     """Ask the drafter for a tree per sequence, within each one's limit; a beam search has one without it."""
-    if parts.drafter is None:
+    if context.drafter is None:
         return [item.tree for item in schedule.items]
-    needs, longest = parts.drafter.needs, parts.limits.max_model_len
+    needs, longest = context.drafter.needs, context.limits.max_model_len
     longest = min(longest, needs.max_positions or longest)
-    limits = draft_limits(schedule, parts.draft_length, needs.max_nodes, longest, needs.nodes_per_beam)
-    drafts = parts.drafter.propose([item.request for item in schedule.items], limits)
+    limits = draft_limits(schedule, context.draft_length, needs.max_nodes, longest, needs.nodes_per_beam)
+    drafts = context.drafter.propose([item.request for item in schedule.items], limits)
     return [draft if draft.size else item.tree for item, draft in zip(schedule.items, drafts, strict=True)]
 
 
-def settle(parts: Parts, fed: Fed, verdict: Verdict | Beams | None, timing: Timing) -> Committed:
+def commit_sequence(
+    context: StepContext, fed: TargetOutput, verdict: Verdict | Beams | None, timing: Timing
+) -> Committed:
     """Commit one sequence's share of a step; a failure ends that request and no other."""
     request = fed.item.request
     num_output = request.num_output
@@ -97,14 +99,14 @@ def settle(parts: Parts, fed: Fed, verdict: Verdict | Beams | None, timing: Timi
             record_prompt(request, fed.prompt_logits)
         committed = Committed(request, [], [])
         if isinstance(verdict, Beams):
-            committed = commit_beams(fed, verdict, parts.cache, timing.verified)
+            committed = commit_beams(fed, verdict, context.cache, timing.verified)
         elif verdict is not None:
-            committed = commit(fed, verdict, parts.cache, parts.limits.max_model_len, timing.verified)
-        parts.cache.index_prefix(request.seq, request.tokens)
-        if parts.drafter is not None:
-            tell(parts.drafter, committed)
+            committed = commit(fed, verdict, context.cache, context.limits.max_model_len, timing.verified)
+        context.cache.insert_prefix(request.seq_id, request.tokens)
+        if context.drafter is not None:
+            tell(context.drafter, committed)
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
-        take_back(request, num_output)
+        roll_back(request, num_output)
         return fail(request, error)
     return committed
 
@@ -119,46 +121,46 @@ def tell(drafter: Drafter, committed: Committed) -> None:
 
 
 @contextmanager
-def undone_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[None]:
+def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[None]:
     """Take back what a failed pass reserved, so that the other sequences' next step starts where this one did."""
     try:
         yield
     except BaseException:
         for item in scheduled:
-            if cache.length(item.request.seq) > item.start:
-                cache.truncate_to(item.request.seq, item.start)
+            if cache.length(item.request.seq_id) > item.start:
+                cache.truncate_to(item.request.seq_id, item.start)
         raise
 
 
-def verify(parts: Parts, ready: Sequence[Fed]) -> dict[int, Verdict | Beams]:
-    """Make the target's laws for all sequences at once, then let each one's rule decide; verdicts by sequence.
+def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams]:
+    """Make the target's distributions for all sequences at once, then let each one's rule decide; verdicts by sequence.
 
     That of a beam search is what becomes of it.
     """
     if not ready:
         return {}
-    nodes = [node for fed in ready for node in _nodes(fed, _rule(parts, fed))]
-    laws = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, parts.kernels)
+    nodes = [node for fed in ready for node in _nodes(fed, _verifier(context, fed))]
+    probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
     verdicts, first = dict[int, Verdict | Beams](), 0
     for fed in ready:
         end = first + fed.tree.size + 1
-        verdicts[fed.item.request.seq] = _verdict(parts, fed, laws[first:end])
+        verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end])
         first = end
     return verdicts
 
 
-def _rule(parts: Parts, fed: Fed) -> Verifier:
-    return rule_for(parts.rules[fed.item.request.rule], fed.item.request)
+def _verifier(context: StepContext, fed: TargetOutput) -> Verifier:
+    return verifier_for(context.verifiers[fed.item.request.verifier], fed.item.request)
 
 
-def _nodes(fed: Fed, rule: Verifier) -> list[Node]:
+def _nodes(fed: TargetOutput, verifier: Verifier) -> list[Node]:
     request, tree = fed.item.request, fed.tree
-    return [Node(request, tree.tokens_to(node), rule.needs.softened) for node in range(-1, tree.size)]
+    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in range(-1, tree.size)]
 
 
-def _verdict(parts: Parts, fed: Fed, laws: Tensor) -> Verdict | Beams:
+def _verdict(context: StepContext, fed: TargetOutput, probs: Tensor) -> Verdict | Beams:
     request, tree = fed.item.request, fed.tree
     if request.beams is not None:
         texts = [(*request.output, *tree.tokens_to(node)) for node in range(-1, tree.size)]
-        return request.beams.learn(dict(zip(texts, rank(laws, request.beams.num_continuations), strict=True)))
-    return _rule(parts, fed).verify(tree, laws, parts.chances.verify(request))
+        return request.beams.advance(dict(zip(texts, rank(probs, request.beams.num_continuations), strict=True)))
+    return _verifier(context, fed).verify(tree, probs, context.chances.verify(request))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
-from speculant.engine.build import Built
+from speculant.engine.build import Runtime
 from speculant.engine.frontend import Order, start_job
 from speculant.engine.job import Job, StreamPiece
 from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
@@ -71,11 +71,11 @@ class EngineThread:
     `metrics` are a copy, as of the last step. `ended` is done when no request will be told anything more.
     """
 
-    def __init__(self, built: Built) -> None:
-        self.metrics: EngineMetrics = replace(built.engine.metrics)
+    def __init__(self, runtime: Runtime) -> None:
+        self.metrics: EngineMetrics = replace(runtime.engine.metrics)
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
-        self._built, self._engine = built, built.engine
+        self._runtime, self._engine = runtime, runtime.engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
         self._open: dict[str, tuple[Ticket, Job]] = {}
         self._lock = threading.RLock()  # nothing is added once it is closed
@@ -125,7 +125,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._leaving or self._engine.has_unfinished():
-                self._obey()
+                self._process_inbox()
                 self._step()
         except BaseException as error:
             self._cause = error
@@ -133,7 +133,7 @@ class EngineThread:
         finally:
             self._end()
 
-    def _obey(self) -> None:
+    def _process_inbox(self) -> None:
         """Do what the inbox asks for; if nothing runs, sleep until it asks for something."""
         for _ in range(max(self._inbox.qsize(), not self._engine.has_unfinished())):
             self._inbox.get()()
@@ -166,7 +166,7 @@ class EngineThread:
         try:
             if self._cause is not None:
                 raise self._death()
-            self._open[ticket.order.request_id] = ticket, start_job(self._built, ticket.order)
+            self._open[ticket.order.request_id] = ticket, start_job(self._runtime, ticket.order)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the others go on
             ticket.tell([_End(error)])
 

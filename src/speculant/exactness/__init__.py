@@ -1,1 +1,1 @@
-"""Is the output's law the target's? Proven by enumeration on tables, and tested on a real pair."""
+"""Is the output's distribution the target's? Proven by enumeration on tables, and tested on a real pair."""

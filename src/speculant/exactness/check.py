@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_rules
+from speculant.engine.build import Runtime, build_verifiers
 from speculant.exactness.drafts import choose_draft
 from speculant.exactness.identity import Comparison, compare, is_filtered
 from speculant.exactness.proofs import Proof, claims, prove
@@ -31,7 +31,7 @@ class Subject:
     """What is checked: a configuration that speculates, its engine, and requests that sample without a seed."""
 
     config: EngineConfig
-    built: Built
+    runtime: Runtime
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
 
@@ -49,14 +49,14 @@ class Subject:
         return {kind: self._request(params) for kind, params in self.kinds.items()}
 
     def _request(self, params: SamplingParams) -> Request:
-        (request,) = self.built.engine.add_request(self.prompts[0], params, "rule")
-        self.built.engine.abort("rule")
+        (request,) = self.runtime.engine.add_request(self.prompts[0], params, "rule")
+        self.runtime.engine.abort("rule")
         return request
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Texts held against the target's own laws. `bitwise`: those are the very laws that they were made from."""
+    """Texts scored by the target's own distributions. `bitwise`: exactly those that they were drawn from."""
 
     texts: int
     scores: Scores
@@ -95,8 +95,8 @@ class Report:
 
     @property
     def lossy(self) -> list[str]:
-        """The rules in use that announce that they change the law."""
-        return sorted({proof.claim.rule for proof in self.proven if not proof.claim.lossless})
+        """The rules in use that announce that they change the distribution."""
+        return sorted({proof.claim.verifier for proof in self.proven if not proof.claim.lossless})
 
     @property
     def lossless(self) -> bool:
@@ -121,7 +121,7 @@ class Report:
         """Say what limits this check."""
         for proof in self.proven:
             if not proof.mean_accepted:
-                yield f"no draft was ever accepted while {proof.claim.rule} was enumerated"
+                yield f"no draft was ever accepted while {proof.claim.verifier} was enumerated"
         if not self.tested.speculation.num_draft_tokens:
             yield "nothing was drafted in the tested texts: they show plain decoding alone"
         if self.tested.scores.impossible and not self.tested.bitwise:
@@ -147,45 +147,45 @@ class Report:
 def check(subject: Subject, cases: int, texts: int, tell: Tell = lambda part: None) -> Report:
     """Prove on tables, test on the pair, and compare texts.
 
-    cases: random pairs of laws for the rule of sampled requests. texts: how many are tested.
+    cases: random pairs of distributions for the rule of sampled requests. texts: how many are tested.
     """
     tell("Enumerating on tables")
     requests, spec = subject.requests(), subject.config.speculative()
     assert spec is not None, "nothing drafts"
-    rules, _ = build_rules(spec)
-    draft = choose_draft(spec, rules)
-    proven = [prove(claim, draft, rules) for claim in claims(requests, cases)]
+    verifiers, _ = build_verifiers(spec)
+    draft = choose_draft(spec, verifiers)
+    proven = [prove(claim, draft, verifiers) for claim in claims(requests, cases)]
     tested = draw_and_score(subject, texts, tell)
     identity: list[Comparison] = []
     for kind in ("greedy", "seeded"):
         tell(f"Comparing {kind} texts")
-        identity += compare(subject.built, kind, subject.prompts, subject.kinds[kind])
+        identity += compare(subject.runtime, kind, subject.prompts, subject.kinds[kind])
     return Report(proven, tested, identity, settings(subject, requests, cases, texts))
 
 
 def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
-    """Draw texts with speculation, and hold every token against the target's own law."""
+    """Draw texts with speculation, and hold every token against the target's own distribution."""
     tell("Drawing texts")
     prompts = list(itertools.islice(itertools.cycle(subject.prompts), count))
-    texts = complete(subject.built, prompts, [subject.params] * count)
+    texts = complete(subject.runtime, prompts, [subject.params] * count)
     tell("Scoring texts")
-    scores, speculation = score_texts(subject.config, subject.built, texts), SpeculationMetrics()
+    scores, speculation = score_texts(subject.config, subject.runtime, texts), SpeculationMetrics()
     for text in texts:
         speculation.add(text.metrics.speculative_decoding)
-    bitwise = subject.built.checkpoint.native is not None or not is_filtered(subject.params)
+    bitwise = subject.runtime.checkpoint.native is not None or not is_filtered(subject.params)
     return Scored(count, scores, speculation, bitwise)
 
 
 def settings(subject: Subject, requests: Mapping[str, Request], cases: int, texts: int) -> dict[str, Any]:
     """Return what was checked, and how hard."""
-    built = subject.built
+    runtime = subject.runtime
     return {
-        "engine": {**asdict(subject.config), "max_model_len": built.limits.max_model_len},
-        "target": built.checkpoint.name,
-        "dtype": str(built.checkpoint.dtype).removeprefix("torch."),
-        "kernels": built.checkpoint.kernels,
-        "speculation": built.speculation,
-        "rules": {kind: request.rule for kind, request in requests.items()},
+        "engine": {**asdict(subject.config), "max_model_len": runtime.limits.max_model_len},
+        "target": runtime.checkpoint.name,
+        "dtype": str(runtime.checkpoint.dtype).removeprefix("torch."),
+        "kernels": runtime.checkpoint.kernels,
+        "speculation": runtime.speculation,
+        "rules": {kind: request.verifier for kind, request in requests.items()},
         "sampling": _plain(subject.params),
         "cases": cases,
         "prompts": len(subject.prompts),
@@ -195,6 +195,6 @@ def settings(subject: Subject, requests: Mapping[str, Request], cases: int, text
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:
-    """Return the settings that make a law or an end, as values that JSON knows."""
+    """Return the settings that make a distribution or an end, as values that JSON knows."""
     bias = {str(token): value if math.isfinite(value) else str(value) for token, value in params.logit_bias.items()}
     return {**{name: getattr(params, name) for name in SAMPLING}, "logit_bias": bias}

@@ -14,9 +14,9 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
-from speculant.engine.build import build_rules, method_name
+from speculant.engine.build import build_verifiers, method_name
 from speculant.engine.engine import Engine, EngineOptions
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.speculation import Case
 from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
@@ -45,19 +45,19 @@ class Draft:
 
 
 class Likeliest:
-    """Proposes the tokens that a pair's draft law likes best, as a drafter without laws would."""
+    """Proposes the tokens that a pair's draft distribution likes best, as a drafter without distributions would."""
 
     needs = DrafterNeeds()
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, seq_id: Request) -> None:
         """See `Drafter.begin`."""
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._chain(tuple(seq.tokens), limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return [self._chain(tuple(seq_id.tokens), limit) for seq_id, limit in zip(seq_ids, limits, strict=True)]
 
     def _chain(self, history: History, limit: int) -> DraftTree:
         tokens: list[int] = []
@@ -66,18 +66,18 @@ class Likeliest:
             tokens.append(logits.index(max(logits)))
         return DraftTree.chain(tokens)
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
 
-    def end(self, seq: Request) -> None:
+    def end(self, seq_id: Request) -> None:
         """See `Drafter.end`."""
 
 
-def choose_draft(spec: SpeculativeConfig, rules: Mapping[str, Verifier]) -> Draft:
+def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> Draft:
     """Return the configured method with its own options, if it drafts on tables; else a stand-in, and say so."""
     name, make = method_name(spec), of_method(spec)
     try:
-        needs, drafted = _try(make, rules)
+        needs, drafted = _try(make, verifiers)
         why = "" if drafted else "it drafted nothing there"
     except Exception as error:  # noqa: BLE001 - a drafter may need of its model whatever it likes
         needs, why = DrafterNeeds(), f"{type(error).__name__}: {error}"
@@ -88,7 +88,7 @@ def choose_draft(spec: SpeculativeConfig, rules: Mapping[str, Verifier]) -> Draf
 
 def of_method(spec: SpeculativeConfig) -> MakeDrafter:
     """Return a maker of the real drafter, whose model is a pair's draft table; further ones have their own tables."""
-    build, (_, options) = plugins.load("speculant.drafting", method_name(spec)).build, build_rules(spec)
+    build, (_, options) = plugins.load("speculant.drafting", method_name(spec)).build, build_verifiers(spec)
 
     def make(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
         pairs = (replace(pair, seed=pair.seed + APART * number) for number in itertools.count())
@@ -114,7 +114,7 @@ def likeliest(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCach
 
 
 def build_case(
-    case: Case, make: MakeDrafter, chances: Chances, rules: Mapping[str, Verifier]
+    case: Case, make: MakeDrafter, chances: Chances, verifiers: Mapping[str, Verifier]
 ) -> tuple[Engine, Drafter]:
     """Put the real engine together around a case's tables; its caches keep no prefixes."""
     made: list[KVCache] = []
@@ -127,14 +127,14 @@ def build_case(
     cache = make_cache(target.cache_shape)
     drafter = make(case.pair, chances, case.limits, make_cache)
     options = EngineOptions(case.limits, 0, case.ends, case.verification)
-    engine = Engine(options, target, cache, chances, dict(rules), Fixed(case.length), drafter, made[1:])
+    engine = Engine(options, target, cache, chances, dict(verifiers), Fixed(case.length), drafter, made[1:])
     return engine, drafter
 
 
-def _try(make: MakeDrafter, rules: Mapping[str, Verifier]) -> tuple[DrafterNeeds, bool]:
+def _try(make: MakeDrafter, verifiers: Mapping[str, Verifier]) -> tuple[DrafterNeeds, bool]:
     """Let a drafter work for a few tokens; return what it needs, and whether it drafted at all."""
     case = Case(Pair(0, 3, FULL_SUPPORT), 2, verification="auto")
-    engine, drafter = build_case(case, make, KeyedChances(), rules)
+    engine, drafter = build_case(case, make, KeyedChances(), verifiers)
     (request,) = engine.add_request((0, 1, 2, 0, 1, 2), SamplingParams(max_tokens=TRIAL), "trial")
     while not request.finished:
         engine.step()

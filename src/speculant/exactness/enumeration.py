@@ -1,4 +1,4 @@
-"""Chance that follows every branch, so that code which asks for random numbers has a law that can be summed up."""
+"""A `Chance` that follows every branch: the distribution of what randomised code returns is then summed exactly."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.engine.build import Built
+from speculant.engine.build import Runtime
 from speculant.exactness.texts import Reader, complete, reread
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, gumbel, mix_in
@@ -59,29 +59,29 @@ class Comparison:
         }
 
 
-def compare(built: Built, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Comparison]:
+def compare(runtime: Runtime, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Comparison]:
     """Run prompts in every way; sampled ones with a seed each."""
     settings = [params if params.greedy else replace(params, seed=seed) for seed in range(len(prompts))]
     plain = [replace(each, speculation=False) for each in settings]
-    expected = complete(built, prompts, plain, alone=True)
+    expected = complete(runtime, prompts, plain, alone=True)
     found = []
     for way, (speculating, alone) in WAYS.items():
-        texts = complete(built, prompts, settings if speculating else plain, alone)
-        gaps = [first_gap(built, *pair) for pair in zip(expected, texts, strict=True)]
+        texts = complete(runtime, prompts, settings if speculating else plain, alone)
+        gaps = [first_gap(runtime, *pair) for pair in zip(expected, texts, strict=True)]
         differing = [gap for gap in gaps if gap is not None]
         tokens = sum(text.num_output for text in expected)
         agreeing, gap = len(texts) - len(differing), max(differing, default=None)
-        found.append(Comparison(kind, way, len(texts), agreeing, tokens, gap, explained(built, params)))
+        found.append(Comparison(kind, way, len(texts), agreeing, tokens, gap, explained(runtime, params)))
     return found
 
 
-def explained(built: Built, params: SamplingParams) -> float | None:
+def explained(runtime: Runtime, params: SamplingParams) -> float | None:
     """Return the largest gap that rounding explains; see `Comparison`."""
-    if built.checkpoint.native is not None:
+    if runtime.checkpoint.native is not None:
         return None
     if not params.greedy and is_filtered(params):
         return math.inf
-    return ROUNDING[built.checkpoint.dtype] / (1.0 if params.greedy else min(1.0, params.temperature))
+    return ROUNDING[runtime.checkpoint.dtype] / (1.0 if params.greedy else min(1.0, params.temperature))
 
 
 def is_filtered(params: SamplingParams) -> bool:
@@ -89,25 +89,25 @@ def is_filtered(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
-def first_gap(built: Built, expected: Request, other: Request) -> float | None:
+def first_gap(runtime: Runtime, expected: Request, other: Request) -> float | None:
     """Return by how much the target prefers the expected token where two texts part, in nats; None if they don't."""
     pairs = list(zip(expected.output, other.output, strict=False))
     place = next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
     if place is None:
         return None if expected.num_output == other.num_output else math.inf
     here = reread(expected, place)
-    mine, theirs = _preferences(built, here, torch.tensor(pairs[place])).tolist()
+    mine, theirs = _preferences(runtime, here, torch.tensor(pairs[place])).tolist()
     return abs(mine - theirs) if math.isfinite(mine - theirs) else math.inf
 
 
-def _preferences(built: Built, request: Request, tokens: Tensor) -> Tensor:
+def _preferences(runtime: Runtime, request: Request, tokens: Tensor) -> Tensor:
     """Return what the target draws the largest of at a place: log p, with the place's noise if there is a seed."""
-    law = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
-    reader = Reader(built, 1, len(request.tokens))
-    logs = reader.laws([Node(law, softened=True)])[0, tokens].log().cpu()
+    distribution = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
+    reader = Reader(runtime, 1, len(request.tokens))
+    logs = reader.distributions([Node(distribution, softened=True)])[0, tokens].log().cpu()
     if request.params.greedy:
         return logs
-    key = KeyedNoise(request.seed, len(request.tokens)).ahead(1)
+    key = KeyedNoise(request.seed, len(request.tokens)).take_keys(1)
     return logs + gumbel(mix_in(*key), tokens)
 
 

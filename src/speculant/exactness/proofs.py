@@ -1,4 +1,4 @@
-"""What is proven: over random tables, with every branch of the real step followed, the output's law is the target's."""
+"""Proofs over random tables: with every branch of the real step followed, the output's distribution is the target's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from speculant.exactness.distributions import EXACT, Pair
 from speculant.exactness.drafts import Draft, build_case
 from speculant.exactness.enumeration import TooManyWaysError
-from speculant.exactness.laws import EXACT, Pair
 from speculant.exactness.speculation import Case, enumerate_case
 from speculant.params import SamplingParams
 from speculant.types import Request
@@ -31,7 +31,7 @@ class Claim:
     lossless: what the rule says of itself.
     """
 
-    rule: str
+    verifier: str
     lossless: bool
     kinds: Sequence[str]
     params: SamplingParams
@@ -52,13 +52,13 @@ class Proof:
 
     @property
     def passed(self) -> bool:
-        """Whether every law was the target's up to rounding."""
+        """Whether every distribution was the target's up to rounding."""
         return self.error is None and self.cases > 0 and self.deviation <= EXACT
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain values for JSON."""
         return {
-            "rule": self.claim.rule,
+            "rule": self.claim.verifier,
             "announced_lossless": self.claim.lossless,
             "requests": list(self.claim.kinds),
             "draft": self.draft,
@@ -81,22 +81,30 @@ def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
     """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for kind, request in requests.items():
-        kinds.setdefault((request.rule, request.params.greedy), []).append(kind)
+        kinds.setdefault((request.verifier, request.params.greedy), []).append(kind)
     made: list[Claim] = []
-    for (rule, _), of_rule in kinds.items():
+    for (verifier, _), of_rule in kinds.items():
         first, share = requests[of_rule[0]], 4 if made else 1
-        made.append(Claim(rule, first.metrics.lossless, of_rule, on_tables(first.params), max(1, cases // share)))
+        made.append(Claim(verifier, first.metrics.lossless, of_rule, on_tables(first.params), max(1, cases // share)))
     return made
 
 
 def on_tables(params: SamplingParams) -> SamplingParams:
     """Return the settings without those that name tokens, text or an end."""
-    law = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in law})
+    distribution = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    )
+    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in distribution})
 
 
-def prove(claim: Claim, draft: Draft, rules: Mapping[str, Verifier]) -> Proof:
-    """Enumerate a claim over random pairs of laws: zeros, ties, equal and disjoint supports, point masses."""
+def prove(claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier]) -> Proof:
+    """Enumerate a claim over random pairs of distributions: zeros, ties, equal and disjoint supports, point masses."""
     found: list[tuple[float, float]] = []
     sizes, too_large, error = set[Size](), set[Size](), None
     for case in _cases(claim, draft):
@@ -106,7 +114,7 @@ def prove(claim: Claim, draft: Draft, rules: Mapping[str, Verifier]) -> Proof:
         if size in too_large:
             continue
         try:
-            found.append(_measure(case, draft, rules))
+            found.append(_measure(case, draft, verifiers))
             sizes.add(size)
         except TooManyWaysError:
             too_large.add(size)
@@ -128,10 +136,10 @@ def _cases(claim: Claim, draft: Draft) -> Iterator[Case]:
     for seed, (vocab_size, nodes) in enumerate(itertools.cycle(rounds)):
         pair, prompt = Pair(seed, vocab_size), draft.prompt(vocab_size)
         idle = min(1, len(prompt) - 1)  # a longer prompt's first verification has no draft
-        yield Case(pair, nodes, claim.params, claim.rule, prompt, width=WIDTH, idle=idle)
+        yield Case(pair, nodes, claim.params, claim.verifier, prompt, width=WIDTH, idle=idle)
 
 
-def _measure(case: Case, draft: Draft, rules: Mapping[str, Verifier]) -> tuple[float, float]:
-    """Return how far the output's law is from the target's, and how many drafted tokens are accepted on average."""
-    found = enumerate_case(case, lambda chances: build_case(case, draft.make, chances, rules)[0], MOST_WAYS)
+def _measure(case: Case, draft: Draft, verifiers: Mapping[str, Verifier]) -> tuple[float, float]:
+    """Return the distance of the output's distribution from the target's, and the mean number of accepted drafts."""
+    found = enumerate_case(case, lambda chances: build_case(case, draft.make, chances, verifiers)[0], MOST_WAYS)
     return found.deviation(), found.mean_accepted

@@ -1,7 +1,7 @@
-"""Do tokens follow the laws that they should have been drawn from? Score tests that need no second sample.
+"""Do tokens follow the distributions that they should have been drawn from? Score tests that need no second sample.
 
-Let p_t be the target's law at token t, f_t any function of the tokens that is fixed before x_t is drawn. If x_t ~ p_t,
-the sum of f_t(x_t) - E f_t is a martingale, and over many tokens nearly normal:
+Let p_t be the target's distribution at token t, f_t any function of the tokens that is fixed before x_t is drawn. If
+x_t ~ p_t, the sum of f_t(x_t) - E f_t is a martingale, and over many tokens nearly normal:
 
     Z = sum_t (f_t(x_t) - E f_t) / sqrt(sum_t Var f_t)
 """
@@ -35,7 +35,7 @@ class Score:
     variance: float = 0.0  # sum of Var f
 
     def add(self, p: Tensor, f: Tensor, tokens: Tensor) -> None:
-        """Count tokens [r] under laws p [r, V]; f is [r, V]."""
+        """Count tokens [r] under distributions p [r, V]; f is [r, V]."""
         means = (p * f).sum(-1, keepdim=True)
         self.num_tokens += len(tokens)
         self.observed += float(f.gather(1, tokens[:, None]).sum())
@@ -44,18 +44,18 @@ class Score:
 
     @property
     def z(self) -> float:
-        """Z; 0 where the laws leave no choice."""
+        """Z; 0 where the distributions leave no choice."""
         return (self.observed - self.expected) / math.sqrt(self.variance) if self.variance else 0.0
 
     @property
     def p_value(self) -> float:
-        """The probability of a Z at least as far from 0, either way, if every token follows its law."""
+        """The probability of a Z at least as far from 0, either way, if every token follows its distribution."""
         return math.erfc(abs(self.z) / math.sqrt(2))
 
     def detectable(self, level: float, power: float = POWER) -> float | None:
         """Return the smallest shift of E f, alike at every token, that a test at `level` finds with `power`.
 
-        None where the laws leave no choice.
+        None where the distributions leave no choice.
         """
         if not self.variance:
             return None
@@ -97,7 +97,7 @@ class Scores:
     impossible: int = 0  # tokens whose probability is 0
 
     def add(self, p: Tensor, tokens: Tensor, q: Tensor, drafted: Sequence[int]) -> None:
-        """Count tokens [r] under the target's laws p [r, V]; q [k, V] are the draft's, of the rows `drafted`."""
+        """Count tokens [r] under the target's probs p [r, V]; q [k, V] are the draft's, of the rows `drafted`."""
         self.impossible += int((p.gather(1, tokens[:, None]) <= 0).sum())
         likeliest = torch.zeros_like(p).scatter_(1, p.argmax(-1, keepdim=True), 1.0)
         self.favourite.add(p, likeliest, tokens)

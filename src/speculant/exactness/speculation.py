@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from speculant.config import Limits
+from speculant.exactness.distributions import Joint, Law, Pair, completed, deviation, joint_distribution
 from speculant.exactness.enumeration import Branches, EnumeratingChances, enumerate_side_by_side
-from speculant.exactness.laws import Joint, Law, Pair, completed, deviation, joint_law
 from speculant.exactness.tables import History, Table
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
@@ -54,25 +54,25 @@ class Case:
         return self.steps + (needed if self.idle is None else self.idle)
 
     @property
-    def law(self) -> Law:
-        """The target's own law, one token at a time."""
-        return self.law_of(self.pair.target)
+    def distribution(self) -> Law:
+        """The target's own distribution, one token at a time."""
+        return self.distribution_of(self.pair.target)
 
-    def law_of(self, table: Table) -> Law:
-        """Return the law of a table's logits under this request's settings."""
+    def distribution_of(self, table: Table) -> Law:
+        """Return the distribution of a table's logits under this request's settings."""
         known: dict[History, list[float]] = {}
 
-        def law(history: History) -> list[float]:
+        def distribution(history: History) -> list[float]:
             if history not in known:
                 known[history] = self.transformed(table(history), history)
             return known[history]
 
-        return law
+        return distribution
 
     def transformed(self, logits: Sequence[float], history: History) -> list[float]:
-        """Return the law of one context's logits under this request's settings."""
+        """Return the distribution of one context's logits under this request's settings."""
         request = Request(
-            seq=0,
+            seq_id=0,
             request_id="",
             index=0,
             prompt=self.prompt,
@@ -82,8 +82,8 @@ class Case:
             metrics=RequestMetrics(TimingMetrics(arrival=0.0)),
             tokens=list(history),
         )
-        law: list[float] = distribution(torch.tensor([logits], dtype=torch.float64), [Node(request)])[0].tolist()
-        return law
+        probs = distribution(torch.tensor([logits], dtype=torch.float64), [Node(request)])[0]
+        return [float(each) for each in probs.tolist()]
 
     def is_over(self, output: History) -> bool:
         """Whether an output ends its request."""
@@ -99,7 +99,7 @@ class Enumerated:
 
     @property
     def tokens(self) -> Joint:
-        """The law of the output."""
+        """The distribution of the output."""
         joint: Joint = {}
         for (output, _), probability in self.results.items():
             joint[output] = joint.get(output, 0.0) + probability
@@ -111,11 +111,11 @@ class Enumerated:
         return sum(accepted * probability for (_, accepted), probability in self.results.items())
 
     def deviation(self) -> float:
-        """Return how far the joint law, completed by the target, is from the target's own."""
+        """Return how far the joint distribution, completed by the target, is from the target's own."""
         case, outcomes = self.case, self.tokens
-        law, depth = case.law, max(len(output) for output in outcomes)
-        ours = completed(outcomes, law, case.prompt, depth, case.is_over)
-        return deviation(ours, joint_law(law, case.prompt, depth, case.is_over))
+        distribution, depth = case.distribution, max(len(output) for output in outcomes)
+        ours = completed(outcomes, distribution, case.prompt, depth, case.is_over)
+        return deviation(ours, joint_distribution(distribution, case.prompt, depth, case.is_over))
 
 
 class Stepping(Protocol):

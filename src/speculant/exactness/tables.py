@@ -1,4 +1,4 @@
-"""Models that are tables: the next token's law is a function of the whole prefix, so that all laws can be summed up."""
+"""Table models: the next token's distribution is a function of the whole prefix, so that it can be enumerated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TableModel:
 
     A position's key is its token and its value is its place. Each row gathers what it may see and
     asserts that this is a whole prefix, in order, that ends with the row's own token: stale rows, a
-    wrong truncation or a neighbour's slot give an error here, or another history and so another law.
+    wrong truncation or a neighbour's slot give an error here, or another history and so another distribution.
     """
 
     def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
@@ -58,7 +58,7 @@ def _histories(batch: Batch, cache: KVCache) -> Iterator[History]:
         rows = slice(first, first + segment.num_rows)
         first = rows.stop
         visible = visible_keys(segment, batch.positions[rows], None).tolist()
-        tokens, places = (part.flatten().tolist() for part in cache.read(0, segment.slots.seq))
+        tokens, places = (part.flatten().tolist() for part in cache.read(0, segment.slots.seq_id))
         for own, position, mask in zip(
             batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
         ):

@@ -14,10 +14,10 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.config import EngineConfig
 from speculant.drafting.base import Drafter
-from speculant.engine.build import Built, build_drafter
+from speculant.engine.build import Runtime, build_drafter
 from speculant.errors import SpeculantError
 from speculant.exactness.scores import Scores
-from speculant.models.base import Feed, build_batch
+from speculant.models.base import SequenceInput, build_batch
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
 from speculant.text.stream import TextStream
@@ -25,7 +25,7 @@ from speculant.types import DraftTree, Request
 
 
 def complete(
-    built: Built, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], alone: bool = False
+    runtime: Runtime, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], alone: bool = False
 ) -> list[Request]:
     """Run tokenised prompts to their ends, as many at once as the engine takes or one by one.
 
@@ -33,13 +33,13 @@ def complete(
     """
     requests: list[Request] = []
     for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-        while built.engine.has_unfinished() and (alone or not built.engine.accepts(1)):
-            built.engine.step()
-        requests += built.engine.add_request(
-            prompt, each, f"check-{number}", partial(TextStream, built.tokenizer, each)
+        while runtime.engine.has_unfinished() and (alone or not runtime.engine.accepts(1)):
+            runtime.engine.step()
+        requests += runtime.engine.add_request(
+            prompt, each, f"check-{number}", partial(TextStream, runtime.tokenizer, each)
         )
-    while built.engine.has_unfinished():
-        built.engine.step()
+    while runtime.engine.has_unfinished():
+        runtime.engine.step()
     for request in requests:
         _raise_error(request)
     return requests
@@ -59,30 +59,30 @@ def _raise_error(request: Request) -> None:
 class Reader:
     """The target by itself: no scheduler, no draft, a cache of its own."""
 
-    def __init__(self, built: Built, num_seqs: int, longest: int) -> None:
-        self._model, self._native = built.checkpoint.model, built.checkpoint.native
+    def __init__(self, runtime: Runtime, num_seqs: int, longest: int) -> None:
+        self._model, self._native = runtime.checkpoint.model, runtime.checkpoint.native
         self._cache = SlottedKVCache(self._model.cache_shape, num_seqs, longest)
-        self._most_rows = built.limits.max_num_batched_tokens
+        self._most_rows = runtime.limits.max_num_batched_tokens
 
     @torch.inference_mode()
-    def laws(self, nodes: Sequence[Node]) -> Tensor:
-        """Return laws [r, V] after each request's tokens, which may have grown since they were last asked for."""
+    def distributions(self, nodes: Sequence[Node]) -> Tensor:
+        """Return probs [r, V] after each request's tokens, which may have grown since the last call."""
         for node in nodes:
             self._catch_up(node.request)
-        feeds = [Feed(node.request.seq, node.request.tokens[-1:], DraftTree.empty()) for node in nodes]
+        feeds = [SequenceInput(node.request.seq_id, node.request.tokens[-1:], DraftTree.empty()) for node in nodes]
         return distribution(self._model.logits(self._feed(feeds)), nodes, self._native)
 
     def end(self, request: Request) -> None:
         """Forget a request."""
-        self._cache.release(request.seq)
+        self._cache.release(request.seq_id)
 
     def _catch_up(self, request: Request) -> None:
         """Feed all tokens but the newest."""
-        while (start := self._cache.length(request.seq)) < len(request.tokens) - 1:
+        while (start := self._cache.length(request.seq_id)) < len(request.tokens) - 1:
             chunk = request.tokens[start : min(start + self._most_rows, len(request.tokens) - 1)]
-            self._feed([Feed(request.seq, chunk, DraftTree.empty())])
+            self._feed([SequenceInput(request.seq_id, chunk, DraftTree.empty())])
 
-    def _feed(self, feeds: Sequence[Feed]) -> Tensor:
+    def _feed(self, feeds: Sequence[SequenceInput]) -> Tensor:
         return self._model.forward(build_batch(feeds, self._cache, self._model.cache_shape.device), self._cache)
 
 
@@ -92,11 +92,11 @@ class Second:
     What it would draft next depends on the tokens so far alone, so that a test may look at it.
     """
 
-    def __init__(self, config: EngineConfig, built: Built, num_seqs: int, longest: int) -> None:
+    def __init__(self, config: EngineConfig, runtime: Runtime, num_seqs: int, longest: int) -> None:
         def make_cache(shape: CacheShape) -> KVCache:
             return SlottedKVCache(shape, num_seqs, longest + 1)
 
-        drafter = build_drafter(config, built.checkpoint, built.tokenizer, make_cache)
+        drafter = build_drafter(config, runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafter is not None, "nothing drafts"
         self._drafter: Drafter = drafter
         self._longest = min(drafter.needs.max_positions or longest, longest)
@@ -106,30 +106,30 @@ class Second:
         self._drafter.begin(request)
 
     @torch.inference_mode()
-    def laws(self, requests: Sequence[Request], p: Tensor) -> tuple[Tensor, list[int]]:
-        """Return laws [k, V] of the next drafted token, like p [r, V], and the rows of those that have one."""
+    def distributions(self, requests: Sequence[Request], p: Tensor) -> tuple[Tensor, list[int]]:
+        """Return distributions [k, V] of the next drafted token, like p [r, V], and the rows of those that have one."""
         limits = [int(len(request.tokens) < self._longest) for request in requests]
         trees = self._drafter.propose(requests, limits)
         rows = [row for row, tree in enumerate(trees) if tree.size]
-        laws = torch.zeros(len(rows), p.shape[-1], dtype=p.dtype, device=p.device)
-        for law, row in zip(laws, rows, strict=True):
+        distributions = torch.zeros(len(rows), p.shape[-1], dtype=p.dtype, device=p.device)
+        for row_probs, row in zip(distributions, rows, strict=True):
             tree = trees[row]
             if tree.probs is None:
-                law[tree.token_list[0]] = 1.0
+                row_probs[tree.token_list[0]] = 1.0
             else:
-                law.copy_(tree.probs[0])
-        return laws, rows
+                row_probs.copy_(tree.probs[0])
+        return distributions, rows
 
     def end(self, request: Request) -> None:
         """Forget a text."""
         self._drafter.end(request)
 
 
-def score_texts(config: EngineConfig, built: Built, texts: Sequence[Request]) -> Scores:
-    """Hold every token of finished requests against the target's own law at its place."""
-    scores, width = Scores(), built.limits.max_num_seqs
+def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]) -> Scores:
+    """Hold every token of finished requests against the target's own distribution at its place."""
+    scores, width = Scores(), runtime.limits.max_num_seqs
     longest = max(len(text.tokens) for text in texts)
-    reader, second = Reader(built, width, longest), Second(config, built, width, longest)
+    reader, second = Reader(runtime, width, longest), Second(config, runtime, width, longest)
     for first in range(0, len(texts), width):
         _score(scores, reader, second, texts[first : first + width])
     return scores
@@ -140,8 +140,8 @@ def _score(scores: Scores, reader: Reader, second: Second, texts: Sequence[Reque
     for copy in again.values():
         second.begin(copy)
     for growing in _in_step(again):
-        p = reader.laws([Node(copy) for copy in growing.values()])
-        q, rows = second.laws(list(growing.values()), p)
+        p = reader.distributions([Node(copy) for copy in growing.values()])
+        q, rows = second.distributions(list(growing.values()), p)
         chosen = torch.tensor([text.tokens[len(copy.tokens)] for text, copy in growing.items()], device=p.device)
         scores.add(p, chosen, q, rows)
     for copy in again.values():
@@ -163,4 +163,4 @@ def _in_step(again: dict[Request, Request]) -> Iterator[dict[Request, Request]]:
 def reread(text: Request, num_output: int = 0) -> Request:
     """Return a request at its place after `num_output` tokens, which checks nothing and shares no noise."""
     tokens = text.tokens[: len(text.prompt) + num_output]
-    return replace(text, tokens=tokens, coupled=False, watch=None, finish_reason=None)
+    return replace(text, tokens=tokens, shared_noise=False, stop_checker=None, finish_reason=None)

@@ -25,7 +25,7 @@ from speculant.errors import ConfigError, suggest
 VERSION = 4
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
-NO_LAW = -1  # what is drawn from a law that is none
+NO_TOKEN = -1  # what is drawn from a distribution that is none
 
 
 class Type(IntEnum):
@@ -82,8 +82,8 @@ class Pass(Structure):
     ]  # fmt: skip
 
 
-class Law(Structure):
-    """How a row's law is made; the temperature 0 puts everything on the best token."""
+class SamplingSettings(Structure):
+    """How a row's distribution is made; the temperature 0 puts everything on the best token."""
 
     _fields_: ClassVar[Any] = [
         ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("top_k", c_int64),
@@ -95,7 +95,7 @@ class Draft(Structure):
 
     _fields_: ClassVar[Any] = [
         ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
-        ("limits", c_void_p), ("laws", c_void_p), ("coupled", c_void_p), ("chances", c_void_p),
+        ("limits", c_void_p), ("settings", c_void_p), ("shared_noise", c_void_p), ("chances", c_void_p),
         ("drawn", c_void_p), ("out", c_void_p),
     ]  # fmt: skip
 
@@ -145,19 +145,19 @@ class Kernels:
         byref = ctypes.byref
         self.library.sp_draft(self.index, self.threads, ops, len(ops), byref(head), byref(pass_), byref(draft))
 
-    def laws(self, logits: Tensor, laws: Sequence[Law]) -> Tensor:
-        """Return the laws [r, V] in float64 that logits [r, V] in float32 make."""
+    def probs(self, logits: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+        """Return the distributions [r, V] in float64 that logits [r, V] in float32 make."""
         logits = logits.contiguous()
         out = torch.empty(logits.shape, dtype=torch.float64)
         rows, width = logits.shape
-        by = (Law * rows)(*laws)
-        self.library.sp_laws(self.index, self.threads, logits.data_ptr(), rows, width, width, by, out.data_ptr())
+        by = (SamplingSettings * rows)(*settings)
+        self.library.sp_probs(self.index, self.threads, logits.data_ptr(), rows, width, width, by, out.data_ptr())
         return out
 
-    def draw(self, weights: Tensor, coupled: bool, chance: int) -> int:
+    def draw(self, weights: Tensor, shared_noise: bool, chance: int) -> int:
         """Return a token drawn in proportion to weights [V] in float64; see csrc/speculant.h for `chance`."""
         weights = weights.contiguous()
-        return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), coupled, chance))
+        return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), shared_noise, chance))
 
     def read_seconds(self, memory: Tensor) -> float:
         """Return how long it takes to read a tensor's memory once."""
@@ -235,7 +235,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, *_MATRIX, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
-    ("sp_laws", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p]),
+    ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p]),
     ("sp_draw", c_int64, [c_int, c_void_p, c_int64, c_int, c_uint64]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
 )

@@ -42,11 +42,11 @@ def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, c
     """
     segments, masks = plan.batch.segments, plan.masks[window]
     if len(segments) == 1:
-        return _attend_one(query, *cache.read(layer, segments[0].slots.seq), masks[0])
+        return _attend_one(query, *cache.read(layer, segments[0].slots.seq_id), masks[0])
     parts = query.split_with_sizes([segment.num_rows for segment in segments])
     return torch.cat(
         [
-            _attend_one(rows, *cache.read(layer, segment.slots.seq), mask)
+            _attend_one(rows, *cache.read(layer, segment.slots.seq_id), mask)
             for segment, rows, mask in zip(segments, parts, masks, strict=True)
         ]
     )

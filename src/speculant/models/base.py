@@ -50,10 +50,10 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Feed:
+class SequenceInput:
     """What one sequence feeds in a pass: committed tokens its cache has not seen, then a draft tree."""
 
-    seq: int
+    seq_id: int
     tokens: Sequence[int]
     tree: DraftTree
 
@@ -62,8 +62,8 @@ class Feed:
 class Chain:
     """One sequence's share of a draft: feed what its cache has not seen, then draw `limit` tokens (0 = none).
 
-    All of them are fed but the last. laws [tokens, V] are those the tokens were drawn from, if a ratio rule may ask for
-    them: what comes of a law that is none, because the model failed, is then no token, and the chain ends before it.
+    All of them are fed but the last. probs [tokens, V] are those the tokens were drawn from, if a ratio rule may
+    need them: a distribution that is not finite or sums to 0, because the model failed, then ends the chain.
     """
 
     request: Request
@@ -71,7 +71,7 @@ class Chain:
     limit: int
     chance: Chance
     tokens: list[int] = field(default_factory=list)
-    laws: Tensor | None = None
+    probs: Tensor | None = None
 
     @property
     def num_positions(self) -> int:
@@ -106,11 +106,11 @@ class CausalLM(Protocol):
         ...
 
 
-def build_batch(feeds: Sequence[Feed], cache: KVCache, device: torch.device) -> Batch:
+def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
     """Reserve cache rows for every feed and lay the sequences side by side (seed 001 D4)."""
     segments, tokens, positions, places = list[Segment](), list[int](), list[int](), list[int]()
     for feed in feeds:
-        slots = cache.reserve(feed.seq, len(feed.tokens) + feed.tree.size)
+        slots = cache.reserve(feed.seq_id, len(feed.tokens) + feed.tree.size)
         root = slots.start + len(feed.tokens) - 1
         segments.append(Segment(slots, feed.tree))
         tokens += [*feed.tokens, *feed.tree.token_list]

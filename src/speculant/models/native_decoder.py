@@ -104,7 +104,7 @@ class NativeDecoder:
         drawing = [chain for chain in chains if chain.limit]
         if drawing:
             draft = Drawn(drawing, vocab_size)
-            self.kernels.draft(self.program.ops, self._head, on, draft.asked)
+            self.kernels.draft(self.program.ops, self._head, on, draft.call)
             draft.give(drawing)
         else:
             self.kernels.run(self.program.ops, on)
@@ -130,7 +130,7 @@ def _segments(batch: Batch, cache: KVCache) -> tuple[array[int], array[int], lis
     tables: list[Tensor] = []
     first = 0
     for segment in batch.segments:
-        tables.append(cache.table(segment.slots.seq).blocks)
+        tables.append(cache.table(segment.slots.seq_id).blocks)
         chain, tree = segment.num_rows, -1
         if not segment.tree.is_chain:
             _check_depth(segment)

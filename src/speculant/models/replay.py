@@ -1,4 +1,4 @@
-"""Chains whose passes, laws and draws are one native call: what is recorded once and replayed for every draft."""
+"""Chains whose passes, probabilities and draws are one native call: recorded once and replayed for every draft."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.kernels.native import NO_LAW, Draft, Law
+from speculant.kernels.native import NO_TOKEN, Draft, SamplingSettings
 from speculant.models.base import Chain, known
 from speculant.sampling.chance import KeyedNoise, Stream
-from speculant.sampling.distribution import edits, native_law
+from speculant.sampling.distribution import edits, sampling_settings
 
 FORESEEABLE = (Stream, KeyedNoise)
 
 
 def can_replay(chain: Chain) -> bool:
-    """Whether a chain's draws can be foreseen, and its laws are no matter of single tokens or their history."""
+    """Whether a chain's draws can be foreseen, and its probs do not depend on single tokens or their history."""
     return isinstance(chain.chance, FORESEEABLE) and not edits(chain.request.params)
 
 
@@ -33,8 +33,8 @@ class ChainRows:
 
     def add(self, chain: Chain, vocab_size: int, cache: KVCache) -> None:
         """Reserve what a chain needs and lay out what it feeds: tokens that the model knows."""
-        seq, fed = chain.request.seq, len(chain.feed)
-        slots, table = cache.reserve(seq, chain.num_positions), cache.table(seq).blocks
+        seq_id, fed = chain.request.seq_id, len(chain.feed)
+        slots, table = cache.reserve(seq_id, chain.num_positions), cache.table(seq_id).blocks
         self.segments.extend((len(self.tokens), fed, slots.start, fed, -1, table.data_ptr()))
         self.tokens.extend(known(chain.feed, vocab_size))
         self.positions.extend(range(slots.start, slots.start + fed))
@@ -44,33 +44,33 @@ class ChainRows:
 
 
 class Drawn:
-    """Room for what chains draw, longest first; `asked` points to it."""
+    """Room for what chains draw, longest first; `call` points to it."""
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int) -> None:
         count, steps = len(chains), chains[0].limit
         self._steps = steps
         self._tokens = array("q", bytes(8 * count * steps))
-        chances, coupled, limits, told = array("Q"), array("q"), array("q"), array("Q")
+        chances, shared_noise, limits, out = array("Q"), array("q"), array("q"), array("Q")
         for chain in chains:
             assert isinstance(chain.chance, FORESEEABLE)
-            chances.extend(chain.chance.ahead(chain.limit))
-            coupled.append(chain.chance.coupled)
+            chances.extend(chain.chance.take_keys(chain.limit))
+            shared_noise.append(chain.chance.shared_noise)
             limits.append(chain.limit)
-            if not chain.request.coupled:  # nobody else asks for them
-                chain.laws = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
-            told.append(0 if chain.laws is None else chain.laws.data_ptr())
-        laws = (Law * count)(*[native_law(chain.request.params) for chain in chains])
-        self._kept = (chances, limits, coupled, laws, told)
-        self.asked = Draft(
+            if not chain.request.shared_noise:  # nobody else asks for them
+                chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
+            out.append(0 if chain.probs is None else chain.probs.data_ptr())
+        settings = (SamplingSettings * count)(*[sampling_settings(chain.request.params) for chain in chains])
+        self._kept = (chances, limits, shared_noise, settings, out)
+        self.call = Draft(
             sequences=count,
             steps=steps,
             width=vocab_size,
             limits=address(limits),
-            laws=ctypes.addressof(laws),
-            coupled=address(coupled),
+            settings=ctypes.addressof(settings),
+            shared_noise=address(shared_noise),
             chances=address(chances),
             drawn=address(self._tokens),
-            out=address(told),
+            out=address(out),
         )
 
     def give(self, chains: Sequence[Chain]) -> None:
@@ -78,9 +78,9 @@ class Drawn:
         for row, chain in enumerate(chains):
             first = row * self._steps
             tokens = self._tokens[first : first + chain.limit].tolist()
-            if NO_LAW in tokens:
-                tokens = tokens[: tokens.index(NO_LAW)]
-                chain.laws = None if chain.laws is None else chain.laws[: len(tokens)]
+            if NO_TOKEN in tokens:
+                tokens = tokens[: tokens.index(NO_TOKEN)]
+                chain.probs = None if chain.probs is None else chain.probs[: len(tokens)]
             chain.tokens = tokens
 
 

@@ -1,1 +1,1 @@
-"""From logits to laws, and from laws to tokens."""
+"""From logits to distributions, and from distributions to tokens."""

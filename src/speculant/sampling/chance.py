@@ -58,7 +58,7 @@ class Purpose(IntEnum):
 class Stream:
     """Independent uniforms, keyed by (seed, purpose, round) and counted from 0."""
 
-    coupled = False
+    shared_noise = False
 
     def __init__(
         self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, kernels: Kernels | None = None
@@ -74,13 +74,13 @@ class Stream:
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
         if self._kernels is not None and weights.dtype == torch.float64:
-            return self._kernels.draw(weights, self.coupled, mix_in(*self.ahead(1)))
+            return self._kernels.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
         cumulative = weights.to(torch.float64).cumsum(0)
         point = cumulative[-1:] * self._uniform(self._draw_key)
         index = int(torch.searchsorted(cumulative, point, right=True))
         return index if index < len(weights) else int(weights.nonzero()[-1])
 
-    def ahead(self, n: int) -> tuple[int, int]:
+    def take_keys(self, n: int) -> tuple[int, int]:
         """Use up n draws without weights; return (key, count): draw i has the random bits `mix_in(key, count + i)`."""
         self._count += n
         return self._draw_key, self._count - n + 1
@@ -97,7 +97,7 @@ class KeyedNoise:
     (`match`); a draw depends on its own position alone. Never pair it with a ratio rule.
     """
 
-    coupled = True
+    shared_noise = True
 
     def __init__(self, seed: int, position: int, kernels: Kernels | None = None) -> None:
         self._key, self._position, self._kernels = mix(seed, Purpose.NOISE), position, kernels
@@ -108,9 +108,9 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
-        key = mix_in(*self.ahead(1))
+        key = mix_in(*self.take_keys(1))
         if self._kernels is not None and weights.dtype == torch.float64:
-            return self._kernels.draw(weights, self.coupled, key)
+            return self._kernels.draw(weights, self.shared_noise, key)
         support = weights.nonzero().flatten()
         if len(support) == 1:  # a point mass leaves nothing to chance
             return int(support)
@@ -123,14 +123,14 @@ class KeyedNoise:
         moved._position += places
         return moved
 
-    def ahead(self, n: int) -> tuple[int, int]:
+    def take_keys(self, n: int) -> tuple[int, int]:
         """Use up n draws without weights; return (key, count): draw i has the noise of `mix_in(key, count + i)`."""
         self._position += n
         return self._key, self._position - n
 
 
 class KeyedChances:
-    """The production source: keyed noise where draft and target are coupled, else separate streams."""
+    """The production source: keyed noise where draft and target are on shared noise, else separate streams."""
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         """Draw with the native kernels, or else the reference ones."""
@@ -138,13 +138,13 @@ class KeyedChances:
 
     def draft(self, request: Request) -> Chance:
         """See `Chances.draft`."""
-        if request.coupled:
+        if request.shared_noise:
             return KeyedNoise(request.seed, len(request.tokens), self._kernels)
         return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds, self._kernels)
 
     def verify(self, request: Request) -> Chance:
         """See `Chances.verify`."""
-        if request.coupled:
+        if request.shared_noise:
             return KeyedNoise(request.seed, len(request.tokens), self._kernels)
         return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._kernels)
 

@@ -1,6 +1,6 @@
-"""From logits to the law that a token is drawn from: one function, for draft and target alike.
+"""From logits to the distribution that a token is drawn from: one function, for draft and target alike.
 
-Laws are float64, whatever the logits are, and each row's law depends on that row alone.
+Distributions are float64, whatever the logits are, and each row's distribution depends on that row alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Kernels, Law
+from speculant.kernels.native import Kernels, SamplingSettings
 from speculant.params import SamplingParams
 from speculant.types import Request
 
@@ -23,7 +23,7 @@ _WIDEN = 8  # further to look while they are too few
 class Node:
     """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
 
-    softened: a greedy request's law is that at temperature 1, so that there is a second best. That of a
+    softened: a greedy request's distribution is that at temperature 1, so that there is a second best. That of a
     beam search always is.
     """
 
@@ -33,32 +33,32 @@ class Node:
 
     @property
     def params(self) -> SamplingParams:
-        """The settings that make the law."""
+        """The settings that make the distribution."""
         softened = self.softened or self.request.beams is not None
         return self.request.params.softened if softened else self.request.params
 
 
 def distribution(logits: Tensor, nodes: Sequence[Node], kernels: Kernels | None = None) -> Tensor:
-    """Return laws [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
+    """Return distributions [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
 
     Order: bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. With
     native kernels, float32 logits are theirs.
     """
     scores = _edited(logits, nodes)
     if kernels is not None and scores.dtype == torch.float32:
-        return kernels.laws(scores, [native_law(node.params) for node in nodes])
-    laws = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
+        return kernels.probs(scores, [sampling_settings(node.params) for node in nodes])
+    probs = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
     for make, indices in _by_kind(nodes):
         if len(indices) == len(nodes):
             return make(scores, [node.params for node in nodes])
         rows = torch.tensor(indices, device=scores.device)
-        laws[rows] = make(scores[rows], [nodes[i].params for i in indices])
-    return laws
+        probs[rows] = make(scores[rows], [nodes[i].params for i in indices])
+    return probs
 
 
-def native_law(params: SamplingParams) -> Law:
-    """Return what the native kernels make a law by, once the logits are edited."""
-    return Law(0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.top_k)
+def sampling_settings(params: SamplingParams) -> SamplingSettings:
+    """Return what the native kernels make a distribution by, once the logits are edited."""
+    return SamplingSettings(0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.top_k)
 
 
 def _by_kind(nodes: Sequence[Node]) -> list[tuple[Callable[[Tensor, Sequence[SamplingParams]], Tensor], list[int]]]:
@@ -117,9 +117,9 @@ def _greedy(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def point_masses(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Return laws [r, V] that put everything on tokens [r]."""
-    laws = torch.zeros(len(tokens), vocab_size, dtype=torch.float64, device=tokens.device)
-    return laws.scatter_(1, tokens[:, None], 1.0)
+    """Return distributions [r, V] that put everything on tokens [r]."""
+    probs = torch.zeros(len(tokens), vocab_size, dtype=torch.float64, device=tokens.device)
+    return probs.scatter_(1, tokens[:, None], 1.0)
 
 
 def _plain(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -137,8 +137,8 @@ def _filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         look *= _WIDEN
     _break_ties(scores, best, tokens, kept)
     weights.masked_fill_(_ranks(best) >= kept[:, None], 0.0)
-    laws = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
-    return laws.scatter_add_(1, tokens, weights / _last(weights.cumsum(-1)))
+    probs = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
+    return probs.scatter_add_(1, tokens, weights / _last(weights.cumsum(-1)))
 
 
 def _keep(best: Tensor, scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:

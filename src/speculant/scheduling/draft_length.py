@@ -53,9 +53,9 @@ def draft_limits(
             wish = min(wish, max_nodes)
         wish = wish if item.decodes else 0
         also = item.request.live_tree().size - item.tree.size if wish > 0 else 0
-        limits.append(max(0, min(wish, min(budget, plan.room(item.request.seq)) - also)))
+        limits.append(max(0, min(wish, min(budget, plan.room(item.request.seq_id)) - also)))
         taken = limits[-1] + also if limits[-1] else 0
-        plan.take(item.request.seq, taken)
+        plan.take(item.request.seq_id, taken)
         budget -= taken
     return limits
 

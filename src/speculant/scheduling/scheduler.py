@@ -79,7 +79,7 @@ class Schedule:
         for place, item in enumerate(self.items):
             plan = cache.plan()
             for other in self.items[place:]:
-                plan.take(other.request.seq, other.num_rows)
+                plan.take(other.request.seq_id, other.num_rows)
             yield replace(self, items=[item], plan=plan)
 
 
@@ -109,20 +109,20 @@ class Scheduler:
                 "try again later, or raise max_waiting.",
             )
         self.waiting += requests
-        self._queued_at.update({request.seq: self._step for request in requests})
+        self._queued_at.update({request.seq_id: self._step for request in requests})
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and release what it holds of the target's cache."""
         (self.running if request in self.running else self.waiting).remove(request)
-        del self._queued_at[request.seq]
-        self._unfed.pop(request.seq, None)
-        self._target.release(request.seq)
+        del self._queued_at[request.seq_id]
+        self._unfed.pop(request.seq_id, None)
+        self._target.release(request.seq_id)
 
     def schedule(self) -> Schedule:
         """Admit who fits, then share the token budget; whoever stands last makes room if the memory is too small."""
         self._step += 1
         for request in self._unfed.values():  # what they begin with may have been fed for others meanwhile
-            self._target.release(request.seq)
+            self._target.release(request.seq_id)
             self._start(request)
         admitted, preempted = self._admit(), list[Request]()
         while True:
@@ -131,7 +131,7 @@ class Scheduler:
             items = self._share(plan, last)
             if items is not None or last is None:
                 for item in items or ():
-                    self._unfed.pop(item.request.seq, None)
+                    self._unfed.pop(item.request.seq_id, None)
                 spare = self._limits.max_num_batched_tokens - sum(item.num_rows for item in items or ())
                 return Schedule(items or [], plan, spare, admitted, preempted)
             self._preempt(last)
@@ -141,9 +141,9 @@ class Scheduler:
         """Give each in its turn what it can use of the budget; None if somebody before the last finds no memory."""
         budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
         for request in sorted(self.running, key=self._turn):
-            item = self._feed(request, min(budget, plan.room(request.seq)))
+            item = self._feed(request, min(budget, plan.room(request.seq_id)))
             if item is not None:
-                plan.take(request.seq, item.num_rows)
+                plan.take(request.seq_id, item.num_rows)
                 items.append(item)
                 budget -= item.num_rows
             elif request is not last and self._least(request) <= budget:
@@ -155,7 +155,7 @@ class Scheduler:
 
         Where not one hypothesis finds room behind it, the newest token waits for a pass that has some.
         """
-        item = Scheduled(request, self._target.length(request.seq), min(self._backlog(request), most))
+        item = Scheduled(request, self._target.length(request.seq_id), min(self._backlog(request), most))
         if item.completes:
             item = replace(item, tree=request.waiting_tree(most - item.count))
             if not item.tree.size and request.reached > len(request.tokens):
@@ -175,39 +175,41 @@ class Scheduler:
                 break
             self._start(request)
             if self.running and not all(self._fits(request, cache) for cache in self._caches):
-                self._target.release(request.seq)
+                self._target.release(request.seq_id)
                 break
             self.waiting.remove(request)
             self.running.append(request)
-            self._unfed[request.seq] = request
+            self._unfed[request.seq_id] = request
             admitted.append(request)
         return admitted
 
     def _start(self, request: Request) -> None:
         """Take over what is known of the tokens: a sibling's prompt, else any prefix that was fed before."""
-        sibling = next((r for r in self._siblings(request) if self._target.length(r.seq) >= len(request.prompt)), None)
+        sibling = next(
+            (r for r in self._siblings(request) if self._target.length(r.seq_id) >= len(request.prompt)), None
+        )
         if sibling is not None and not request.num_output:
-            self._target.fork(sibling.seq, request.seq)
-            self._target.truncate_to(request.seq, len(request.prompt) - 1)
+            self._target.fork(sibling.seq_id, request.seq_id)
+            self._target.truncate_to(request.seq_id, len(request.prompt) - 1)
         elif request.wants_prompt_logits:
-            self._target.adopt_prefix(request.seq, (), request.salt)
+            self._target.match_prefix(request.seq_id, (), request.cache_salt)
         else:
-            self._target.adopt_prefix(request.seq, request.tokens, request.salt)
+            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt)
         if not request.metrics.num_preemptions:
-            request.metrics.cached_tokens = self._target.length(request.seq)
+            request.metrics.cached_tokens = self._target.length(request.seq_id)
 
     def _fits(self, request: Request, cache: KVCache) -> bool:
         """Whether everything that the running requests and this one have to feed is held at once."""
         plan = cache.plan()
         for other in self.running:
-            behind = max(0, other.reached - cache.length(other.seq))  # a drafter may be ahead
-            plan.take(other.seq, min(plan.room(other.seq), behind))
-        return plan.room(request.seq) >= request.reached - cache.length(request.seq)
+            behind = max(0, other.reached - cache.length(other.seq_id))  # a drafter may be ahead
+            plan.take(other.seq_id, min(plan.room(other.seq_id), behind))
+        return plan.room(request.seq_id) >= request.reached - cache.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling still feeds their common prompt: the others start from its cache."""
         siblings = self._siblings(request)
-        return bool(siblings) and all(self._target.length(other.seq) < len(request.prompt) for other in siblings)
+        return bool(siblings) and all(self._target.length(other.seq_id) < len(request.prompt) for other in siblings)
 
     def _siblings(self, request: Request) -> list[Request]:
         return [other for other in self.running if other.request_id == request.request_id]
@@ -215,8 +217,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Set a request aside; when it comes back it feeds its tokens again (recompute)."""
         self.running.remove(request)
-        self._unfed.pop(request.seq, None)
-        self._target.release(request.seq)
+        self._unfed.pop(request.seq_id, None)
+        self._target.release(request.seq_id)
         self.waiting.append(request)
         request.metrics.num_preemptions += 1
 
@@ -229,11 +231,11 @@ class Scheduler:
         return standing.level, standing.arrival
 
     def _standing(self, request: Request) -> Standing:
-        age, held = self._step - self._queued_at[request.seq], self._target.length(request.seq)
-        return Standing(request.seq, request.priority, age, held, len(request.tokens) - held)
+        age, held = self._step - self._queued_at[request.seq_id], self._target.length(request.seq_id)
+        return Standing(request.seq_id, request.priority, age, held, len(request.tokens) - held)
 
     def _backlog(self, request: Request) -> int:
-        return len(request.tokens) - self._target.length(request.seq)
+        return len(request.tokens) - self._target.length(request.seq_id)
 
     @property
     def _target(self) -> KVCache:

@@ -11,7 +11,7 @@ from speculant.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """A `StopWatch`: takes committed tokens and holds the pieces of text they made final.
+    """A `StopChecker`: takes committed tokens and holds the pieces of text they made final.
 
     Stop strings count from the min_tokens-th token on; text before that is not searched.
     """
@@ -24,7 +24,7 @@ class TextStream:
         self.text = ""  # all that may be shown so far
 
     def push(self, token: int) -> str | None:
-        """See `StopWatch.push`; the token's piece can be taken with `pop`."""
+        """See `StopChecker.push`; the token's piece can be taken with `pop`."""
         piece, stop = self._search(self._detokenizer.push(token))
         self._add(piece)
         return stop

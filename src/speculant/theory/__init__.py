@@ -1,1 +1,1 @@
-"""What speculation can be expected to gain, worked out from laws and measured rates; numpy only."""
+"""What speculation can be expected to gain, worked out from distributions and measured rates; numpy only."""

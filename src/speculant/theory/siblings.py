@@ -1,10 +1,9 @@
 """How often a rule accepts the child of each rank: the rates that `theory/trees.py` makes shapes from.
 
-All functions take laws at the same contexts, p of the target and q of the draft, each [N, V], and return the rates of
-up to `count` ranks (there are at most V) as `theory/trees.py` defines them, averaged over the contexts. Children are
-drawn from q without replacement.
-What depends on earlier draws is estimated with the generator, one draw per context; give a context several times to
-have it drawn several times.
+All functions take distributions at the same contexts, p of the target and q of the draft, each [N, V], and return the
+rates of up to `count` ranks (there are at most V) as `theory/trees.py` defines them, averaged over the contexts.
+Children are drawn from q without replacement. What depends on earlier draws is estimated with the generator, one draw
+per context; give a context several times to have it drawn several times.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ def rejection_rates(p: Array, q: Array, count: int, rng: np.random.Generator) ->
     Acceptance is never drawn: at each rank its probability is a sum over the vocabulary, sum_v min(r, q), and the
     token that goes on to the next one is drawn as a rejected one, from norm((q - r)+). Rank 0 is exact.
     """
-    rest, law, reached = p, q, np.ones(len(p))
+    rest, token_probs, reached = p, q, np.ones(len(p))
     rates = np.zeros(min(count, p.shape[1]))
     for rank in range(len(rates)):
-        shared = np.minimum(rest, law).sum(axis=1)
+        shared = np.minimum(rest, token_probs).sum(axis=1)
         rates[rank] = (reached * shared).mean()
         reached = reached * np.clip(1 - shared, 0, 1)
-        token = _draw(np.clip(law - rest, 0, None), rng)
-        rest = _normalised(np.clip(rest - law, 0, None))
-        law = law.copy()
-        law[np.arange(len(law)), token] = 0.0
-        law = _normalised(law)
+        token = _draw(np.clip(token_probs - rest, 0, None), rng)
+        rest = _normalised(np.clip(rest - token_probs, 0, None))
+        token_probs = token_probs.copy()
+        token_probs[np.arange(len(token_probs)), token] = 0.0
+        token_probs = _normalised(token_probs)
     return rates
 
 
@@ -72,6 +71,6 @@ def _normalised(weights: Array) -> Array:
     return weights / np.where(totals > 0, totals, 1.0)
 
 
-def _log(law: Array) -> Array:
+def _log(token_probs: Array) -> Array:
     with np.errstate(divide="ignore"):
-        return np.log(law)
+        return np.log(token_probs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from speculant.types import Request
 
 
-def choose_rule(request: Request, deterministic: bool, branches: bool = False) -> str:
+def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
     """Return a rule's name: match where a seed, a point mass or a deterministic draft allows nothing better.
 
     For sampled drafts it is the rule that accepts most: block for a chain, traversal for a tree.

@@ -16,21 +16,21 @@ from torch import Tensor
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds, require_chain
-from speculant.verification.rejection import draft_laws, likelihood_ratios, residual
+from speculant.verification.rejection import draft_probs, likelihood_ratios, residual
 
 
 class Block:
     """See the module's text."""
 
     lossless = True
-    needs = VerifierNeeds(coupled=False, branches=False)
+    needs = VerifierNeeds(shared_noise=False, branches=False)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; the tree must be a chain."""
         require_chain(tree, "block")
         if tree.size == 0:
             return Verdict((), chance.draw(p[0]))
-        q = draft_laws(tree, p)
+        q = draft_probs(tree, p)
         weights = path_weights(likelihood_ratios(tree, p[:-1], q))
         kept = 0
         for place, probability in enumerate(coins(weights, p, q), start=1):
@@ -60,7 +60,7 @@ def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
 def share(owed: float, weight: float) -> float:
     """Return owed / (owed + 1 - weight): how much of what is missing to a full draft is owed behind it.
 
-    Where a draft's law is no law, owed is no number and the draft counts as ended before: its weight is its own.
+    Where a draft's distribution has NaN, so has owed, and the draft counts as ended before it: the weight is its own.
     """
     if math.isnan(owed):
         return weight

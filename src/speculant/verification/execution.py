@@ -1,9 +1,10 @@
 """Speculative execution outside of language models: two slow functions side by side [002 section 6].
 
-f makes a law over outcomes, and g works on an outcome drawn from it. A cheap approximation of f's law says now which
-outcome is likely, so g begins with a draw from it while f is still at work. Then the draw is judged as a drafted token
-is: kept with probability min(1, p / q), else replaced by a draw from norm((p - q)+) on which g runs anew. What comes
-out has f's law, exactly, whatever the approximation is; a good one only makes a second run of g rare.
+f makes a distribution over outcomes, and g works on an outcome drawn from it. A cheap approximation of it says now
+which outcome is likely, so g begins with a draw from it while f is still at work. Then the draw is judged as a
+drafted token is: kept with probability min(1, p / q), else replaced by a draw from norm((p - q)+) on which g runs
+anew. What comes out has f's distribution, exactly, whatever the approximation is; a good one only makes a second run
+of g rare.
 
     one after the other     f f f f f f g g g g
     side by side            f f f f f f
@@ -23,7 +24,7 @@ from typing import Generic, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from speculant.errors import LawError
+from speculant.errors import DistributionError
 from speculant.sampling.chance import Chance, Purpose, Stream
 from speculant.verification.multi_draft import choose
 
@@ -34,7 +35,7 @@ Weights = Sequence[float] | Tensor  # one per outcome, [n]; any positive sum
 
 @dataclass(frozen=True)
 class Speculated(Generic[Result]):
-    """What g gave for an outcome of f's law; `accepted` = its run began before f had ended."""
+    """What g gave for an outcome of f's distribution; `accepted` = its run began before f had ended."""
 
     result: Result
     outcome: int
@@ -48,24 +49,24 @@ def speculate(
     *arguments: *Arguments,
     chance: Chance | None = None,
 ) -> Speculated[Result]:
-    """Return g(outcome) for an outcome drawn from the law f(*arguments), g running beside f where possible.
+    """Return g(outcome) for an outcome drawn from the distribution f(*arguments), g running beside f where possible.
 
     f runs in the caller's thread, and g in another one, on an outcome that may then be dropped: that run's result or
     error is ignored, and it should leave no trace. Nothing runs any more when this returns or raises. Both should wait
     or release the GIL, else they take turns. chance None = fresh randomness; a `Stream` repeats itself.
 
-    Raises what f, the approximation, or g on the outcome that counts raise, and LawError if a law is none or the two
-    differ in their number of outcomes.
+    Raises what f, the approximation, or g on the outcome that counts raise, and DistributionError if weights are no
+    distribution or the two differ in their number of outcomes.
     """
     source = Stream(secrets.randbits(64), (Purpose.ACCEPT, Purpose.DRAW), 0) if chance is None else chance
-    q = _read_law("the approximation", approximation(*arguments))
+    q = _read_distribution("the approximation", approximation(*arguments))
     draft = source.draw(q)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="speculate") as pool:
         drafted = pool.submit(g, draft)
-        p = _read_law("f", f(*arguments))
+        p = _read_distribution("f", f(*arguments))
         if len(p) != len(q):
-            raise LawError(
-                f"f's law has {len(p)} outcomes and the approximation's has {len(q)}",
+            raise DistributionError(
+                f"f's distribution has {len(p)} outcomes and the approximation's has {len(q)}",
                 "let both give a weight to every outcome, 0 where it is impossible.",
             )
         accepted, rest = choose(p, [draft], q[None], source)
@@ -75,17 +76,17 @@ def speculate(
         return Speculated(g(outcome), outcome, accepted=False)
 
 
-def _read_law(name: str, weights: Weights) -> Tensor:
-    """Return weights as a law [n] in float64 on the CPU."""
-    error = LawError(
-        f"{name} gave {reprlib.repr(weights)}, which are not the weights of a law",
+def _read_distribution(name: str, weights: Weights) -> Tensor:
+    """Return weights as a distribution [n] in float64 on the CPU."""
+    error = DistributionError(
+        f"{name} gave {reprlib.repr(weights)}, which are not the weights of a distribution",
         "give one number from 0 for each outcome, with a positive and finite sum.",
     )
     try:
-        law = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+        token_probs = torch.as_tensor(weights).detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as cause:
         raise error from cause
-    total = float(law.sum())
-    if law.dim() != 1 or not bool((law >= 0).all()) or not 0 < total < math.inf:
+    total = float(token_probs.sum())
+    if token_probs.dim() != 1 or not bool((token_probs >= 0).all()) or not 0 < total < math.inf:
         raise error
-    return law / total
+    return token_probs / total

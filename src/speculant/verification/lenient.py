@@ -22,7 +22,7 @@ class Lenient:
 
     def __init__(self, lenience: float) -> None:
         self._lenience = lenience
-        self.needs = VerifierNeeds(coupled=False, branches=False, greedy=LenientGreedy(lenience))
+        self.needs = VerifierNeeds(shared_noise=False, branches=False, greedy=LenientGreedy(lenience))
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; the tree must be a chain."""
@@ -34,7 +34,7 @@ class LenientGreedy:
     """The rule for greedy requests: of the children that are likely enough, the likeliest."""
 
     lossless = False
-    needs = VerifierNeeds(coupled=True, branches=True, softened=True)
+    needs = VerifierNeeds(shared_noise=True, branches=True, softened=True)
 
     def __init__(self, lenience: float) -> None:
         self._lenience = lenience
@@ -43,11 +43,11 @@ class LenientGreedy:
         """See `Verifier.verify`; nothing is left to chance."""
         path, node = list[int](), -1
         while True:
-            law = p[1 + node]
-            chances = {child: float(law[tree.token_list[child]]) for child in tree.children(node)}
+            token_probs = p[1 + node]
+            chances = {child: float(token_probs[tree.token_list[child]]) for child in tree.children(node)}
             best = max(chances, key=chances.__getitem__, default=None)
-            if best is None or not chances[best] >= self._lenience * float(law.max()):
-                return Verdict(tuple(path), int(law.argmax()))
+            if best is None or not chances[best] >= self._lenience * float(token_probs.max()):
+                return Verdict(tuple(path), int(token_probs.argmax()))
             path.append(node := best)
 
 

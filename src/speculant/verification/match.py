@@ -18,7 +18,7 @@ class Match:
     """See the module's text."""
 
     lossless = True
-    needs = VerifierNeeds(coupled=True, branches=True)
+    needs = VerifierNeeds(shared_noise=True, branches=True)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`."""

@@ -1,8 +1,8 @@
 """Multi-draft rejection on a tree [003 2 and 2.1, SpecInfer; Sequoia]: at each node, one child after the other.
 
-r = p; accept child x with probability min(1, r(x) / q(x)), q being the law that it was really drawn from, else go on
-with r = norm((r - q)+). A child drawn without replacement brings a q without its elder siblings, so one rule serves
-draws with replacement, without, and from different models.
+r = p; accept child x with probability min(1, r(x) / q(x)), q being the distribution that it was really drawn from,
+else go on with r = norm((r - q)+). A child drawn without replacement brings a q without its elder siblings, so one
+rule serves draws with replacement, without, and from different models.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds
-from speculant.verification.rejection import draft_laws, ratio_of, residual
+from speculant.verification.rejection import draft_probs, ratio_of, residual
 
 
 class MultiDraft:
     """See the module's text."""
 
     lossless = True
-    needs = VerifierNeeds(coupled=False, branches=True)
+    needs = VerifierNeeds(shared_noise=False, branches=True)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; siblings are tried in order."""
-        q, path, node = draft_laws(tree, p), list[int](), -1
+        q, path, node = draft_probs(tree, p), list[int](), -1
         while True:
             children = tree.children(node)
             tokens = [tree.token_list[child] for child in children]
@@ -37,9 +37,9 @@ class MultiDraft:
 
 
 def choose(p: Tensor, tokens: Sequence[int], q: Tensor, chance: Chance) -> tuple[int | None, Tensor]:
-    """Try proposals in order; return the accepted one's place, or None and the law of what to draw instead.
+    """Try proposals in order; return the accepted one's place, or None and the distribution of what to draw instead.
 
-    p is [V] and q [k, V]: the law each of the k tokens was drawn from.
+    p is [V] and q [k, V]: the distribution each of the k tokens was drawn from.
     """
     rest = p
     for place, token in enumerate(tokens):
@@ -53,9 +53,9 @@ def choose(p: Tensor, tokens: Sequence[int], q: Tensor, chance: Chance) -> tuple
 def iterative_speculative_sample(p: Tensor, q: Tensor, chance: Chance) -> int:
     """Return a draw from p [V] that is one of K proposals wherever possible [003 section 2].
 
-    q [K, V] holds the law that each proposal is drawn from, independently of the others.
+    q [K, V] holds the distribution that each proposal is drawn from, independently of the others.
     """
-    tokens = [chance.draw(law) for law in q]
+    tokens = [chance.draw(token_probs) for token_probs in q]
     accepted, rest = choose(p, tokens, q, chance)
     return chance.draw(rest) if accepted is None else tokens[accepted]
 

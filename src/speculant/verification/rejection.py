@@ -19,7 +19,7 @@ class Rejection:
     """See the module's text."""
 
     lossless = True
-    needs = VerifierNeeds(coupled=False, branches=False)
+    needs = VerifierNeeds(shared_noise=False, branches=False)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; the tree must be a chain."""
@@ -31,15 +31,15 @@ def verify_in_turn(tree: DraftTree, p: Tensor, chance: Chance, lenience: float =
     """Accept a chain's tokens one by one, each with min(1, p(x) / (lenience q(x))), up to the first rejection."""
     if tree.size == 0:
         return Verdict((), chance.draw(p[0]))
-    q = draft_laws(tree, p)
+    q = draft_probs(tree, p)
     for node, ratio in enumerate(likelihood_ratios(tree, p[:-1], q)):
         if not chance.accept(min(1.0, ratio / lenience)):
             return Verdict(tuple(range(node)), chance.draw(residual(p[node], q[node])))
     return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
 
 
-def draft_laws(tree: DraftTree, p: Tensor) -> Tensor:
-    """Return the laws [n, V] the nodes were drawn from, in p's type; point masses for a deterministic draft."""
+def draft_probs(tree: DraftTree, p: Tensor) -> Tensor:
+    """Return the probs [n, V] that the nodes were drawn from, in p's type; point masses for a deterministic draft."""
     if tree.probs is not None:
         return tree.probs.to(p)
     return torch.zeros_like(p[:-1]).scatter_(1, tree.tokens.to(p.device)[:, None], 1.0)
@@ -60,7 +60,7 @@ def ratio_of(p: float, q: float) -> float:
 
 
 def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
-    """Return (weight p - q)+ for laws [V], not normalised; p itself if rounding left nothing."""
+    """Return (weight p - q)+ for distributions [V], not normalised; p itself if rounding left nothing."""
     rest = (weight * p - q).clamp(min=0)
     return rest if float(rest.sum()) > 0 else p
 

@@ -15,14 +15,14 @@ from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds
 from speculant.verification.block import share
-from speculant.verification.rejection import draft_laws, ratio_of
+from speculant.verification.rejection import draft_probs, ratio_of
 
 
 class Traversal:
     """See the module's text."""
 
     lossless = True
-    needs = VerifierNeeds(coupled=False, branches=True)
+    needs = VerifierNeeds(shared_noise=False, branches=True)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; siblings are in the order in which they were drawn."""
@@ -30,7 +30,7 @@ class Traversal:
         while True:
             path = state.first_leaf()
             if not path or chance.accept(state.weight(path)):
-                return Verdict(tuple(path), chance.draw(state.laws[path[-1] if path else -1]))
+                return Verdict(tuple(path), chance.draw(state.probs[path[-1] if path else -1]))
             state.delete(path)
 
 
@@ -38,10 +38,10 @@ class _State:
     """What is left of a tree; the root is node -1."""
 
     def __init__(self, tree: DraftTree, p: Tensor) -> None:
-        self._tokens, self._q = tree.token_list, draft_laws(tree, p)
+        self._tokens, self._q = tree.token_list, draft_probs(tree, p)
         self._children = {node: tree.children(node) for node in range(-1, tree.size)}
         self._weights = {-1: 1.0}  # of nodes some child of which was deleted, and of the root; others follow from above
-        self.laws = {node: p[1 + node] for node in range(-1, tree.size)}
+        self.probs = {node: p[1 + node] for node in range(-1, tree.size)}
 
     def first_leaf(self) -> list[int]:
         """Return the path to the first leaf; empty once only the root is left."""
@@ -52,11 +52,11 @@ class _State:
         return path
 
     def weight(self, path: list[int]) -> float:
-        """Return w of a path's last node, whose law nothing was taken from unless it is noted."""
+        """Return w of a path's last node, whose distribution nothing was taken from unless it is noted."""
         above, weight = -1, self._weights[-1]
         for node in path:
             token = self._tokens[node]
-            weight = min(1.0, weight * ratio_of(float(self.laws[above][token]), float(self._q[node, token])))
+            weight = min(1.0, weight * ratio_of(float(self.probs[above][token]), float(self._q[node, token])))
             if node in self._weights:
                 weight = self._weights[node]
             above = node
@@ -66,10 +66,10 @@ class _State:
         """Take a rejected leaf away, and its share from its parent."""
         leaf, parent = path[-1], path[-2] if len(path) > 1 else -1
         weight = self.weight(path[:-1]) if len(path) > 1 else self._weights[-1]
-        rest = (weight * self.laws[parent] - self._q[leaf]).clamp(min=0)
+        rest = (weight * self.probs[parent] - self._q[leaf]).clamp(min=0)
         owed = float(rest.sum())
         if owed > 0:
-            self.laws[parent] = rest / owed
+            self.probs[parent] = rest / owed
         self._weights[parent] = share(owed, weight)
         self._children[parent].remove(leaf)
 

@@ -7,23 +7,23 @@ from tests.exactness.mutants.mutant import (
     CHAINS,
     CHANCE,
     COMMIT,
+    DISTRIBUTION,
     END,
     ENGINE,
     INDEPENDENT,
-    LAW,
     LENGTH,
     MATCH,
     REJECTION,
     STEP,
     Mutant,
 )
-from tests.exactness.mutants.rules import RULES
 from tests.exactness.mutants.state import STATE
+from tests.exactness.mutants.verifiers import RULES
 
 STREAMS = "test_chance.py::test_rejection_on_keyed_streams[1-4000]"
 UNRELATED = "test_chance.py::test_draft_acceptance_and_residual_are_unrelated[0]"
-TRANSFORM = "test_laws.py::test_every_transform_keeps_the_law[{}-rejection]"
-SMALL = "test_laws.py::test_every_kind_of_laws_alone[{}]"
+TRANSFORM = "test_distributions.py::test_every_transform_keeps_the_distribution[{}-rejection]"
+SMALL = "test_distributions.py::test_every_kind_of_distributions_alone[{}]"
 REPEATS = "test_seeds.py::test_a_seed_repeats_and_another_does_not[none]"
 ROUNDS = "test_seeds.py::test_rounds_do_not_repeat[rejection]"
 
@@ -95,21 +95,21 @@ RANDOMNESS = [
     Mutant(
         "coupled noise under a ratio rule",
         ENGINE,
-        "verifier.needs.coupled",
+        "verifier.needs.shared_noise",
         "True",
         ROUNDS,
     ),
     Mutant(
         "per-request seed ignored",
         ENGINE,
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq) if params.seed is None else params.seed",
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq)",
+        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if params.seed is None else params.seed",
+        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id)",
         REPEATS,
     ),
     Mutant(
         "requests without a seed share one",
         ENGINE,
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq) if",
+        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if",
         "self._options.seed if",
         "test_seeds.py::test_without_a_seed_nothing_repeats[none]",
     ),
@@ -129,33 +129,36 @@ RANDOMNESS = [
     ),
 ]
 
-LAWS = [
+DISTRIBUTIONS = [
     Mutant(
         "q reported raw while drafts are drawn after top-k",
         CHAINS,
-        "            chain.laws = law[None]",
-        "            law = torch.softmax(logits[chains.index(chain)].double(), -1)\n            chain.laws = law[None]",
+        "            chain.probs = token_probs[None]",
+        "            token_probs = torch.softmax(logits[chains.index(chain)].double(), -1)\n"
+        "            chain.probs = token_probs[None]",
         TRANSFORM.format("top_k"),
     ),
     Mutant(
         "unlikely drafts thrown away before a ratio test",
         CHAINS,
-        "torch.cat([chain.laws, law[None]])\n",
-        "torch.cat([chain.laws, law[None]])\n"
-        "            if law[chain.tokens[-1]] < 0.4:\n"
-        "                chain.tokens, chain.laws = chain.tokens[:-1], chain.laws[:-1]\n"
-        "                chain.limit = len(chain.tokens)\n",
-        "test_laws.py::test_rejection_keeps_the_law[2-1]",
+        "torch.cat([chain.probs, token_probs[None]])\n",
+        (
+            "torch.cat([chain.probs, token_probs[None]])\n"
+            "            if token_probs[chain.tokens[-1]] < 0.4:\n"
+            "                chain.tokens, chain.probs = chain.tokens[:-1], chain.probs[:-1]\n"
+            "                chain.limit = len(chain.tokens)\n"
+        ),
+        "test_distributions.py::test_rejection_keeps_the_distribution[2-1]",
     ),
     Mutant(
         "sampling parameters not applied to p",
         STEP,
-        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, parts.kernels)",
+        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)",
         "torch.softmax(torch.cat([fed.logits for fed in ready if fed.logits is not None]).double(), -1)",
         TRANSFORM.format("temperature"),
     ),
     Mutant(
-        "draft law blind to drafted ancestors",
+        "draft distribution blind to drafted ancestors",
         CHAINS,
         "Node(chain.request, chain.tokens)",
         "Node(chain.request, [])",
@@ -163,7 +166,7 @@ LAWS = [
     ),
     Mutant(
         "logit_bias ignored under speculation",
-        LAW,
+        DISTRIBUTION,
         "    if params.logit_bias:\n",
         "    if params.logit_bias and not node.drafted:\n",
         TRANSFORM.format("bias"),
@@ -171,41 +174,41 @@ LAWS = [
     Mutant(
         "last token counted twice in penalties",
         STEP,
-        "Node(request, tree.tokens_to(node), rule",
-        "Node(request, [request.tokens[-1], *tree.tokens_to(node)], rule",
+        "Node(request, tree.tokens_to(node), verifier",
+        "Node(request, [request.tokens[-1], *tree.tokens_to(node)], verifier",
         TRANSFORM.format("frequency"),
     ),
     Mutant(
         "penalties blind to drafted ancestors",
-        LAW,
+        DISTRIBUTION,
         "[*request.tokens, *node.drafted]",
         "request.tokens",
         TRANSFORM.format("penalties"),
     ),
     Mutant(
         "prompt counted by presence and frequency",
-        LAW,
+        DISTRIBUTION,
         "_ids(history[num_prompt:], row), return_counts=True",
         "_ids(history, row), return_counts=True",
         TRANSFORM.format("presence"),
     ),
     Mutant(
         "min_tokens blind to drafted ancestors",
-        LAW,
+        DISTRIBUTION,
         "request.num_output + len(node.drafted) < params.min_tokens",
         "request.num_output < params.min_tokens",
         TRANSFORM.format("min_tokens"),
     ),
     Mutant(
         "greedy and sampling rows mixed",
-        LAW,
+        DISTRIBUTION,
         "if len(indices) == len(nodes):",
         "if indices:",
         INDEPENDENT.format("plain, greedy"),
     ),
     Mutant(
         "rows of one kind with another's parameters",
-        LAW,
+        DISTRIBUTION,
         "[nodes[i].params for i in indices]",
         "[node.params for node in nodes[: len(indices)]]",
         INDEPENDENT.format("greedy, cold"),
@@ -320,4 +323,4 @@ ENDS = [
     ),
 ]
 
-MUTANTS = [*RANDOMNESS, *LAWS, *RULES, *ENDS, *STATE]
+MUTANTS = [*RANDOMNESS, *DISTRIBUTIONS, *RULES, *ENDS, *STATE]

@@ -16,13 +16,13 @@ class Mutant:
     killer: str
 
 
-CHANCE, LAW = "sampling/chance.py", "sampling/distribution.py"
-FOLLOWER, CHAINS, ATTENTION = "models/follower.py", "models/chains.py", "models/attention.py"
+CHANCE, DISTRIBUTION = "sampling/chance.py", "sampling/distribution.py"
+DRAFT_RUNNER, CHAINS, ATTENTION = "drafting/growth/runner.py", "drafting/growth/chains.py", "models/attention.py"
 CACHES = {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
-TREES, BRANCHING = "models/trees.py", "models/branching.py"
+TREES, TOPOLOGY = "drafting/growth/trees.py", "drafting/growth/topology.py"
 LENGTH, SCHEDULER = "scheduling/draft_length.py", "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"

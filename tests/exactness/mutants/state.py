@@ -7,9 +7,9 @@ from tests.exactness.mutants.mutant import (
     CACHES,
     CHAINS,
     COMMIT,
+    DRAFT_RUNNER,
     END,
     ENGINE,
-    FOLLOWER,
     INDEPENDENT,
     LENGTH,
     OWN_TOKENS,
@@ -32,14 +32,14 @@ ROLLBACK = [
         Mutant(
             f"rollback off by one, {name}",
             file,
-            "self.truncate_to(seq, base + len(path))",
-            "self.truncate_to(seq, base + max(len(path) - 1, 0))",
+            "self.truncate_to(seq_id, base + len(path))",
+            "self.truncate_to(seq_id, base + max(len(path) - 1, 0))",
             END.format(f"auto-right-5-{name}"),
         ),
         Mutant(
             f"rollback that does nothing, {name}",
             file,
-            "        self.truncate_to(seq, base + len(path))\n",
+            "        self.truncate_to(seq_id, base + len(path))\n",
             "",
             END.format(f"auto-wrong-3-{name}"),
         ),
@@ -85,8 +85,8 @@ BLOCKS = [
     Mutant(
         "state of rejected drafts indexed for reuse",
         COMMIT,
-        "    cache.keep_path(request.seq, base, verdict",
-        "    cache.index_prefix(request.seq, request.tokens)\n    cache.keep_path(request.seq, base, verdict",
+        "    cache.compact(request.seq_id, base, verdict",
+        "    cache.insert_prefix(request.seq_id, request.tokens)\n    cache.compact(request.seq_id, base, verdict",
         LEFT_BEHIND.format("model"),
     ),
     Mutant(
@@ -99,14 +99,14 @@ BLOCKS = [
     Mutant(
         "prefix hits across tenants",
         SCHEDULER,
-        "adopt_prefix(request.seq, request.tokens, request.salt)",
-        "adopt_prefix(request.seq, request.tokens)",
+        "match_prefix(request.seq_id, request.tokens, request.cache_salt)",
+        "match_prefix(request.seq_id, request.tokens)",
         SALTS.format("None"),
     ),
     Mutant(
         "a tenant's prompt indexed for everyone",
         SCHEDULER,
-        "self._target.adopt_prefix(request.seq, (), request.salt)",
+        "self._target.match_prefix(request.seq_id, (), request.cache_salt)",
         "pass",
         SALTS.format("0"),
     ),
@@ -115,63 +115,69 @@ BLOCKS = [
 DRAFTING = [
     Mutant(
         "draft cache not rolled back",
-        FOLLOWER,
-        "self.cache.truncate_to(request.seq, keep)",
+        DRAFT_RUNNER,
+        "self.cache.truncate_to(request.seq_id, keep)",
         "pass",
         DRAFTS.format("slotted"),
     ),
     Mutant(
         "draft cache of blocks not rolled back",
-        FOLLOWER,
-        "            self.cache.truncate_to(request.seq, keep)\n",
+        DRAFT_RUNNER,
+        "            self.cache.truncate_to(request.seq_id, keep)\n",
         "            pass\n",
         DRAFTS.format("paged"),
     ),
     Mutant(
         "draft rollback off by one",
-        FOLLOWER,
-        "self.cache.truncate_to(request.seq, keep)",
-        "self.cache.truncate_to(request.seq, keep + 1)",
+        DRAFT_RUNNER,
+        "self.cache.truncate_to(request.seq_id, keep)",
+        "self.cache.truncate_to(request.seq_id, keep + 1)",
         DRAFTS.format("paged"),
     ),
     Mutant(
         "draft model goes on from rejected tokens",
-        FOLLOWER,
+        DRAFT_RUNNER,
         " and fed.tokens[keep] == request.tokens[keep]",
         "",
         "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
     ),
     Mutant(
         "draft cache uninitialised on a prefix hit",
-        FOLLOWER,
-        "request.tokens[: self.cache.adopt_prefix(request.seq, request.tokens, request.salt)]",
+        DRAFT_RUNNER,
+        "request.tokens[: self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)]",
         "request.tokens[: request.metrics.cached_tokens]",
         KNOWN,
     ),
     Mutant(
         "draft state of rejected drafts indexed for reuse",
-        FOLLOWER,
+        DRAFT_RUNNER,
         "        keep, most = fed.agreed,",
-        "        self.cache.index_prefix(request.seq, request.tokens)\n        keep, most = fed.agreed,",
+        "        self.cache.insert_prefix(request.seq_id, request.tokens)\n        keep, most = fed.agreed,",
         KNOWN,
     ),
     Mutant(
         "draft prefixes across tenants",
-        FOLLOWER,
-        "adopt_prefix(request.seq, request.tokens, request.salt)",
-        "adopt_prefix(request.seq, request.tokens)",
+        DRAFT_RUNNER,
+        "match_prefix(request.seq_id, request.tokens, request.cache_salt)",
+        "match_prefix(request.seq_id, request.tokens)",
         SALTS.format("None"),
     ),
     Mutant(
         "stale draft after preemption",
-        FOLLOWER,
-        "        self._fed[request.seq] = _Fed()\n\n"
-        "    def end(self, request: Request) -> None:\n"
-        '        """Forget a sequence and free what it holds."""\n'
-        "        self._fed.pop(request.seq, None)\n",
-        "        self._fed.setdefault(request.seq, _Fed())\n\n"
-        "    def end(self, request: Request) -> None:\n"
-        '        """Forget a sequence and free what it holds."""\n',
+        DRAFT_RUNNER,
+        (
+            "        self._fed[request.seq_id] = _CachedTokens()\n"
+            "\n"
+            "    def end(self, request: Request) -> None:\n"
+            '        """Forget a sequence and free what it holds."""\n'
+            "        self._fed.pop(request.seq_id, None)\n"
+        ),
+        (
+            "        self._fed.setdefault(request.seq_id, _CachedTokens())\n"
+            "\n"
+            "    def end(self, request: Request) -> None:\n"
+            '        """Forget a sequence and free what it holds."""\n'
+        ),
         "test_draft_cache.py::test_whoever_comes_back_is_drafted_for_from_its_own_tokens[40]",
     ),
     Mutant(
@@ -194,14 +200,14 @@ PREEMPTION = [
     Mutant(
         "drafts take memory that was promised to others",
         LENGTH,
-        "min(budget, plan.room(item.request.seq))",
+        "min(budget, plan.room(item.request.seq_id))",
         "budget",
         ASIDE.format("model-decode-first"),
     ),
     Mutant(
         "a preempted request keeps its memory",
         SCHEDULER,
-        "        self._target.release(request.seq)\n        self.waiting.append(request)\n",
+        ("        self._target.release(request.seq_id)\n        self.waiting.append(request)\n"),
         "        self.waiting.append(request)\n",
         ASIDE.format("none-decode-first"),
     ),
@@ -225,7 +231,7 @@ BATCH = [
     Mutant(
         "a sample takes over more than the prompt",
         SCHEDULER,
-        "            self._target.truncate_to(request.seq, len(request.prompt) - 1)\n",
+        "            self._target.truncate_to(request.seq_id, len(request.prompt) - 1)\n",
         "            pass\n",
         "test_batches.py::test_samples_share_a_prompt_and_nothing_else[model-paged]",
     ),

@@ -89,9 +89,9 @@ def test_greedy_and_seeded_outputs_can_be_compared(params: SamplingParams, expec
 
 
 def test_a_case_has_every_mode_in_every_round(checkpoints: Checkpoints) -> None:
-    built = build_engine(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))
-    modes, told = both_ways(GREEDY, built.drafting), list[str]()
-    case = measure(Bench(built), WORKLOAD, {**modes, **one_at_a_time(modes)}, 2, told.append)
+    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))
+    modes, told = both_ways(GREEDY, runtime.drafting), list[str]()
+    case = measure(Bench(runtime), WORKLOAD, {**modes, **one_at_a_time(modes)}, 2, told.append)
     assert {name: len(runs) for name, runs in case.runs.items()} == dict.fromkeys(told, 2)
     assert len(told) == 8
     assert all(case.num_identical(mode) == case.num_outputs == 4 for mode in case.compared)

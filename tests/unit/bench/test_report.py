@@ -23,11 +23,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 def _document(config: EngineConfig, params: SamplingParams = GREEDY, alone_too: bool = False) -> dict[str, Any]:
-    built = build_engine(config)
-    modes = both_ways(params, built.drafting)
+    runtime = build_engine(config)
+    modes = both_ways(params, runtime.drafting)
     every = {**modes, **one_at_a_time(modes)} if alone_too else modes
-    case = measure(Bench(built), WORKLOAD, every, 2, lambda name: None)
-    return dict(json.loads(json.dumps(document("throughput", config, built, [case]))))
+    case = measure(Bench(runtime), WORKLOAD, every, 2, lambda name: None)
+    return dict(json.loads(json.dumps(document("throughput", config, runtime, [case]))))
 
 
 def _shown(benchmark: str, case: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from speculant import LLM
 from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 from speculant.errors import CapacityError, RequestError
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
@@ -22,32 +22,32 @@ PLAIN = Mode(replace(GREEDY, speculation=False))
 SPECULATIVE = Mode(GREEDY)
 
 
-def _build(checkpoints: Checkpoints, draft: bool = True, **values: Any) -> Built:
+def _build(checkpoints: Checkpoints, draft: bool = True, **values: Any) -> Runtime:
     draft_model = checkpoints.near if draft else None
     return build_engine(EngineConfig(checkpoints.target, draft_model, dtype="float64", **values))
 
 
-def _workload(built: Built, number: int = 5, **values: Any) -> Workload:
-    return make_workload(WorkloadConfig(num_prompts=number, **values), built, number)
+def _workload(runtime: Runtime, number: int = 5, **values: Any) -> Workload:
+    return make_workload(WorkloadConfig(num_prompts=number, **values), runtime, number)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
 def test_a_run_gives_what_generate_gives(checkpoints: Checkpoints, mode: Mode, sequential: bool) -> None:
-    built = _build(checkpoints)
-    workload = _workload(built)
-    run = Bench(built).run(workload, replace(mode, sequential=sequential))
+    runtime = _build(checkpoints)
+    workload = _workload(runtime)
+    run = Bench(runtime).run(workload, replace(mode, sequential=sequential))
     expected = LLM(checkpoints.target, dtype="float64").generate(list(workload.prompts), GREEDY)
     assert list(run.outputs) == [out.outputs[0].token_ids for out in expected]
     assert [timing.num_tokens for timing in run.timings] == [TOKENS] * 5
     assert all(len(timing.gaps) == TOKENS - 1 for timing in run.timings)
-    assert (run.rule is None) == (mode is PLAIN)
+    assert (run.verifier is None) == (mode is PLAIN)
 
 
 @pytest.mark.parametrize("backend", ["paged", "slotted"])
 def test_figures_add_up(checkpoints: Checkpoints, backend: str) -> None:
-    built = _build(checkpoints, kv_cache_backend=backend)
-    bench, workload = Bench(built), _workload(built)
+    runtime = _build(checkpoints, kv_cache_backend=backend)
+    bench, workload = Bench(runtime), _workload(runtime)
     plain, fast = bench.run(workload, PLAIN).figures(), bench.run(workload, SPECULATIVE).figures()
     assert plain["tokens"] == fast["tokens"] == 5 * TOKENS
     assert plain["steps"] == TOKENS, "all run together, a token each a step"
@@ -59,30 +59,30 @@ def test_figures_add_up(checkpoints: Checkpoints, backend: str) -> None:
     assert 0 < fast["acceptance_rate"] <= 1
     assert fast["tokens_per_s"] == pytest.approx(fast["tokens"] / fast["seconds"])
     assert fast["itl_p50_s"] <= fast["itl_p90_s"] <= fast["itl_p99_s"]
-    assert 0 < plain["peak_blocks"] <= built.engine.metrics.blocks_total
+    assert 0 < plain["peak_blocks"] <= runtime.engine.metrics.blocks_total
     alone = bench.run(workload, replace(PLAIN, sequential=True)).figures()
     assert alone["steps"] == 5 * TOKENS
     assert alone["peak_blocks"] <= plain["peak_blocks"]
 
 
 def test_a_single_token_has_no_gaps(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints)
-    figures = Bench(built).run(_workload(built), Mode(replace(GREEDY, max_tokens=1))).figures()
+    runtime = _build(checkpoints)
+    figures = Bench(runtime).run(_workload(runtime), Mode(replace(GREEDY, max_tokens=1))).figures()
     assert figures["tokens"] == 5
     assert figures["ttft_s"] > 0
     assert not {"itl_mean_s", "itl_p50_s", "request_tokens_per_s"} & set(figures)
 
 
 def test_samples_count_each(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints)
-    run = Bench(built).run(_workload(built, 2), Mode(replace(GREEDY, temperature=1.0, seed=1, n=3)))
+    runtime = _build(checkpoints)
+    run = Bench(runtime).run(_workload(runtime, 2), Mode(replace(GREEDY, temperature=1.0, seed=1, n=3)))
     assert len(run.outputs) == len(run.timings) == 6
     assert run.figures()["tokens"] == 6 * TOKENS
 
 
 def test_runs_share_no_prefixes_but_their_prompts_do(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints, block_size=4)
-    bench = Bench(built)
+    runtime = _build(checkpoints, block_size=4)
+    bench = Bench(runtime)
     same = Workload("same", [list(range(40, 61))] * 3, [0.0] * 3)
     first, second = (bench.run(same, replace(PLAIN, sequential=True)) for _ in range(2))
     assert first.prefix_hit_tokens == second.prefix_hit_tokens == 2 * 20
@@ -95,8 +95,8 @@ def test_runs_share_no_prefixes_but_their_prompts_do(checkpoints: Checkpoints) -
 def test_preemptions_are_counted_for_each_run(checkpoints: Checkpoints) -> None:
     tight = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4}
     per_token = _build(checkpoints, draft=False, **tight).checkpoint.model.cache_shape.bytes_per_token
-    built = _build(checkpoints, draft=False, kv_memory=160 * per_token, **tight)
-    workload, bench = _workload(built, 4, prompts="random", prompt_length=12), Bench(built)
+    runtime = _build(checkpoints, draft=False, kv_memory=160 * per_token, **tight)
+    workload, bench = _workload(runtime, 4, prompts="random", prompt_length=12), Bench(runtime)
     long = replace(PLAIN, params=replace(PLAIN.params, max_tokens=40))
     counts = [bench.run(workload, long).preemptions for _ in range(2)]
     assert counts[0] == counts[1] > 0
@@ -104,25 +104,25 @@ def test_preemptions_are_counted_for_each_run(checkpoints: Checkpoints) -> None:
 
 
 def test_more_prompts_than_may_wait_are_handed_over_in_turn(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints, max_waiting=2, max_num_seqs=2)
-    assert Bench(built).run(_workload(built, 9), PLAIN).figures()["tokens"] == 9 * TOKENS
+    runtime = _build(checkpoints, max_waiting=2, max_num_seqs=2)
+    assert Bench(runtime).run(_workload(runtime, 9), PLAIN).figures()["tokens"] == 9 * TOKENS
 
 
 def test_samples_that_can_never_wait_are_an_error_not_a_wait(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints, max_waiting=2)
+    runtime = _build(checkpoints, max_waiting=2)
     with pytest.raises(CapacityError):
-        Bench(built).run(_workload(built), Mode(replace(GREEDY, n=3)))
+        Bench(runtime).run(_workload(runtime), Mode(replace(GREEDY, n=3)))
 
 
 def test_timings_count_from_when_a_prompt_was_due(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints)
-    bench = Bench(built)
-    at_once = bench.run(_workload(built), PLAIN)
+    runtime = _build(checkpoints)
+    bench = Bench(runtime)
+    at_once = bench.run(_workload(runtime), PLAIN)
     assert len({timing.arrival for timing in at_once.timings}) == 1
-    workload = _workload(built, request_rate=500.0)
+    workload = _workload(runtime, request_rate=500.0)
     arrivals = [timing.arrival for timing in bench.run(workload, PLAIN).timings]
     assert [arrival - arrivals[0] for arrival in arrivals] == pytest.approx(workload.arrivals)
-    alone = bench.run(_workload(built), replace(PLAIN, sequential=True)).timings
+    alone = bench.run(_workload(runtime), replace(PLAIN, sequential=True)).timings
     ends = [timing.last_token for timing in alone]
     assert all(end is not None and end <= later.arrival for end, later in zip(ends, alone[1:], strict=False))
 
@@ -130,8 +130,8 @@ def test_timings_count_from_when_a_prompt_was_due(checkpoints: Checkpoints) -> N
 def test_a_token_counts_when_the_step_has_handed_it_over(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = _build(checkpoints)
-    step, ended = built.engine.step, list[float]()
+    runtime = _build(checkpoints)
+    step, ended = runtime.engine.step, list[float]()
 
     def timed() -> Any:
         import time
@@ -140,8 +140,8 @@ def test_a_token_counts_when_the_step_has_handed_it_over(
         ended.append(time.perf_counter())
         return outputs
 
-    monkeypatch.setattr(built.engine, "step", timed)
-    run = Bench(built).run(_workload(built, 1), PLAIN)
+    monkeypatch.setattr(runtime.engine, "step", timed)
+    run = Bench(runtime).run(_workload(runtime, 1), PLAIN)
     assert run.timings[0].first_token is not None
     assert run.timings[0].first_token >= ended[0]
 
@@ -149,33 +149,33 @@ def test_a_token_counts_when_the_step_has_handed_it_over(
 def test_an_error_is_raised_and_leaves_the_engine_empty(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = _build(checkpoints)
+    runtime = _build(checkpoints)
     bad = Workload("bad", [[1, 2], [10**6]], [0.0, 0.0])
     with pytest.raises(RequestError, match="1000000"):
-        Bench(built).run(bad, PLAIN)
-    assert not built.engine.has_unfinished()
+        Bench(runtime).run(bad, PLAIN)
+    assert not runtime.engine.has_unfinished()
 
     def broken(*arguments: object) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(built.engine._parts.target, "forward", broken)
+    monkeypatch.setattr(runtime.engine._context.target, "forward", broken)
     with pytest.raises(ValueError, match="broken"):
-        Bench(built).run(_workload(built), PLAIN)
-    assert not built.engine.has_unfinished()
+        Bench(runtime).run(_workload(runtime), PLAIN)
+    assert not runtime.engine.has_unfinished()
 
 
 def test_warming_up_is_short(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints)
-    workload = _workload(built)
-    Bench(built).warm_up(workload, Mode(replace(GREEDY, min_tokens=TOKENS, speculation=False)))
-    assert built.engine.metrics.tokens == 8
-    assert built.engine.metrics.finished == 1
+    runtime = _build(checkpoints)
+    workload = _workload(runtime)
+    Bench(runtime).warm_up(workload, Mode(replace(GREEDY, min_tokens=TOKENS, speculation=False)))
+    assert runtime.engine.metrics.tokens == 8
+    assert runtime.engine.metrics.finished == 1
 
 
 def test_stops_end_a_request_as_ever(checkpoints: Checkpoints) -> None:
-    built = _build(checkpoints)
-    workload = _workload(built, 1)
-    [whole] = Bench(built).run(workload, PLAIN).outputs
-    text = built.tokenizer.decode(whole)
-    stopped: Run = Bench(built).run(workload, Mode(replace(GREEDY, stop=[text[4:6]])))
+    runtime = _build(checkpoints)
+    workload = _workload(runtime, 1)
+    [whole] = Bench(runtime).run(workload, PLAIN).outputs
+    text = runtime.tokenizer.decode(whole)
+    stopped: Run = Bench(runtime).run(workload, Mode(replace(GREEDY, stop=[text[4:6]])))
     assert len(stopped.outputs[0]) <= 6

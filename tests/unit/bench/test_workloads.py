@@ -24,7 +24,7 @@ from speculant.bench.workloads import (
     require_room,
 )
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 from speculant.errors import ConfigError, RequestError, SpeculantError
 from tests.models import BEGIN, END, Checkpoints, Shape, write_checkpoint
 
@@ -32,28 +32,28 @@ EIGHT = 8
 
 
 @pytest.fixture(scope="module")
-def built(checkpoints: Checkpoints) -> Built:
+def runtime(checkpoints: Checkpoints) -> Runtime:
     return build_engine(EngineConfig(checkpoints.target))
 
 
 @pytest.mark.parametrize("length", [None, 1, 7, 100])
-def test_code_prompts_are_distinct_repeatable_and_as_long_as_asked(built: Built, length: int | None) -> None:
-    prompts = [code_prompt(built.tokenizer, index, length) for index in range(EIGHT)]
-    assert prompts == [code_prompt(built.tokenizer, index, length) for index in range(EIGHT)]
+def test_code_prompts_are_distinct_repeatable_and_as_long_as_asked(runtime: Runtime, length: int | None) -> None:
+    prompts = [code_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
+    assert prompts == [code_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
     if length is not None:
         assert {len(prompt) for prompt in prompts} == {length}
     if length not in (1, 7):
         assert len({tuple(prompt) for prompt in prompts}) == EIGHT
 
 
-def test_long_code_ends_with_an_opening(built: Built) -> None:
+def test_long_code_ends_with_an_opening(runtime: Runtime) -> None:
     for index in range(len(OPENINGS)):
-        opening, long = (code_prompt(built.tokenizer, index, length) for length in (None, 200))
+        opening, long = (code_prompt(runtime.tokenizer, index, length) for length in (None, 200))
         assert long[-len(opening) :] == opening
 
 
-def test_long_code_parses_like_code(built: Built) -> None:
-    text = built.tokenizer.decode(code_prompt(built.tokenizer, 0, 2000))
+def test_long_code_parses_like_code(runtime: Runtime) -> None:
+    text = runtime.tokenizer.decode(code_prompt(runtime.tokenizer, 0, 2000))
     assert text.count("def ") > 5
     assert not {"{", "---"} & set(text.split())
     assert "{noun}" not in text
@@ -69,8 +69,8 @@ def test_what_a_tokenizer_puts_before_a_text_is_kept(tmp_path: Path) -> None:
         assert length in (None, len(prompt))
 
 
-def test_random_prompts_have_ordinary_tokens_alone(built: Built) -> None:
-    workload = make_workload(WorkloadConfig("random", num_prompts=50, prompt_length=40), built, EIGHT)
+def test_random_prompts_have_ordinary_tokens_alone(runtime: Runtime) -> None:
+    workload = make_workload(WorkloadConfig("random", num_prompts=50, prompt_length=40), runtime, EIGHT)
     seen = set(itertools.chain(*workload.prompts))
     assert len(workload.prompts) == 50
     assert {len(prompt) for prompt in workload.prompts} == {40}
@@ -79,26 +79,26 @@ def test_random_prompts_have_ordinary_tokens_alone(built: Built) -> None:
 
 
 def test_end_tokens_are_avoided_even_where_they_are_ordinary_text(tmp_path: Path) -> None:
-    built = build_engine(EngineConfig(write_checkpoint(tmp_path / "model", Shape(end=[5, END]))))
-    ids = ordinary_ids(built.tokenizer, built.checkpoint.eos_token_ids)
+    runtime = build_engine(EngineConfig(write_checkpoint(tmp_path / "model", Shape(end=[5, END]))))
+    ids = ordinary_ids(runtime.tokenizer, runtime.checkpoint.eos_token_ids)
     assert 5 not in ids
     assert len(ids) == 255
     assert 5 not in random_prompt(ids, 0, 5000)
 
 
-def test_a_config_has_usual_numbers(built: Built) -> None:
-    assert len(make_workload(WorkloadConfig(), built, EIGHT).prompts) == EIGHT
-    [prompt] = make_workload(WorkloadConfig("random"), built, 1).prompts
+def test_a_config_has_usual_numbers(runtime: Runtime) -> None:
+    assert len(make_workload(WorkloadConfig(), runtime, EIGHT).prompts) == EIGHT
+    [prompt] = make_workload(WorkloadConfig("random"), runtime, 1).prompts
     assert len(prompt) == USUAL_LENGTH
 
 
-def test_a_text_file_has_a_prompt_a_line(built: Built, tmp_path: Path) -> None:
+def test_a_text_file_has_a_prompt_a_line(runtime: Runtime, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("first prompt\n\nsecond\n")
-    whole = make_workload(WorkloadConfig(str(path)), built, EIGHT)
-    assert [built.tokenizer.decode(prompt) for prompt in whole.prompts] == ["first prompt", "second"]
-    cut = make_workload(WorkloadConfig(str(path), num_prompts=1, prompt_length=5), built, EIGHT)
-    assert [built.tokenizer.decode(prompt) for prompt in cut.prompts] == ["first"]
+    whole = make_workload(WorkloadConfig(str(path)), runtime, EIGHT)
+    assert [runtime.tokenizer.decode(prompt) for prompt in whole.prompts] == ["first prompt", "second"]
+    cut = make_workload(WorkloadConfig(str(path), num_prompts=1, prompt_length=5), runtime, EIGHT)
+    assert [runtime.tokenizer.decode(prompt) for prompt in cut.prompts] == ["first"]
 
 
 def test_a_jsonl_file_has_texts_token_ids_or_objects(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
         read_prompts(path)
 
 
-def test_files_that_are_missing_empty_or_short_are_explained(built: Built, tmp_path: Path) -> None:
+def test_files_that_are_missing_empty_or_short_are_explained(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "two.txt").write_text("a\nb\n")
     for name, number, problem in (
@@ -125,7 +125,7 @@ def test_files_that_are_missing_empty_or_short_are_explained(built: Built, tmp_p
         ("two.txt", 3, "2 prompts"),
     ):
         with pytest.raises(RequestError, match=problem):
-            make_workload(WorkloadConfig(str(tmp_path / name), number), built, EIGHT)
+            make_workload(WorkloadConfig(str(tmp_path / name), number), runtime, EIGHT)
 
 
 @pytest.mark.parametrize("field", ["num_prompts", "prompt_length", "request_rate"])

@@ -21,32 +21,32 @@ def cache_of(num_blocks: int, keep_prefixes: bool = True) -> PagedKVCache:
     return PagedKVCache(SHAPE, num_blocks, BLOCK, keep_prefixes)
 
 
-def serve(cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: str = "") -> int:
+def serve(cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
     """Feed what is not known of the tokens and index them all; return how many were known."""
-    known = cache.adopt_prefix(seq, tokens, salt)
-    feed(cache, seq, tokens[known:])
-    cache.index_prefix(seq, tokens)
+    known = cache.match_prefix(seq_id, tokens, cache_salt)
+    feed(cache, seq_id, tokens[known:])
+    cache.insert_prefix(seq_id, tokens)
     cache.check()
     return known
 
 
-def serve_and_leave(cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: str = "") -> int:
-    known = serve(cache, seq, tokens, salt)
-    cache.release(seq)
+def serve_and_leave(cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
+    known = serve(cache, seq_id, tokens, cache_salt)
+    cache.release(seq_id)
     return known
 
 
-def num_known(cache: PagedKVCache, tokens: Sequence[int], salt: str = "") -> int:
+def num_known(cache: PagedKVCache, tokens: Sequence[int], cache_salt: str = "") -> int:
     """Return how many of the tokens are found, all of them if need be, and that they are theirs."""
-    known = cache.adopt_prefix(PROBE, [*tokens, -1], salt)
+    known = cache.match_prefix(PROBE, [*tokens, -1], cache_salt)
     assert_holds(cache, PROBE, tokens[:known])
     cache.release(PROBE)
     cache.check()
     return known
 
 
-def blocks(cache: PagedKVCache, seq: int) -> list[int]:
-    return cache.table(seq).blocks.tolist()
+def blocks(cache: PagedKVCache, seq_id: int) -> list[int]:
+    return cache.table(seq_id).blocks.tolist()
 
 
 def test_an_empty_table_is_on_its_own_cache_s_device() -> None:
@@ -77,7 +77,7 @@ def test_a_prompt_is_known_to_its_last_full_block_and_but_for_its_last_token(ask
 def test_the_last_position_of_a_full_hit_is_rewritten_in_a_copy() -> None:
     cache = cache_of(4)
     serve(cache, 1, range(8))
-    assert cache.adopt_prefix(2, range(8)) == 7
+    assert cache.match_prefix(2, range(8)) == 7
     cache.check()
     feed(cache, 2, [99])
     assert_holds(cache, 1, range(8))
@@ -91,7 +91,7 @@ def test_a_block_that_is_not_full_is_not_indexed() -> None:
     assert num_known(cache, range(7)) == 4
     feed(cache, 1, [7])
     assert num_known(cache, range(8)) == 4, "not before its tokens are told"
-    cache.index_prefix(1, range(8))
+    cache.insert_prefix(1, range(8))
     assert num_known(cache, range(8)) == 8
 
 
@@ -99,10 +99,10 @@ def test_rejected_drafts_are_never_found() -> None:
     cache = cache_of(8)
     feed(cache, 1, [1, 2, 3])
     feed(cache, 1, [10, 11, 12, 13, 14, 15])
-    cache.keep_path(1, 3, [1, 3])
-    cache.index_prefix(1, [1, 2, 3, 11, 13, 5])
+    cache.compact(1, 3, [1, 3])
+    cache.insert_prefix(1, [1, 2, 3, 11, 13, 5])
     feed(cache, 1, [5, 6, 7])
-    cache.index_prefix(1, [1, 2, 3, 11, 13, 5, 6, 7])
+    cache.insert_prefix(1, [1, 2, 3, 11, 13, 5, 6, 7])
     assert num_known(cache, [1, 2, 3, 10, 11, 12, 13, 14]) == 0
     assert num_known(cache, [1, 2, 3, 11, 12, 13, 14, 15]) == 4
     assert num_known(cache, [1, 2, 3, 11, 13, 5, 6, 7]) == 8
@@ -111,8 +111,8 @@ def test_rejected_drafts_are_never_found() -> None:
 def test_moved_positions_are_found_by_what_they_hold_now() -> None:
     cache = cache_of(8)
     serve(cache, 1, range(12))
-    cache.keep_path(1, 4, range(3, 8))
-    cache.index_prefix(1, [*range(4), *range(7, 12)])
+    cache.compact(1, 4, range(3, 8))
+    cache.insert_prefix(1, [*range(4), *range(7, 12)])
     assert num_known(cache, [*range(4), *range(7, 12)]) == 8
     assert num_known(cache, range(12)) == 12
 
@@ -120,26 +120,26 @@ def test_moved_positions_are_found_by_what_they_hold_now() -> None:
 def test_drafts_that_are_still_open_are_not_indexed() -> None:
     cache = cache_of(8)
     feed(cache, 1, range(12))
-    cache.index_prefix(1, range(6))
+    cache.insert_prefix(1, range(6))
     assert num_known(cache, range(12)) == 4
-    cache.keep_path(1, 6, [1, 4])
-    cache.index_prefix(1, [*range(6), 7, 10, 50])
+    cache.compact(1, 6, [1, 4])
+    cache.insert_prefix(1, [*range(6), 7, 10, 50])
     assert num_known(cache, [*range(6), 7, 10]) == 8
 
 
 def test_salts_share_nothing() -> None:
     cache = cache_of(8)
     serve(cache, 1, range(8), "a")
-    assert [num_known(cache, range(8), salt) for salt in ("a", "b", "")] == [8, 0, 0]
+    assert [num_known(cache, range(8), cache_salt) for cache_salt in ("a", "b", "")] == [8, 0, 0]
 
 
 def test_a_fork_stays_within_its_salt() -> None:
     cache = cache_of(8)
-    cache.adopt_prefix(1, range(8), "a")
+    cache.match_prefix(1, range(8), "a")
     cache.fork(1, 2)
     feed(cache, 2, range(8))
-    cache.index_prefix(2, range(8))
-    assert [num_known(cache, range(8), salt) for salt in ("a", "")] == [8, 0]
+    cache.insert_prefix(2, range(8))
+    assert [num_known(cache, range(8), cache_salt) for cache_salt in ("a", "")] == [8, 0]
 
 
 def test_nothing_is_kept_where_it_is_not_wanted() -> None:
@@ -167,14 +167,14 @@ def test_a_fork_copies_no_block_before_one_is_written() -> None:
 
 def test_who_fed_what_is_known_goes_on_with_the_known_blocks() -> None:
     cache = cache_of(6)
-    for seq in (1, 2):
-        feed(cache, seq, range(9))
-    for seq in (1, 2):
-        cache.index_prefix(seq, range(9))
+    for seq_id in (1, 2):
+        feed(cache, seq_id, range(9))
+    for seq_id in (1, 2):
+        cache.insert_prefix(seq_id, range(9))
     assert blocks(cache, 1)[:2] == blocks(cache, 2)[:2]
     assert num_free(cache) == 2
-    for seq in (1, 2):
-        assert_holds(cache, seq, range(9))
+    for seq_id in (1, 2):
+        assert_holds(cache, seq_id, range(9))
 
 
 def test_what_a_sequence_indexed_is_found_as_long_as_it_lives() -> None:
@@ -182,13 +182,13 @@ def test_what_a_sequence_indexed_is_found_as_long_as_it_lives() -> None:
     cache = cache_of(5)
     serve(cache, 1, range(4))
     feed(cache, 2, range(8))
-    cache.index_prefix(2, range(8))
+    cache.insert_prefix(2, range(8))
     cache.release(1)
     feed(cache, 3, [50] * cache.free_tokens())
     assert num_known(cache, range(8)) == 8
     cache.release(3)
     feed(cache, 2, range(8, 12))
-    cache.index_prefix(2, range(12))
+    cache.insert_prefix(2, range(12))
     assert num_known(cache, range(12)) == 12
 
 
@@ -206,7 +206,7 @@ def test_exactly_the_blocks_that_begin_behind_a_cut_are_freed(n: int) -> None:
     assert_holds(cache, 1, range(n))
 
 
-@pytest.mark.parametrize("drop", [lambda cache: cache.truncate_to(1, 3), lambda cache: cache.keep_path(1, 3, [])])
+@pytest.mark.parametrize("drop", [lambda cache: cache.truncate_to(1, 3), lambda cache: cache.compact(1, 3, [])])
 def test_a_cut_across_a_boundary_leaves_no_stale_block(drop: Callable[[PagedKVCache], None]) -> None:
     cache = cache_of(4)
     feed(cache, 1, range(10))
@@ -231,7 +231,7 @@ def test_kept_prefixes_count_as_free() -> None:
 def test_an_adopted_prefix_is_no_longer_free() -> None:
     cache = cache_of(4)
     serve_and_leave(cache, 1, range(9))
-    cache.adopt_prefix(2, range(9))
+    cache.match_prefix(2, range(9))
     assert num_free(cache) == 2
     feed(cache, 3, [50] * 8)
     assert_holds(cache, 2, range(8))
@@ -242,7 +242,7 @@ def test_the_prefix_used_longest_ago_is_evicted_first() -> None:
     prompts = {name: [name * 10 + i for i in range(BLOCK)] for name in (1, 2, 3)}
     for name, tokens in prompts.items():
         serve_and_leave(cache, name, tokens)
-    cache.adopt_prefix(4, [*prompts[1], 5])
+    cache.match_prefix(4, [*prompts[1], 5])
     cache.release(4)
     feed(cache, 5, [50] * 2 * BLOCK)
     assert {name: num_known(cache, tokens) for name, tokens in prompts.items()} == {1: 4, 2: 0, 3: 4}
@@ -257,7 +257,7 @@ def cut(cache: PagedKVCache) -> None:
 
 
 def move_and_leave(cache: PagedKVCache) -> None:
-    cache.keep_path(1, 0, range(1, 12))
+    cache.compact(1, 0, range(1, 12))
     cache.check()
     cache.release(1)
 
@@ -293,7 +293,7 @@ def test_a_copy_needs_room_too() -> None:
     plan.take(1, 2)
     assert plan.room(2) == 0
     feed(cache, 3, [50])
-    assert [cache.plan().room(seq) for seq in (1, 2, 3, 4)] == [0, 0, 3, 0]
+    assert [cache.plan().room(seq_id) for seq_id in (1, 2, 3, 4)] == [0, 0, 3, 0]
     with pytest.raises(CapacityError, match=r"sequence 1 needs 1 more .* 0 of 3 are free\n.*Fix: raise kv_memory"):
         cache.reserve(1, 1)
 
@@ -304,9 +304,9 @@ def test_a_path_through_shared_positions_needs_room_or_changes_nothing() -> None
     cache.fork(1, 2)
     feed(cache, 3, [50] * 4)
     with pytest.raises(CapacityError, match=r"sequence 2 has to move .* needs 2 more .*\n.*Fix: "):
-        cache.keep_path(2, 0, [1, 2, 3, 4, 5])
+        cache.compact(2, 0, [1, 2, 3, 4, 5])
     assert_holds(cache, 2, range(8))
-    cache.keep_path(2, 4, [1, 2])
+    cache.compact(2, 4, [1, 2])
     assert_holds(cache, 1, range(8))
     assert_holds(cache, 2, [0, 1, 2, 3, 5, 6])
     cache.check()
@@ -316,7 +316,7 @@ def test_keeping_shared_positions_as_they_are_needs_no_room() -> None:
     cache = cache_of(2)
     feed(cache, 1, range(8))
     cache.fork(1, 2)
-    cache.keep_path(2, 3, [0, 1])
+    cache.compact(2, 3, [0, 1])
     assert_holds(cache, 2, range(5))
     assert_holds(cache, 1, range(8))
 

@@ -9,16 +9,16 @@ import pytest
 from speculant.cache.prefix import PrefixIndex
 
 
-def insert(index: PrefixIndex, tokens: Sequence[int], blocks: Sequence[int], salt: str = "") -> None:
+def insert(index: PrefixIndex, tokens: Sequence[int], blocks: Sequence[int], cache_salt: str = "") -> None:
     """Put blocks of two tokens each into the index."""
-    node = index.root(salt)
+    node = index.root(cache_salt)
     for place, block in enumerate(blocks):
         node = index.insert(node, tokens, place, block)
 
 
-def found(index: PrefixIndex, tokens: Sequence[int], salt: str = "") -> list[int | None]:
+def found(index: PrefixIndex, tokens: Sequence[int], cache_salt: str = "") -> list[int | None]:
     index.check()
-    return [node.block for node in index.match(tokens, salt)]
+    return [node.block for node in index.match(tokens, cache_salt)]
 
 
 @pytest.fixture

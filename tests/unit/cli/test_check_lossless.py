@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.cli.check_lossless import LawFlags, PairFlags
+from speculant.cli.check_lossless import DistributionFlags, PairFlags
 from speculant.cli.main import app
 from speculant.errors import SpeculantError
 from speculant.verification.rejection import Rejection
-from tests.faults import accept_always, report_flatter_laws
+from tests.faults import accept_always, report_flatter_distributions
 from tests.models import Checkpoints
 
 SMALL = ("--cases", "8", "--texts", "24", "--max-tokens", "24", "--ignore-eos", "--prompt", "abc", "--prompt", "import")
@@ -78,7 +78,10 @@ def test_text_says_what_was_proven_tested_and_how_strong_it_was(checkpoints: Che
     shown = result.stdout
     assert shown.startswith("speculation is on: draft_model, 5 tokens a step")
     assert "rejection for sampled requests, rejection for greedy requests, match for seeded requests" in shown
-    assert "8 random pairs of laws, vocabularies of 2 to 4, 1 to 3 draft tokens by draft_model, around tables" in shown
+    assert (
+        "8 random pairs of distributions, vocabularies of 2 to 4, 1 to 3 draft tokens by draft_model, around tables"
+        in shown
+    )
     assert "(1e-12 is rounding)" in shown
     assert "percentage points in the probability of the target's likeliest token would have been seen in 95 of" in shown
     assert "greedy, speculative, together: 2 of 2 texts agree ok" in shown
@@ -88,16 +91,16 @@ def test_text_says_what_was_proven_tested_and_how_strong_it_was(checkpoints: Che
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rules"),
+    ("arguments", "verifiers"),
     [
         (["--method", "ngram"], {"sampled": "match", "greedy": "match", "seeded": "match"}),
         (["--speculative-config", "method=ngram,verification=rejection"], {"sampled": "rejection"}),
     ],
 )
-def test_a_drafter_without_a_model(checkpoints: Checkpoints, arguments: list[str], rules: dict[str, str]) -> None:
+def test_a_drafter_without_a_model(checkpoints: Checkpoints, arguments: list[str], verifiers: dict[str, str]) -> None:
     value = _json("--model", checkpoints.target, *SMALL, *arguments)
     assert value["lossless"]
-    assert value["settings"]["rules"].items() >= rules.items()
+    assert value["settings"]["rules"].items() >= verifiers.items()
     assert value["proven"][0]["draft"] == "ngram, around tables"
     assert value["proven"][0]["mean_accepted"] > 0
 
@@ -124,8 +127,10 @@ def test_a_rule_that_accepts_always_fails_every_part_that_uses_it(
     assert failed == {("greedy", "speculative, alone"), ("greedy", "speculative, together")}
 
 
-def test_a_draft_law_that_was_not_drawn_from_fails(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    report_flatter_laws(monkeypatch)
+def test_a_draft_distribution_that_was_not_drawn_from_fails(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_flatter_distributions(monkeypatch)
     result = _invoke(*_pair(checkpoints, "--texts", "150"))
     assert result.exit_code == 1
     assert "block, for sampled requests: FAILED" in result.stdout
@@ -197,9 +202,9 @@ def test_the_embedded_pair_is_checked_unless_another_is_named() -> None:
     assert both["speculative_config"] == {"max_order": 3, "method": "ngram", "verification": "match"}
 
 
-def test_only_flags_that_make_a_law_or_an_end_are_offered() -> None:
-    assert {"temperature", "stop", "max_tokens"} <= set(LawFlags.names())
-    assert not {"n", "seed", "logprobs", "speculation"} & set(LawFlags.names())
+def test_only_flags_that_make_a_distribution_or_an_end_are_offered() -> None:
+    assert {"temperature", "stop", "max_tokens"} <= set(DistributionFlags.names())
+    assert not {"n", "seed", "logprobs", "speculation"} & set(DistributionFlags.names())
 
 
 @pytest.mark.parametrize(

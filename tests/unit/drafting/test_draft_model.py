@@ -13,8 +13,8 @@ from speculant.cache.base import KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.drafting.draft_model import ModelDrafter
+from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.models.base import Batch, CausalLM
-from speculant.models.chains import fit_vocabulary
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -37,8 +37,8 @@ def model(checkpoints: Checkpoints) -> CausalLM:
     return load_model(checkpoints.near, "float64", "cpu").model
 
 
-def begun(drafter: ModelDrafter, seq: int, tokens: list[int], salt: str = "") -> Request:
-    request = make_request(tokens, params=GREEDY, seq=seq, salt=salt)
+def begun(drafter: ModelDrafter, seq_id: int, tokens: list[int], cache_salt: str = "") -> Request:
+    request = make_request(tokens, params=GREEDY, seq_id=seq_id, cache_salt=cache_salt)
     drafter.begin(request)
     return request
 
@@ -80,7 +80,7 @@ def test_a_long_backlog_is_fed_in_parts_and_shared(model: CausalLM) -> None:
     sizes, lengths = [], []
     for _ in range(6):
         sizes.append([tree.size for tree in drafter.propose(requests, [2, 2])])
-        lengths.append([drafter.cache.length(seq) for seq in (1, 2)])
+        lengths.append([drafter.cache.length(request) for request in (1, 2)])
     assert sizes == [[0, 0], [0, 0], [2, 0], [2, 0], [2, 0], [2, 2]]
     assert lengths[:2] == [[8, 0], [16, 0]]
 
@@ -90,7 +90,7 @@ def test_a_long_backlog_is_fed_as_far_as_the_memory_goes(model: CausalLM) -> Non
     drafter = drafter_of(model, num_blocks=6)
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[::-1])]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
-    assert [drafter.cache.length(seq) for seq in (1, 2)] == [20, 4]
+    assert [drafter.cache.length(request) for request in (1, 2)] == [20, 4]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
     drafter.end(requests[0])
     assert [tree.size for tree in drafter.propose(requests[1:], [3])] == [3]
@@ -127,7 +127,7 @@ def test_what_is_known_is_not_fed_again(model: CausalLM) -> None:
     (second,) = drafter.propose([again], [2])
     assert counting.rows == [1, 1], "all but the last token of five full blocks"
     assert second.token_list == first.token_list
-    drafter.propose([begun(drafter, 3, PROMPT, salt="other")], [2])
+    drafter.propose([begun(drafter, 3, PROMPT, cache_salt="other")], [2])
     assert counting.rows[2:] == [20, 1]
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_fed_for_a_sequence_without_a_limit(model: CausalLM) -> None:
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT)]
     trees = drafter.propose(requests, [0, 1])
     assert [tree.size for tree in trees] == [0, 1]
-    assert [drafter.cache.length(seq) for seq in (1, 2)] == [0, len(PROMPT)]
+    assert [drafter.cache.length(request) for request in (1, 2)] == [0, len(PROMPT)]
 
 
 def test_only_what_is_missing_is_fed(model: CausalLM) -> None:

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams
 from speculant.drafting.draft_model import read_tree
+from speculant.drafting.growth.topology import ParallelChains, StaticTree
 from speculant.errors import ConfigError
-from speculant.models.branching import Draws, Shape
 
-LAW = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
+DISTRIBUTION = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
 
 
-def likeliest(law: Tensor) -> int:
-    return int(law.argmax())
+def likeliest(distribution: Tensor) -> int:
+    return int(distribution.argmax())
 
 
 def test_widths_and_ranks_name_the_same_shape() -> None:
     assert read_tree(None) is None
     assert read_tree([2, 1]) == read_tree([[0], [1], [0, 0], [1, 0]])
-    assert read_tree((3,)) == Shape(frozenset({(0,), (1,), (2,)}))
+    assert read_tree((3,)) == StaticTree(frozenset({(0,), (1,), (2,)}))
 
 
 @pytest.mark.parametrize(
@@ -34,30 +34,30 @@ def test_what_is_no_tree_is_refused(given: Any) -> None:
         read_tree(given)
 
 
-def test_children_are_drawn_without_replacement_and_say_from_which_law() -> None:
-    first, second = Shape.of_widths([2]).children((), [LAW], likeliest, distinct=False)
+def test_children_are_drawn_without_replacement_and_say_from_which_distribution() -> None:
+    first, second = StaticTree.of_widths([2]).children((), [DISTRIBUTION], likeliest, distinct=False)
     assert (first[0], second[0]) == (1, 2)
-    assert torch.equal(first[2], LAW)
+    assert torch.equal(first[2], DISTRIBUTION)
     assert torch.allclose(second[2], torch.tensor([1 / 6, 0, 1 / 2, 1 / 3], dtype=torch.float64))
-    assert Shape.of_widths([2]).children(first[1], [LAW], likeliest, distinct=False) == []
+    assert StaticTree.of_widths([2]).children(first[1], [DISTRIBUTION], likeliest, distinct=False) == []
 
 
-def test_a_law_with_too_few_tokens_has_fewer_children() -> None:
+def test_a_distribution_with_too_few_tokens_has_fewer_children() -> None:
     certain = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    assert [token for token, *_ in Shape.of_widths([3]).children((), [certain], likeliest, distinct=False)] == [1]
+    assert [token for token, *_ in StaticTree.of_widths([3]).children((), [certain], likeliest, distinct=False)] == [1]
 
 
 def test_draws_that_agree_are_one_child() -> None:
     said = iter([2, 1, 2])
-    draws = Draws((0, 0, 0), 2)
-    children = draws.children(draws.root, [LAW], lambda law: next(said), distinct=False)
+    draws = ParallelChains((0, 0, 0), 2)
+    children = draws.children(draws.root, [DISTRIBUTION], lambda distribution: next(said), distinct=False)
     assert [(token, node) for token, node, _ in children] == [(2, ((0, 0), 1)), (1, ((0,), 1))]
-    assert draws.children(((0, 0), 2), [LAW], likeliest, distinct=False) == []
+    assert draws.children(((0, 0), 2), [DISTRIBUTION], likeliest, distinct=False) == []
 
 
 def test_models_that_agree_share_a_child_and_one_that_is_behind_says_nothing() -> None:
-    draws, other = Draws((0, 1, 1), 1), torch.tensor([0.5, 0.4, 0.1, 0.0], dtype=torch.float64)
-    children = draws.children(draws.root, [LAW, other], likeliest, distinct=True)
+    draws, other = ParallelChains((0, 1, 1), 1), torch.tensor([0.5, 0.4, 0.1, 0.0], dtype=torch.float64)
+    children = draws.children(draws.root, [DISTRIBUTION, other], likeliest, distinct=True)
     assert [(token, node) for token, node, _ in children] == [(1, ((0, 1), 1)), (0, ((1,), 1))]
     children = draws.children(draws.root, [None, other], likeliest, distinct=True)
     assert [token for token, *_ in children] == [0, 1]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape
 from speculant.cache.slotted import SlottedKVCache
-from speculant.engine.commit import Committed, commit, fail, record_prompt, take_back, token_logprobs
-from speculant.engine.runner import Fed
+from speculant.engine.commit import Committed, commit, fail, record_prompt, roll_back, token_logprobs
+from speculant.engine.runner import TargetOutput
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request, Verdict
@@ -53,7 +53,7 @@ class Round:
     def commit(self, path: tuple[int, ...], token: int, max_model_len: int = 100, now: float = 1.0) -> Committed:
         logits = random_logits(self.tree.size + 1)
         item = Scheduled(self.request, len(self.request.tokens) - 1, 1)
-        fed = Fed(item, self.tree, logits, None)
+        fed = TargetOutput(item, self.tree, logits, None)
         return commit(fed, Verdict(path, token), self.cache, max_model_len, now)
 
 
@@ -62,14 +62,14 @@ def a_round(tree: DraftTree = TREE, output: Sequence[int] = (), **fields: Any) -
     params = fields.pop("params", SamplingParams(max_tokens=50))
     request = make_request(PROMPT, output, params, **fields)
     cache = SlottedKVCache(SHAPE, 1, 100)
-    slots = cache.reserve(request.seq, len(request.tokens) + tree.size)
+    slots = cache.reserve(request.seq_id, len(request.tokens) + tree.size)
     marks = torch.arange(len(slots.rows), dtype=torch.float64).view(-1, 1, 1)
     cache.write(0, slots.rows, marks, marks)
     return Round(request, tree, cache)
 
 
 def held(a: Round) -> list[int]:
-    return [int(mark) for mark in a.cache.read(0, a.request.seq)[0].flatten().tolist()]
+    return [int(mark) for mark in a.cache.read(0, a.request.seq_id)[0].flatten().tolist()]
 
 
 def test_the_accepted_path_and_the_token_behind_it_are_appended() -> None:
@@ -104,21 +104,21 @@ def test_what_lies_behind_an_end_token_is_dropped_everywhere(end: int) -> None:
 
 
 def test_a_stop_string_ends_a_request_within_a_run() -> None:
-    watch = Watch(stop=[12])
-    a = a_round(watch=watch)
+    stop_checker = Watch(stop=[12])
+    a = a_round(stop_checker=stop_checker)
     a.commit((1, 2, 4), 7)
     assert (a.request.output, a.request.finish_reason, a.request.stop_reason) == ([11, 12], "stop", "STOP")
-    assert watch.seen == [11, 12]
+    assert stop_checker.seen == [11, 12]
 
 
 def test_a_stop_string_may_span_verifications() -> None:
-    a = a_round(output=[9], watch=Watch(stop=[9, 11], seen=[9]))
+    a = a_round(output=[9], stop_checker=Watch(stop=[9, 11], seen=[9]))
     a.commit((1, 2), 7)
     assert (a.request.output, a.request.stop_reason) == ([9, 11], "STOP")
 
 
 def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
-    for fields in ({"end_token_ids": frozenset({12})}, {"watch": Watch(stop=[12])}):
+    for fields in ({"end_token_ids": frozenset({12})}, {"stop_checker": Watch(stop=[12])}):
         a = a_round(params=SamplingParams(max_tokens=2), **fields)
         a.commit((1, 2, 4), 7)
         assert (a.request.output, a.request.finish_reason) == ([11, 12], "stop")
@@ -234,5 +234,5 @@ def test_what_nobody_was_told_is_taken_back() -> None:
     a = a_round(output=[9], params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({14}))
     a.request.logprobs = [{}]
     a.commit((1, 2, 4), 7)
-    take_back(a.request, 1)
+    roll_back(a.request, 1)
     assert (a.request.tokens, a.request.logprobs, a.request.stop_reason) == ([*PROMPT, 9], [{}], None)

@@ -13,7 +13,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.engine.build import load_rules
+from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import ConfigError, RequestError
 from speculant.models.base import Batch, CausalLM
@@ -62,7 +62,7 @@ def cache_of(model: CausalLM) -> PagedKVCache:
 def engine_of(target: Any, drafter: Drafter | None = None, verification: str = "auto") -> Engine:
     options = EngineOptions(LIMITS, seed=0, end_token_ids=frozenset({END}), verification=verification)
     caches = [drafter.cache] if isinstance(drafter, ModelDrafter) else []
-    return Engine(options, target, cache_of(target), KeyedChances(), load_rules(), Fixed(3), drafter, caches)
+    return Engine(options, target, cache_of(target), KeyedChances(), load_verifiers(), Fixed(3), drafter, caches)
 
 
 def model_drafter(draft: CausalLM) -> ModelDrafter:
@@ -94,7 +94,7 @@ def test_a_prompt_is_answered_and_forgotten(target: CausalLM) -> None:
     assert engine.has_unfinished()
     said = run(engine)
     assert said == {"a": request.output}
-    assert engine._parts.cache.free_tokens() == 3 * 64
+    assert engine._context.cache.free_tokens() == 3 * 64
     assert engine.metrics.tokens == 12
 
 
@@ -148,7 +148,7 @@ def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "configured", "rule"),
+    ("values", "configured", "verifier"),
     [
         ({}, "auto", "block"),
         ({"temperature": 0}, "auto", "match"),
@@ -164,19 +164,19 @@ def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
     ],
 )
 def test_a_request_gets_the_rule_that_fits_it(
-    target: CausalLM, draft: CausalLM, values: dict[str, Any], configured: str, rule: str | None
+    target: CausalLM, draft: CausalLM, values: dict[str, Any], configured: str, verifier: str | None
 ) -> None:
     engine = engine_of(target, model_drafter(draft), configured)
     (request,) = engine.add_request(PROMPT, SamplingParams(**values), "a")
-    assert request.metrics.verification == rule
-    assert request.rule == (rule or "match")
-    assert request.coupled == (request.rule == "match")
+    assert request.metrics.verification == verifier
+    assert request.verifier == (verifier or "match")
+    assert request.shared_noise == (request.verifier == "match")
 
 
 def test_deterministic_drafts_are_matched(target: CausalLM) -> None:
     engine = engine_of(target, NgramDrafter(Options()))
     (request,) = engine.add_request(PROMPT, SamplingParams(), "a")
-    assert (request.rule, request.metrics.verification) == ("match", "match")
+    assert (request.verifier, request.metrics.verification) == ("match", "match")
 
 
 def test_without_a_drafter_no_rule_is_reported(target: CausalLM) -> None:
@@ -232,11 +232,11 @@ def test_an_aborted_request_frees_everything_at_once(target: CausalLM, draft: Ca
     engine.abort("a")
     engine.check()
     assert all(request.finish_reason == "abort" for request in aborted)
-    for cache in (engine._parts.cache, drafter.cache):
-        assert all(cache.length(request.seq) == 0 for request in aborted)
+    for cache in (engine._context.cache, drafter.cache):
+        assert all(cache.length(request.seq_id) == 0 for request in aborted)
     said = run(engine)
     assert "a" not in said
-    assert engine._parts.cache.free_tokens() == drafter.cache.free_tokens() == 3 * 64
+    assert engine._context.cache.free_tokens() == drafter.cache.free_tokens() == 3 * 64
 
 
 def test_aborting_twice_or_the_unknown_is_ignored(target: CausalLM) -> None:

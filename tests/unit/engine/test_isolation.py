@@ -15,7 +15,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.engine import Engine
 from speculant.errors import SpeculantError
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, Table, TableModel
 from speculant.models.base import Batch
 from speculant.params import SamplingParams
@@ -28,7 +28,7 @@ from tests.fakes import (
     ScriptedDrafter,
     both_caches,
     build_rig,
-    known_rules,
+    known_verifiers,
     model_drafter,
     paged,
 )
@@ -68,22 +68,22 @@ class Troubled(ScriptedDrafter):
         super().__init__(lambda request: [1, 2])
         self._word = word
 
-    def begin(self, seq: Request) -> None:
+    def begin(self, seq_id: Request) -> None:
         """See `Drafter.begin`."""
-        self._fail("begin", seq)
+        self._fail("begin", seq_id)
 
-    def propose(self, seqs: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        for seq in seqs:
-            self._fail("propose", seq)
-        return super().propose(seqs, limits)
+        for seq_id in seq_ids:
+            self._fail("propose", seq_id)
+        return super().propose(seq_ids, limits)
 
-    def observe(self, seq: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
-        self._fail("observe", seq)
+        self._fail("observe", seq_id)
 
-    def _fail(self, word: str, seq: Request) -> None:
-        if word == self._word and seq.prompt[0] == VICTIM:
+    def _fail(self, word: str, seq_id: Request) -> None:
+        if word == self._word and seq_id.prompt[0] == VICTIM:
             raise TroubleError
 
 
@@ -128,15 +128,15 @@ def rig_of(trouble: str, cache: MakeCache) -> Rig:
     return rig
 
 
-def add_all(rig: Rig, trouble: str = "", **law: Any) -> dict[str, Request]:
+def add_all(rig: Rig, trouble: str = "", **distribution: Any) -> dict[str, Request]:
     """Queue all prompts; some troubles are the victim's own settings."""
     requests = {}
     for name, prompt in PROMPTS.items():
         troubled = trouble if name == "victim" else ""
         speculation = {"verification": "troubled" if troubled == "rule" else "match"} if name == "victim" else None
-        params = SamplingParams(max_tokens=12, logprobs=0, prompt_logprobs=0, speculation=speculation, **law)
-        watch = TroubledWatch if troubled == "watch" else None
-        requests[name] = rig.add(prompt, params, name, watch)[0]
+        params = SamplingParams(max_tokens=12, logprobs=0, prompt_logprobs=0, speculation=speculation, **distribution)
+        stop_checker = TroubledWatch if troubled == "stop_checker" else None
+        requests[name] = rig.add(prompt, params, name, stop_checker)[0]
     return requests
 
 
@@ -148,31 +148,31 @@ TROUBLES = [
     "drafter: propose",
     "drafter: observe",
     "rule",
-    "watch",
+    "stop_checker",
 ]
 every_trouble = pytest.mark.parametrize("trouble", TROUBLES)
 
 
 @pytest.fixture(autouse=True)
 def _a_rule_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(known_rules(), "troubled", TroubledRule())
+    monkeypatch.setitem(known_verifiers(), "troubled", TroubledRule())
 
 
-def said_without(trouble: str, cache: MakeCache, **law: Any) -> dict[str, list[int]]:
+def said_without(trouble: str, cache: MakeCache, **distribution: Any) -> dict[str, list[int]]:
     """Return what is said without the trouble, everything else being equal."""
     rig = rig_of("drafter: is fine" if trouble.startswith("drafter") else "", cache)
-    requests = add_all(rig, **law)
+    requests = add_all(rig, **distribution)
     rig.finish()
     return {name: request.output for name, request in requests.items()}
 
 
 @both_caches
-@pytest.mark.parametrize("law", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("distribution", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
 @every_trouble
-def test_an_error_ends_its_own_request_alone(trouble: str, law: dict[str, Any], cache: MakeCache) -> None:
+def test_an_error_ends_its_own_request_alone(trouble: str, distribution: dict[str, Any], cache: MakeCache) -> None:
     """The others say what they would have said: a pass that is repeated for each alone draws nothing anew."""
-    rig, expected = rig_of(trouble, cache), said_without(trouble, cache, **law)
-    requests = add_all(rig, trouble, **law)
+    rig, expected = rig_of(trouble, cache), said_without(trouble, cache, **distribution)
+    requests = add_all(rig, trouble, **distribution)
     outputs = rig.finish()
     told = {name: [output for output in outputs if output.request_id == name] for name in requests}
     victim = requests["victim"]

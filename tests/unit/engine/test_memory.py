@@ -103,8 +103,8 @@ def test_the_configured_kind_is_made(backend: str, kind: type) -> None:
 def test_prefixes_are_kept_if_so_configured(keep: bool) -> None:
     cache = memory_of(enable_prefix_caching=keep, block_size=4).make_target()
     cache.reserve(1, 8)
-    cache.index_prefix(1, [5] * 8)
-    assert cache.adopt_prefix(2, [5] * 8) == (7 if keep else 0)
+    cache.insert_prefix(1, [5] * 8)
+    assert cache.match_prefix(2, [5] * 8) == (7 if keep else 0)
 
 
 def refused(make: Any) -> CapacityError:

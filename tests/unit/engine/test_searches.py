@@ -8,7 +8,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import CapacityError, RequestError
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import StepOutput
@@ -83,11 +83,11 @@ def test_an_error_of_one_sample_s_text_ends_all_of_them(index: int) -> None:
 
 def test_every_sample_s_watch_sees_its_own_tokens() -> None:
     rig = build_rig(TableModel(PAIR.target, 5), limits=LIMITS)
-    samples = rig.add((4, 1), SEARCH, watch=Watch)
+    samples = rig.add((4, 1), SEARCH, stop_checker=Watch)
     rig.finish()
     for sample in samples:
-        assert isinstance(sample.watch, Watch)
-        assert sample.watch.seen == sample.output
+        assert isinstance(sample.stop_checker, Watch)
+        assert sample.stop_checker.seen == sample.output
 
 
 def test_what_there_is_no_text_for_ends_with_an_error() -> None:
@@ -102,7 +102,7 @@ def test_what_there_is_no_text_for_ends_with_an_error() -> None:
     assert rig.engine.metrics.finished == 2
 
 
-def test_a_law_without_tokens_ends_every_sample() -> None:
+def test_a_distribution_without_tokens_ends_every_sample() -> None:
     rig = build_rig(TableModel(lambda history: [-math.inf, -math.inf], 2), limits=LIMITS)
     rig.expected = RequestError
     samples = rig.add((1,), SEARCH, "search")

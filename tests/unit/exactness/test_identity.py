@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 from speculant.exactness.identity import ROUNDING, WAYS, Comparison, compare, explained, first_gap
 from speculant.exactness.texts import Reader, complete, reread
 from speculant.params import SamplingParams
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, seed=0, ignore_eos=True)
 
 
-def build(checkpoints: Checkpoints, **values: str) -> Built:
+def build(checkpoints: Checkpoints, **values: str) -> Runtime:
     return build_engine(EngineConfig(checkpoints.target, checkpoints.near, spec_length=3, **values))  # type: ignore[arg-type]
 
 
@@ -40,10 +40,10 @@ def test_texts_agree_in_every_way(checkpoints: Checkpoints, engine: dict[str, st
 
 
 def test_every_prompt_has_a_seed_of_its_own(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, seeds = build(checkpoints), set()
-    add = built.engine.add_request
-    monkeypatch.setattr(built.engine, "add_request", lambda *given: (seeds.add(given[1].seed), add(*given))[1])
-    compare(built, "seeded", [PROMPTS[0]] * 3, SEEDED)
+    runtime, seeds = build(checkpoints), set()
+    add = runtime.engine.add_request
+    monkeypatch.setattr(runtime.engine, "add_request", lambda *given: (seeds.add(given[1].seed), add(*given))[1])
+    compare(runtime, "seeded", [PROMPTS[0]] * 3, SEEDED)
     assert seeds == {0, 1, 2}
 
 
@@ -56,9 +56,9 @@ def believing(self: Match, tree: DraftTree, p: Tensor, chance: Chance) -> Verdic
 def test_a_rule_that_believes_the_draft_is_found(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, engine: dict[str, str]
 ) -> None:
-    built = build_engine(EngineConfig(checkpoints.target, checkpoints.far, **engine))  # type: ignore[arg-type]
+    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.far, **engine))  # type: ignore[arg-type]
     monkeypatch.setattr(Match, "verify", believing)
-    together, *speculative = compare(built, "greedy", PROMPTS, GREEDY)
+    together, *speculative = compare(runtime, "greedy", PROMPTS, GREEDY)
     assert together.passed
     for each in speculative:
         assert not each.passed
@@ -72,43 +72,43 @@ def test_a_rule_that_believes_the_draft_is_found(
 
 @pytest.mark.parametrize("params", [GREEDY, replace(SEEDED, temperature=0.7, top_k=4)], ids=["greedy", "seeded"])
 def test_the_gap_is_how_much_the_target_prefers_its_token(checkpoints: Checkpoints, params: SamplingParams) -> None:
-    built = build(checkpoints, dtype="float64")
-    (text,) = complete(built, PROMPTS[:1], [replace(params, speculation=False)])
-    assert first_gap(built, text, text) is None
+    runtime = build(checkpoints, dtype="float64")
+    (text,) = complete(runtime, PROMPTS[:1], [replace(params, speculation=False)])
+    assert first_gap(runtime, text, text) is None
     place, mine = 5, text.output[5]
     theirs = (mine + 1) % 250
     other = replace(text, tokens=[*text.tokens])
     other.tokens[len(text.prompt) + place] = theirs
     here = reread(text, place)
     here.params = SamplingParams(temperature=params.temperature or 1.0)
-    law = Reader(built, 1, 40).laws([Node(here)])[0]
-    score = law.log() + (0 if params.greedy else noise(text.seed, len(here.tokens), len(law)))
-    assert first_gap(built, text, other) == pytest.approx(float(score[mine] - score[theirs]), abs=1e-9)
+    distribution = Reader(runtime, 1, 40).distributions([Node(here)])[0]
+    score = distribution.log() + (0 if params.greedy else noise(text.seed, len(here.tokens), len(distribution)))
+    assert first_gap(runtime, text, other) == pytest.approx(float(score[mine] - score[theirs]), abs=1e-9)
     assert float(score[mine] - score[theirs]) > 0
 
 
 def noise(seed: int, position: int, vocab_size: int) -> Tensor:
     from speculant.sampling.chance import gumbel, mix_in
 
-    key = KeyedNoise(seed, position).ahead(1)
+    key = KeyedNoise(seed, position).take_keys(1)
     return gumbel(mix_in(*key), torch.arange(vocab_size))
 
 
 def test_a_text_that_ends_sooner_is_no_near_tie(checkpoints: Checkpoints) -> None:
-    built = build(checkpoints)
-    (text,) = complete(built, PROMPTS[:1], [GREEDY])
-    assert first_gap(built, text, replace(text, tokens=text.tokens[:-1])) == math.inf
+    runtime = build(checkpoints)
+    (text,) = complete(runtime, PROMPTS[:1], [GREEDY])
+    assert first_gap(runtime, text, replace(text, tokens=text.tokens[:-1])) == math.inf
 
 
 def test_a_token_that_can_not_be_is_no_near_tie(checkpoints: Checkpoints) -> None:
-    built = build(checkpoints)
+    runtime = build(checkpoints)
     banned = replace(GREEDY, logit_bias={7: -math.inf})
-    (text,) = complete(built, PROMPTS[:1], [banned])
+    (text,) = complete(runtime, PROMPTS[:1], [banned])
     other = replace(text, tokens=[*text.prompt, 7, *text.output[1:]])
-    assert first_gap(built, text, other) == math.inf
+    assert first_gap(runtime, text, other) == math.inf
 
 
-def test_what_rounding_explains_depends_on_kernels_dtype_and_law(checkpoints: Checkpoints) -> None:
+def test_what_rounding_explains_depends_on_kernels_dtype_and_distribution(checkpoints: Checkpoints) -> None:
     native, reference = build(checkpoints), build(checkpoints, kernels="reference")
     cold = replace(SEEDED, temperature=0.5)
     assert explained(native, GREEDY) is None

@@ -11,49 +11,55 @@ from torch import Tensor
 from speculant.config import SpeculativeConfig
 from speculant.drafting import draft_model
 from speculant.drafting.base import DrafterContext
-from speculant.engine.build import build_rules, load_rules
+from speculant.engine.build import build_verifiers, load_verifiers
 from speculant.exactness import proofs
+from speculant.exactness.distributions import EXACT
 from speculant.exactness.drafts import Draft, Likeliest, choose_draft
-from speculant.exactness.laws import EXACT
 from speculant.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Request, Verdict
 from speculant.verification import rejection
-from tests.faults import accept_always, report_flatter_laws
+from tests.faults import accept_always, report_flatter_distributions
 from tests.models import make_request
 
-RULES = load_rules()
+VERIFIERS = load_verifiers()
 ENDLESS = SamplingParams(max_tokens=None)
 MODEL = SpeculativeConfig(model="any")
 TREE = SpeculativeConfig(model="any", options={"tree": [2, 1]})
 PLAIN_TO_SEE = 1e-3
 
 
-def proof(spec: SpeculativeConfig, rule: str, cases: int = 16, params: SamplingParams = ENDLESS) -> Proof:
-    rules, _ = build_rules(spec)
-    return prove(Claim(rule, rules[rule].lossless, ["sampled"], params, cases), choose_draft(spec, rules), rules)
+def proof(spec: SpeculativeConfig, verifier: str, cases: int = 16, params: SamplingParams = ENDLESS) -> Proof:
+    verifiers, _ = build_verifiers(spec)
+    return prove(
+        Claim(verifier, verifiers[verifier].lossless, ["sampled"], params, cases),
+        choose_draft(spec, verifiers),
+        verifiers,
+    )
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
-def test_every_lossless_rule_is_proven_for_a_chain(rule: str) -> None:
-    found = proof(MODEL, rule)
+@pytest.mark.parametrize("verifier", [name for name, verifier in VERIFIERS.items() if verifier.lossless])
+def test_every_lossless_rule_is_proven_for_a_chain(verifier: str) -> None:
+    found = proof(MODEL, verifier)
     assert found.passed
     assert found.cases == 16
     assert found.mean_accepted > 0.3
     assert set(found.sizes) == set(CHAINS)
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless and rule.needs.branches])
-def test_every_branching_rule_is_proven_for_a_tree(rule: str) -> None:
-    found = proof(TREE, rule, cases=8)
+@pytest.mark.parametrize(
+    "verifier", [name for name, verifier in VERIFIERS.items() if verifier.lossless and verifier.needs.branches]
+)
+def test_every_branching_rule_is_proven_for_a_tree(verifier: str) -> None:
+    found = proof(TREE, verifier, cases=8)
     assert found.passed
     assert found.mean_accepted > 0.3
     assert set(found.sizes) >= set(TREES) - {(3, 4)}, "a size with too many ways may be left out, the smaller never"
 
 
 @pytest.mark.parametrize("spec", [SpeculativeConfig(method="ngram"), SpeculativeConfig(method="synthetic")])
-def test_drafts_without_laws_are_proven(spec: SpeculativeConfig) -> None:
+def test_drafts_without_distributions_are_proven(spec: SpeculativeConfig) -> None:
     found = proof(spec, "match")
     assert found.passed
     assert found.mean_accepted > 0.1
@@ -72,11 +78,11 @@ def test_a_rule_that_accepts_always_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert not found.to_dict()["passed"]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_draft_law_that_was_not_drawn_from_is_found(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    report_flatter_laws(monkeypatch)
-    assert proof(MODEL, rule, cases=8).deviation > PLAIN_TO_SEE
-    assert proof(MODEL, "match", cases=8).deviation <= EXACT, "a rule that never looks at laws is not harmed"
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_a_draft_distribution_that_was_not_drawn_from_is_found(monkeypatch: pytest.MonkeyPatch, verifier: str) -> None:
+    report_flatter_distributions(monkeypatch)
+    assert proof(MODEL, verifier, cases=8).deviation > PLAIN_TO_SEE
+    assert proof(MODEL, "match", cases=8).deviation <= EXACT, "a rule that never looks at distributions is not harmed"
 
 
 def test_a_rule_that_breaks_down_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +102,10 @@ def test_what_is_no_probability_breaks_the_proof_off(monkeypatch: pytest.MonkeyP
     assert "is not a probability" in str(found.error)
 
 
-def requests(rules: Sequence[str], params: SamplingParams) -> dict[str, Request]:
+def requests(verifiers: Sequence[str], params: SamplingParams) -> dict[str, Request]:
     kinds = {"sampled": params, "greedy": replace(params, temperature=0), "seeded": replace(params, seed=0)}
-    named = zip(kinds.items(), rules, strict=True)
-    return {kind: make_request([1], params=each, rule=rule) for (kind, each), rule in named}
+    named = zip(kinds.items(), verifiers, strict=True)
+    return {kind: make_request([1], params=each, verifier=verifier) for (kind, each), verifier in named}
 
 
 def test_sizes_with_too_many_ways_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +123,7 @@ def test_sizes_with_too_many_ways_are_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_claims_are_made_of_the_rules_in_use() -> None:
     params = SamplingParams(temperature=0.7, top_k=5, max_tokens=9, logit_bias={900: 1.0}, stop="x")
     made = claims(requests(["block", "match", "match"], params), 40)
-    assert [(each.rule, each.kinds, each.cases) for each in made] == [
+    assert [(each.verifier, each.kinds, each.cases) for each in made] == [
         ("block", ["sampled"], 40),
         ("match", ["greedy"], 10),
         ("match", ["seeded"], 10),
@@ -139,11 +145,11 @@ def test_a_claim_says_what_its_rule_says_of_itself() -> None:
 
 
 def test_the_configured_method_drafts_with_its_own_options() -> None:
-    chosen = choose_draft(TREE, RULES)
+    chosen = choose_draft(TREE, VERIFIERS)
     assert chosen.says == "draft_model, around tables"
     assert chosen.needs.emits_tree
     assert chosen.needs.max_nodes == 4
-    assert choose_draft(MODEL, RULES).needs.emits_probs
+    assert choose_draft(MODEL, VERIFIERS).needs.emits_probs
 
 
 def test_further_draft_models_have_tables_of_their_own() -> None:
@@ -165,7 +171,7 @@ def test_a_lossy_rule_is_enumerated_with_its_own_options() -> None:
 
 
 def test_a_method_that_has_nothing_to_draft_from_gives_way_and_that_is_said() -> None:
-    chosen = choose_draft(SpeculativeConfig(method="synthetic"), RULES)
+    chosen = choose_draft(SpeculativeConfig(method="synthetic"), VERIFIERS)
     assert chosen.needs == Likeliest.needs
     assert "synthetic can't draft from tables (it drafted nothing there)" in chosen.says
 
@@ -175,15 +181,15 @@ def test_a_method_that_needs_a_real_model_gives_way_too(monkeypatch: pytest.Monk
         raise AttributeError("no layers")
 
     monkeypatch.setattr(draft_model, "build", build)
-    chosen = choose_draft(MODEL, RULES)
+    chosen = choose_draft(MODEL, VERIFIERS)
     assert "can't draft from tables (AttributeError: no layers)" in chosen.says
-    found = prove(Claim("block", True, ["sampled"], ENDLESS, 8), chosen, RULES)
+    found = prove(Claim("block", True, ["sampled"], ENDLESS, 8), chosen, VERIFIERS)
     assert found.passed
     assert found.mean_accepted > 0.1
 
 
 def test_prompts_let_every_kind_draft() -> None:
-    model, ngram = (choose_draft(spec, RULES) for spec in (MODEL, SpeculativeConfig(method="ngram")))
+    model, ngram = (choose_draft(spec, VERIFIERS) for spec in (MODEL, SpeculativeConfig(method="ngram")))
     assert isinstance(model, Draft)
     assert model.prompt(3) == (0,)
     assert ngram.prompt(3) == (0, 1, 2, 0, 1, 2)

@@ -14,13 +14,13 @@ V = 6
 NO_DRAFT = torch.zeros(0, V, dtype=torch.float64)
 
 
-def random_laws(rng: np.random.Generator, count: int) -> np.ndarray:
+def random_distributions(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.dirichlet(np.full(V, 0.7), size=count)
 
 
-def draw(laws: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a token from each law [n, V]."""
-    return (laws.cumsum(-1) < rng.random((len(laws), 1))).sum(-1).clip(max=V - 1)
+def draw(distributions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw a token from each distribution [n, V]."""
+    return (distributions.cumsum(-1) < rng.random((len(distributions), 1))).sum(-1).clip(max=V - 1)
 
 
 def scored(p: np.ndarray, tokens: np.ndarray, q: np.ndarray | None = None) -> Scores:
@@ -33,8 +33,8 @@ def test_z_of_a_correct_sampler_is_standard_normal() -> None:
     rng = np.random.default_rng(1)
     z: list[list[float]] = []
     for _ in range(800):
-        p = random_laws(rng, 200)
-        z.append([score.z for score in scored(p, draw(p, rng), random_laws(rng, 200)).made])
+        p = random_distributions(rng, 200)
+        z.append([score.z for score in scored(p, draw(p, rng), random_distributions(rng, 200)).made])
     found = np.array(z)
     assert found.shape == (800, 3)
     assert np.abs(found.mean(0)).max() < 4 / math.sqrt(800)
@@ -43,8 +43,8 @@ def test_z_of_a_correct_sampler_is_standard_normal() -> None:
 
 def test_a_correct_sampler_passes() -> None:
     rng = np.random.default_rng(2)
-    p = random_laws(rng, 20_000)
-    scores = scored(p, draw(p, rng), random_laws(rng, 20_000))
+    p = random_distributions(rng, 20_000)
+    scores = scored(p, draw(p, rng), random_distributions(rng, 20_000))
     assert scores.impossible == 0
     assert [score.name for score in scores.made] == ["favourite", "log p", "q > p"]
     assert scores.level == pytest.approx(FALSE_ALARM / 3)
@@ -53,7 +53,7 @@ def test_a_correct_sampler_passes() -> None:
 
 def test_a_sampler_that_follows_the_draft_fails() -> None:
     rng = np.random.default_rng(3)
-    p, q = random_laws(rng, 4000), random_laws(rng, 4000)
+    p, q = random_distributions(rng, 4000), random_distributions(rng, 4000)
     scores = scored(p, draw(0.8 * p + 0.2 * q, rng), q)
     found = {score.name: score for score in scores.made}
     assert found["q > p"].z > 5
@@ -64,7 +64,7 @@ def test_a_sampler_that_follows_the_draft_fails() -> None:
 
 def test_a_sampler_that_is_too_cold_fails() -> None:
     rng = np.random.default_rng(4)
-    p = random_laws(rng, 4000)
+    p = random_distributions(rng, 4000)
     cold = p**1.3 / (p**1.3).sum(-1, keepdims=True)
     scores = scored(p, draw(cold, rng))
     assert [score.name for score in scores.made] == ["favourite", "log p"]
@@ -77,7 +77,7 @@ def test_the_shift_that_is_told_is_found_as_often_as_told(level: int) -> None:
     runs, tokens = 500, 2000
     found = 0
     for _ in range(runs):
-        p = 0.7 * random_laws(rng, tokens) + 0.3 / V
+        p = 0.7 * random_distributions(rng, tokens) + 0.3 / V
         likeliest = np.eye(V)[p.argmax(-1)]
         score = Score("", "", "")
         score.add(torch.tensor(p), torch.tensor(likeliest), torch.tensor(draw(p, rng)))

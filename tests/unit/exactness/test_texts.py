@@ -1,4 +1,4 @@
-"""Texts of a pair are held against the target's own laws, whatever made them."""
+"""Texts of a pair are held against the target's own distributions, whatever made them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from speculant import plugins
 from speculant.config import EngineConfig
-from speculant.engine.build import Built, build_engine
+from speculant.engine.build import Runtime, build_engine
 from speculant.errors import SpeculantError
 from speculant.exactness.check import Scored, Subject, draw_and_score
 from speculant.exactness.texts import Reader, Second, complete, reread, score_texts
@@ -20,12 +20,12 @@ from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node
 from speculant.types import Request
 from speculant.verification.rejection import Rejection
-from tests.faults import accept_always, report_flatter_laws
+from tests.faults import accept_always, report_flatter_distributions
 from tests.models import Checkpoints
 
 PROMPTS = [[70, 71, 72], [80] * 9, [90]]
 FREE = SamplingParams(max_tokens=40, ignore_eos=True)
-LAW = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, repetition_penalty=1.2, ignore_eos=True)
+DISTRIBUTION = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, repetition_penalty=1.2, ignore_eos=True)
 
 
 def pair(checkpoints: Checkpoints, **values: object) -> EngineConfig:
@@ -68,17 +68,17 @@ def test_a_rule_that_accepts_always_is_found(checkpoints: Checkpoints, monkeypat
     assert z(found)["log p"] < -10
 
 
-def test_a_draft_law_that_was_not_drawn_from_is_found(
+def test_a_draft_distribution_that_was_not_drawn_from_is_found(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report_flatter_laws(monkeypatch)
+    report_flatter_distributions(monkeypatch)
     found = drawn(pair(checkpoints, speculative_config={"verification": "rejection"}), texts=80)
     assert not found.passed
     assert max(map(abs, z(found).values())) > 5
 
 
 def test_a_greedy_rule_is_found(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that looks right, from another law: rejected drafts are replaced by the likeliest token."""
+    """Text that looks right, from another distribution: rejected drafts are replaced by the likeliest token."""
     decide = Rejection.verify
     monkeypatch.setattr(Rejection, "verify", lambda self, tree, p, chance: decide(self, tree, p**2, chance))
     found = drawn(pair(checkpoints, speculative_config={"verification": "rejection"}))
@@ -103,54 +103,54 @@ def test_impossible_tokens_fail_where_no_rounding_explains_them(
 # --- reading
 
 
-def texts_of(built: Built, params: SamplingParams) -> list[Request]:
-    return complete(built, PROMPTS, [params] * len(PROMPTS))
+def texts_of(runtime: Runtime, params: SamplingParams) -> list[Request]:
+    return complete(runtime, PROMPTS, [params] * len(PROMPTS))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_the_reader_sees_the_laws_that_tokens_were_drawn_from(checkpoints: Checkpoints, dtype: str) -> None:
-    """A seeded token is the argmax of its law and the noise of its place."""
-    built = build_engine(pair(checkpoints, dtype=dtype, max_num_batched_tokens=4))
+def test_the_reader_sees_the_distributions_that_tokens_were_drawn_from(checkpoints: Checkpoints, dtype: str) -> None:
+    """A seeded token is the argmax of its distribution and the noise of its place."""
+    runtime = build_engine(pair(checkpoints, dtype=dtype, max_num_batched_tokens=4))
     chances = {"seed": 3, "speculation": False}
-    (text,) = complete(built, [PROMPTS[1]], [SamplingParams(**{**vars(LAW), **chances})])  # type: ignore[arg-type]
-    reader = Reader(built, 1, len(text.tokens))
+    (text,) = complete(runtime, [PROMPTS[1]], [SamplingParams(**{**vars(DISTRIBUTION), **chances})])  # type: ignore[arg-type]
+    reader = Reader(runtime, 1, len(text.tokens))
     for place in range(text.num_output):
         here = reread(text, place)
         reader.end(here)
-        law = reader.laws([Node(here)])[0]
-        here.coupled = True
-        assert law_draw(here, law) == text.output[place]
+        distribution = reader.distributions([Node(here)])[0]
+        here.shared_noise = True
+        assert distribution_draw(here, distribution) == text.output[place]
 
 
-def law_draw(request: Request, law: torch.Tensor) -> int:
+def distribution_draw(request: Request, distribution: torch.Tensor) -> int:
     from speculant.sampling.chance import KeyedNoise
 
-    return KeyedNoise(request.seed, len(request.tokens)).draw(law)
+    return KeyedNoise(request.seed, len(request.tokens)).draw(distribution)
 
 
 def test_reading_on_is_reading_anew(checkpoints: Checkpoints) -> None:
-    built = build_engine(pair(checkpoints, max_num_batched_tokens=4))
-    text = texts_of(built, LAW)[1]
-    reader, fresh, growing = Reader(built, 1, 40), Reader(built, 1, 40), reread(text)
+    runtime = build_engine(pair(checkpoints, max_num_batched_tokens=4))
+    text = texts_of(runtime, DISTRIBUTION)[1]
+    reader, fresh, growing = Reader(runtime, 1, 40), Reader(runtime, 1, 40), reread(text)
     for place in range(text.num_output):
         whole = reread(text, place)
-        assert torch.equal(reader.laws([Node(growing)]), fresh.laws([Node(whole)]))
+        assert torch.equal(reader.distributions([Node(growing)]), fresh.distributions([Node(whole)]))
         fresh.end(whole)
         growing.tokens.append(text.output[place])
 
 
-def test_the_second_drafter_tells_the_law_that_it_would_draw_from(checkpoints: Checkpoints) -> None:
+def test_the_second_drafter_tells_the_distribution_that_it_would_draw_from(checkpoints: Checkpoints) -> None:
     config = pair(checkpoints, dtype="float64")
-    built = build_engine(config)
+    runtime = build_engine(config)
     draft = load_model(checkpoints.far, "float64", role="draft")
-    text = texts_of(built, LAW)[0]
-    alone = Reader(replace(built, checkpoint=draft), 1, 40)
-    second, copy = Second(config, built, 1, 40), reread(text)
+    text = texts_of(runtime, DISTRIBUTION)[0]
+    alone = Reader(replace(runtime, checkpoint=draft), 1, 40)
+    second, copy = Second(config, runtime, 1, 40), reread(text)
     second.begin(copy)
     for token in text.output:
-        q, rows = second.laws([copy], torch.zeros(1, built.checkpoint.model.vocab_size, dtype=torch.float64))
+        q, rows = second.distributions([copy], torch.zeros(1, runtime.checkpoint.model.vocab_size, dtype=torch.float64))
         assert rows == [0]
-        assert (q - alone.laws([Node(copy)])).abs().max() < 1e-12
+        assert (q - alone.distributions([Node(copy)])).abs().max() < 1e-12
         copy.tokens.append(token)
 
 
@@ -161,30 +161,30 @@ def test_what_is_drafted_next_is_fixed_before_the_token_is_known(checkpoints: Ch
     config = pair(
         checkpoints, draft_model=checkpoints.near if uses_model else None, speculative_config={"method": method}
     )
-    built = build_engine(config)
-    texts = [text for _ in range(8) for text in texts_of(built, FREE)]
-    scores = score_texts(config, built, texts)
+    runtime = build_engine(config)
+    texts = [text for _ in range(8) for text in texts_of(runtime, FREE)]
+    scores = score_texts(config, runtime, texts)
     assert abs(scores.drafted.z) < 4
 
 
 @cache
-def engine(target: str, draft: str) -> Built:
+def engine(target: str, draft: str) -> Runtime:
     return build_engine(EngineConfig(target, draft, max_num_seqs=2))
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_texts_come_in_the_order_of_their_prompts(checkpoints: Checkpoints, alone: bool) -> None:
-    built = engine(checkpoints.target, checkpoints.near)
+    runtime = engine(checkpoints.target, checkpoints.near)
     params = [SamplingParams(max_tokens=count) for count in (2, 9, 4)]
-    texts = complete(built, PROMPTS, params, alone)
+    texts = complete(runtime, PROMPTS, params, alone)
     assert [list(text.prompt) for text in texts] == PROMPTS
     assert all(text.num_output <= each.max_tokens for text, each in zip(texts, params, strict=True))  # type: ignore[operator]
 
 
 def test_stop_strings_end_texts(checkpoints: Checkpoints) -> None:
-    built = engine(checkpoints.target, checkpoints.near)
+    runtime = engine(checkpoints.target, checkpoints.near)
     letters: Sequence[str] = [chr(code) for code in range(65, 123)]
-    texts = complete(built, PROMPTS, [SamplingParams(max_tokens=200, stop=letters, ignore_eos=True)] * 3)
+    texts = complete(runtime, PROMPTS, [SamplingParams(max_tokens=200, stop=letters, ignore_eos=True)] * 3)
     assert all(text.finish_reason == "stop" for text in texts)
 
 
@@ -193,7 +193,7 @@ def test_an_error_of_a_text_is_raised(checkpoints: Checkpoints, monkeypatch: pyt
         raise ArithmeticError("no verdict")
 
     config = pair(checkpoints, speculative_config={"verification": "rejection"})
-    built = build_engine(config)
+    runtime = build_engine(config)
     monkeypatch.setattr(Rejection, "verify", breaking)
     with pytest.raises(SpeculantError, match="ArithmeticError: no verdict"):
-        texts_of(built, FREE)
+        texts_of(runtime, FREE)

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from speculant import plugins
 from speculant.cache.slotted import SlottedKVCache
-from speculant.models.base import CausalLM, Feed, build_batch
+from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.weights import load_model
 from speculant.types import DraftTree
 
@@ -135,16 +135,16 @@ class Session:
         self.cache = SlottedKVCache(model.cache_shape, num_slots, max_len)
 
     @torch.inference_mode()
-    def feed(self, *feeds: Feed) -> Tensor:
+    def feed(self, *feeds: SequenceInput) -> Tensor:
         """Run one pass and return the logits [T, V] of all its rows."""
         batch = build_batch(feeds, self.cache, torch.device("cpu"))
         logits = self.model.logits(self.model.forward(batch, self.cache))
         self.cache.check()
         return logits
 
-    def extend(self, tokens: list[int], seq: int = 0) -> Tensor:
+    def extend(self, tokens: list[int], seq_id: int = 0) -> Tensor:
         """Feed committed tokens of one sequence."""
-        return self.feed(Feed(seq, tokens, DraftTree.empty()))
+        return self.feed(SequenceInput(seq_id, tokens, DraftTree.empty()))
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """Generate one token a pass."""

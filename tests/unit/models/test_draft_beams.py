@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import Limits
-from speculant.exactness.laws import FULL_SUPPORT, Pair
+from speculant.drafting.growth.beams import draft_beams
+from speculant.drafting.growth.runner import DraftModelRunner
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
-from speculant.models.beams import draft_beams
-from speculant.models.follower import Follower
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree, Request
@@ -29,8 +29,8 @@ def search_after(rounds: int, longest: int = 30, ends: frozenset[int] = frozense
     return rig, request
 
 
-def follower_of(model: TableModel, cache: MakeCache = paged, budget: int = 128) -> Follower:
-    return Follower(model, cache(model.cache_shape, LIMITS), KeyedChances(), budget)
+def follower_of(model: TableModel, cache: MakeCache = paged, budget: int = 128) -> DraftModelRunner:
+    return DraftModelRunner(model, cache(model.cache_shape, LIMITS), KeyedChances(), budget)
 
 
 def texts_of(request: Request, tree: DraftTree) -> set[tuple[int, ...]]:
@@ -38,10 +38,10 @@ def texts_of(request: Request, tree: DraftTree) -> set[tuple[int, ...]]:
     return {(*request.output, *tree.tokens_to(node)) for node in range(tree.size)}
 
 
-def assert_keeps_up(follower: Follower, request: Request) -> None:
+def assert_keeps_up(runner: DraftModelRunner, request: Request) -> None:
     """Its cache holds the trunk and nothing of the tree."""
-    follower.cache.check()
-    assert stored_tokens(follower.cache, request.seq) == request.tokens
+    runner.cache.check()
+    assert stored_tokens(runner.cache, request.seq_id) == request.tokens
 
 
 @both_caches
@@ -49,13 +49,13 @@ def assert_keeps_up(follower: Follower, request: Request) -> None:
 def test_a_model_like_the_target_s_drafts_what_the_target_will_keep(cache: MakeCache, rounds: int) -> None:
     """Of as many beams as the target's, at the target's scores, in rounds that end with the limit."""
     rig, request = search_after(rounds)
-    follower = follower_of(TableModel(PAIR.target, V), cache)
-    follower.begin(request)
+    runner = follower_of(TableModel(PAIR.target, V), cache)
+    runner.begin(request)
     live = request.live_tree()
-    tree = draft_beams(follower, [(request, 4 * WIDTH)], 1, V)[request.seq]
+    tree = draft_beams(runner, [(request, 4 * WIDTH)], 1, V)[request.seq_id]
     drafted = texts_of(request, tree) - texts_of(request, live)
     assert len(drafted) == 4 * WIDTH
-    assert_keeps_up(follower, request)
+    assert_keeps_up(runner, request)
     for _ in range(4):
         rig.step()
         assert request.beams is not None
@@ -69,52 +69,52 @@ def test_a_model_like_the_target_s_drafts_what_the_target_will_keep(cache: MakeC
 def test_a_limit_may_end_within_a_round(limit: int) -> None:
     """Then the round's best are drafted."""
     _, request = search_after(3)
-    follower = follower_of(TableModel(PAIR.draft, V))
-    follower.begin(request)
-    whole = draft_beams(follower, [(request, 12)], 2, V)[request.seq]
-    tree = draft_beams(follower, [(request, limit)], 2, V)[request.seq]
+    runner = follower_of(TableModel(PAIR.draft, V))
+    runner.begin(request)
+    whole = draft_beams(runner, [(request, 12)], 2, V)[request.seq_id]
+    tree = draft_beams(runner, [(request, limit)], 2, V)[request.seq_id]
     assert tree.token_list == whole.token_list[: tree.size]
     assert tree.size == request.live_tree().size + limit
-    assert_keeps_up(follower, request)
+    assert_keeps_up(runner, request)
 
 
 def test_a_backlog_is_caught_up_first() -> None:
     _, request = search_after(8)
-    follower = follower_of(TableModel(PAIR.draft, V), budget=2)
-    follower.begin(request)
+    runner = follower_of(TableModel(PAIR.draft, V), budget=2)
+    runner.begin(request)
     rounds = 0
-    while not (drafts := draft_beams(follower, [(request, 6)], 2, V)):
+    while not (drafts := draft_beams(runner, [(request, 6)], 2, V)):
         rounds += 1
-        assert stored_tokens(follower.cache, request.seq) == request.tokens[: 2 * rounds]
+        assert stored_tokens(runner.cache, request.seq_id) == request.tokens[: 2 * rounds]
     assert rounds == (len(request.tokens) - 1) // 2
     fresh = follower_of(TableModel(PAIR.draft, V))
     fresh.begin(request)
-    expected = draft_beams(fresh, [(request, 6)], 2, V)[request.seq]
-    assert drafts[request.seq].token_list == expected.token_list
+    expected = draft_beams(fresh, [(request, 6)], 2, V)[request.seq_id]
+    assert drafts[request.seq_id].token_list == expected.token_list
 
 
 @pytest.mark.parametrize("blocks", range(1, 9))
 def test_what_finds_no_room_is_not_drafted(blocks: int) -> None:
     _, request = search_after(6)
     draft = TableModel(PAIR.draft, V)
-    follower = follower_of(draft, few_blocks(blocks))
-    follower.begin(request)
-    tree = draft_beams(follower, [(request, 18)], 2, V).get(request.seq, DraftTree.empty())
-    follower.cache.check()
+    runner = follower_of(draft, few_blocks(blocks))
+    runner.begin(request)
+    tree = draft_beams(runner, [(request, 18)], 2, V).get(request.seq_id, DraftTree.empty())
+    runner.cache.check()
     needed = len(request.tokens) + request.live_tree().size
     assert (tree.size > request.live_tree().size) == (4 * blocks >= needed)
     assert tree.size <= max(0, 4 * blocks - len(request.tokens) + 1)
 
 
 def test_what_the_target_has_scored_is_taken_over() -> None:
-    """The draft's own law does not matter where the target's is known."""
+    """The draft's own distribution does not matter where the target's is known."""
     _, request = search_after(3)
     assert request.beams is not None
     best = request.beams.live[0].tokens
-    request.beams = request.beams.learn({best: ((5, -0.001), (4, -9.0))})
-    follower = follower_of(TableModel(lambda history: [0.0] * V, V))
-    follower.begin(request)
-    tree = draft_beams(follower, [(request, 6)], 2, V)[request.seq]
+    request.beams = request.beams.advance({best: ((5, -0.001), (4, -9.0))})
+    runner = follower_of(TableModel(lambda history: [0.0] * V, V))
+    runner.begin(request)
+    tree = draft_beams(runner, [(request, 6)], 2, V)[request.seq_id]
     drafted = texts_of(request, tree) - texts_of(request, request.live_tree())
     assert {text for text in drafted if text[:-1] == best} <= {(*best, 5), (*best, 4)}
     assert (*best, 5) in drafted
@@ -123,17 +123,17 @@ def test_what_the_target_has_scored_is_taken_over() -> None:
 def test_nothing_is_drafted_behind_an_end() -> None:
     ends = frozenset({0, 3})
     _, request = search_after(3, ends=ends)
-    follower = follower_of(TableModel(PAIR.target, V))
-    follower.begin(request)
-    tree = draft_beams(follower, [(request, 40)], 2, V)[request.seq]
+    runner = follower_of(TableModel(PAIR.target, V))
+    runner.begin(request)
+    tree = draft_beams(runner, [(request, 40)], 2, V)[request.seq_id]
     assert tree.size > request.live_tree().size
     assert ends.isdisjoint(tree.token_list)
 
 
 def test_a_smaller_vocabulary_drafts_what_it_knows() -> None:
     _, request = search_after(5)
-    follower = follower_of(TableModel(lambda history: [1.0, 2.0, 0.0], 3))
-    follower.begin(request)
-    tree = draft_beams(follower, [(request, 12)], 2, V)[request.seq]
+    runner = follower_of(TableModel(lambda history: [1.0, 2.0, 0.0], 3))
+    runner.begin(request)
+    tree = draft_beams(runner, [(request, 12)], 2, V)[request.seq_id]
     assert tree.size == request.live_tree().size + 12
     assert max(tree.token_list[request.live_tree().size :]) < 3

@@ -46,10 +46,10 @@ def split_into_shards(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in parts.items():
+    context = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in context.items():
         save_file({name: tensors[name] for name in part}, folder / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    index = {"weight_map": {name: file for file, part in context.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -1,4 +1,4 @@
-"""A request's law worked out row by row in numpy, as the sampling parameters are documented."""
+"""A request's distribution worked out row by row in numpy, as the sampling parameters are documented."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 from speculant.params import SamplingParams
 
 
-def reference_law(
+def reference_distribution(
     logits: np.ndarray,
     params: SamplingParams,
     prompt: Sequence[int],
     output: Sequence[int],
     ends: Collection[int] = (),
 ) -> np.ndarray:
-    """Return the law [V] in float64 for logits [V] in float32 or float64; `output` includes drafted ancestors."""
+    """Return probs [V] in float64 for logits [V] in float32 or float64; `output` includes drafted ancestors."""
     scores = edited(logits, params, prompt, output, ends)
     order = np.lexsort((np.arange(len(scores)), -scores))  # likeliest first, lowest id on a tie
-    law = np.zeros(len(scores))
+    distribution = np.zeros(len(scores))
     if params.temperature == 0:
-        law[order[0]] = 1.0
-        return law
+        distribution[order[0]] = 1.0
+        return distribution
     kept = order[: kept_count(scores[order], params)]
-    law[kept] = softmax(scores[kept], params.temperature)
-    return law
+    distribution[kept] = softmax(scores[kept], params.temperature)
+    return distribution
 
 
 def edited(
@@ -47,10 +47,10 @@ def edited(
 
 def kept_count(ordered: np.ndarray, params: SamplingParams) -> int:
     """Return how many of the scores, best first, top-k, top-p and min-p leave."""
-    law = softmax(ordered[: params.top_k] if params.top_k else ordered, params.temperature)
-    before = np.concatenate([[0.0], np.cumsum(law)[:-1]])
-    inside = (before < params.top_p) if params.top_p < 1 else np.ones(len(law), dtype=bool)
-    inside &= (law > 0) & (law >= params.min_p * law[0])
+    distribution = softmax(ordered[: params.top_k] if params.top_k else ordered, params.temperature)
+    before = np.concatenate([[0.0], np.cumsum(distribution)[:-1]])
+    inside = (before < params.top_p) if params.top_p < 1 else np.ones(len(distribution), dtype=bool)
+    inside &= (distribution > 0) & (distribution >= params.min_p * distribution[0])
     return max(1, int(inside.sum()))
 
 
@@ -58,13 +58,15 @@ def is_clear_cut(logits: np.ndarray, params: SamplingParams, history: tuple[Sequ
     """Tell whether no cut falls so close to a token that rounding decides it."""
     ordered = -np.sort(-edited(logits, params, *history, ()))
     temperature = params.temperature or 1.0
-    law = softmax(ordered[: params.top_k] if params.top_k else ordered, temperature)
-    before = np.concatenate([[0.0], np.cumsum(law)])
+    distribution = softmax(ordered[: params.top_k] if params.top_k else ordered, temperature)
+    before = np.concatenate([[0.0], np.cumsum(distribution)])
     clear_of_top_p = params.top_p == 1 or np.abs(before - params.top_p).min() > 1e-5
-    return bool(clear_of_top_p and (params.min_p == 0 or np.abs(law / law[0] - params.min_p).min() > 1e-5))
+    return bool(
+        clear_of_top_p and (params.min_p == 0 or np.abs(distribution / distribution[0] - params.min_p).min() > 1e-5)
+    )
 
 
 def softmax(scores: np.ndarray, temperature: float) -> np.ndarray:
-    """Return the law of tempered scores, in float64."""
+    """Return the distribution of tempered scores, in float64."""
     weights = np.exp((scores.astype(np.float64) - float(scores.max())) / temperature)
     return weights / weights.sum()

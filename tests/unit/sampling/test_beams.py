@@ -23,12 +23,12 @@ def test_a_search_begins_with_nothing() -> None:
 
 
 def test_a_round_waits_until_every_live_hypothesis_is_scored() -> None:
-    search = beams().learn({(): ((1, -1.0), (2, -2.0))})
+    search = beams().advance({(): ((1, -1.0), (2, -2.0))})
     assert (texts(search.live), search.rounds, search.scored) == ([(1,), (2,)], 1, {})
-    waiting = search.learn({(2,): ((1, -0.5),), (7,): ((1, -0.5),)})
+    waiting = search.advance({(2,): ((1, -0.5),), (7,): ((1, -0.5),)})
     assert (waiting.live, waiting.rounds, waiting.unscored) == (search.live, 1, [(1,)])
     assert list(waiting.scored) == [(2,)], "what is none of its hypotheses is forgotten"
-    after = waiting.learn({(1,): ((1, -3.0),)})
+    after = waiting.advance({(1,): ((1, -3.0),)})
     assert (texts(after.live), after.rounds) == ([(2, 1), (1, 1)], 2)
 
 
@@ -39,23 +39,23 @@ def test_rounds_go_on_as_long_as_everything_is_known() -> None:
         (2,): ((1, -5.0),),
         (1, 1): ((3, -1.0),),
     }
-    search = beams().learn(known)
+    search = beams().advance(known)
     assert (search.rounds, texts(search.live)) == (2, [(1, 1), (1, 2)])
     assert (search.unscored, search.trunk) == ([(1, 2)], (1,))
 
 
 def test_ties_go_to_the_better_hypothesis_then_to_its_better_continuation() -> None:
-    search = beams(3).learn({(): ((5, -1.0), (4, -1.0), (3, -1.0), (2, -1.0))})
+    search = beams(3).advance({(): ((5, -1.0), (4, -1.0), (3, -1.0), (2, -1.0))})
     assert texts(search.live) == [(5,), (4,), (3,)]
     same: Continuations = ((9, -2.0), (8, -2.0))
-    assert texts(search.learn(dict.fromkeys([(5,), (4,), (3,)], same)).live) == [(5, 9), (5, 8), (4, 9)]
+    assert texts(search.advance(dict.fromkeys([(5,), (4,), (3,)], same)).live) == [(5, 9), (5, 8), (4, 9)]
 
 
 def test_only_the_first_ranks_may_end() -> None:
     """The end ranks third of two: nobody ends, and it does not live on."""
-    search = beams(2).learn({(): ((1, -1.0), (2, -2.0), (0, -2.5), (3, -3.0))})
+    search = beams(2).advance({(): ((1, -1.0), (2, -2.0), (0, -2.5), (3, -3.0))})
     assert (texts(search.live), search.finished) == ([(1,), (2,)], ())
-    search = beams(2).learn({(): ((1, -1.0), (0, -2.0), (2, -2.5), (3, -3.0))})
+    search = beams(2).advance({(): ((1, -1.0), (0, -2.0), (2, -2.5), (3, -3.0))})
     assert (texts(search.live), texts(search.finished)) == ([(1,), (2,)], [(0,)])
 
 
@@ -64,12 +64,12 @@ def test_it_is_over_when_nobody_alive_is_better_than_the_worst_that_ended(best: 
     """The two that ended have scores of -0.5 and -1; the one alive has two tokens."""
     ended = (Hypothesis((0,), -0.5), Hypothesis((1, 0), -2.0))
     search = beams(2, live=(Hypothesis((2,), -1.0),), rounds=1, finished=ended)
-    after = search.learn({(2,): ((1, best + 1.0),)})
+    after = search.advance({(2,): ((1, best + 1.0),)})
     assert (texts(after.live) == [(2, 1)], after.finished) == (goes_on, ended)
 
 
 def test_the_last_place_ends_everybody() -> None:
-    search = beams(2, longest=1).learn({(): ((1, -1.0), (2, -2.0), (3, -3.0))})
+    search = beams(2, longest=1).advance({(): ((1, -1.0), (2, -2.0), (3, -3.0))})
     assert (search.live, texts(search.finished)) == ((), [(1,), (2,)])
 
 

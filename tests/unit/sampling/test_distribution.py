@@ -1,4 +1,4 @@
-"""The law of a row: equal to a plain numpy one, equal alone and in any batch, lowest ids on ties."""
+"""The distribution of a row: equal to a plain numpy one, equal alone and in any batch, lowest ids on ties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
 from tests.models import make_request
-from tests.unit.sampling.reference import is_clear_cut, reference_law
+from tests.unit.sampling.reference import is_clear_cut, reference_distribution
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ENDS = frozenset({1})
@@ -49,7 +49,7 @@ def node(
     return Node(make_request(prompt, output, params, end_token_ids=ENDS), drafted)
 
 
-def law_of(logits: Tensor, place: Node) -> Tensor:
+def distribution_of(logits: Tensor, place: Node) -> Tensor:
     return distribution(logits[None], [place])[0]
 
 
@@ -61,7 +61,7 @@ def law_of(logits: Tensor, place: Node) -> Tensor:
     output=tokens_strategy,
     drafted=tokens_strategy,
 )
-def test_it_is_the_documented_law(
+def test_it_is_the_documented_distribution(
     values: dict[str, Any],
     scores: list[float],
     dtype: torch.dtype,
@@ -74,14 +74,14 @@ def test_it_is_the_documented_law(
     said = [*output, *drafted]
     ends = ENDS if len(said) < place.params.min_tokens else frozenset()
     with np.errstate(invalid="ignore"):
-        expected = reference_law(wide, place.params, prompt, said, ends)
+        expected = reference_distribution(wide, place.params, prompt, said, ends)
     assume(np.isfinite(expected).all())  # else everything is banned
     without_ends = wide.copy()
     without_ends[list(ends)] = -np.inf
     assume(is_clear_cut(without_ends, place.params, (prompt, said)))
-    law = law_of(logits, place)
-    assert law.dtype == torch.float64
-    np.testing.assert_allclose(law.numpy(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
+    distribution = distribution_of(logits, place)
+    assert distribution.dtype == torch.float64
+    np.testing.assert_allclose(distribution.numpy(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
 
 
 @settings(max_examples=40)
@@ -92,7 +92,7 @@ def test_it_is_the_documented_law(
     spread=st.sampled_from([0.0, 0.3, 4.0]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_a_row_s_law_depends_on_that_row_alone(
+def test_a_row_s_distribution_depends_on_that_row_alone(
     rows: list[tuple[dict[str, Any], list[int]]], seed: int, vocab_size: int, spread: float, dtype: torch.dtype
 ) -> None:
     """Bit for bit, whatever the other rows ask for: greedy, plain and filtered ones, wider looks and narrower."""
@@ -101,7 +101,7 @@ def test_a_row_s_law_depends_on_that_row_alone(
     places = [node(values, output=output) for values, output in rows]
     together = distribution(logits, places)
     for row, place in enumerate(places):
-        assert torch.equal(together[row], law_of(logits[row], place))
+        assert torch.equal(together[row], distribution_of(logits[row], place))
 
 
 def test_rows_of_a_wide_vocabulary_are_summed_alone_too() -> None:
@@ -110,7 +110,7 @@ def test_rows_of_a_wide_vocabulary_are_summed_alone_too() -> None:
     places = [node({"top_p": top_p}) for top_p in (0.5, 0.9, 0.97, 1.0)]
     together = distribution(logits, places)
     for row, place in enumerate(places):
-        assert torch.equal(together[row], law_of(logits[row], place))
+        assert torch.equal(together[row], distribution_of(logits[row], place))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,19 +118,23 @@ def test_rows_of_a_wide_vocabulary_are_summed_alone_too() -> None:
     ("values", "kept"),
     [({"top_p": 0.9}, 4500), ({"min_p": 1.0}, 5000), ({"top_k": 700}, 700), ({"top_p": 0.9, "top_k": 1000}, 900)],
 )
-def test_a_flat_law_is_looked_at_as_far_as_needed(dtype: torch.dtype, values: dict[str, Any], kept: int) -> None:
-    law = law_of(torch.full((5000,), 1.5, dtype=dtype), node(values))
+def test_a_flat_distribution_is_looked_at_as_far_as_needed(
+    dtype: torch.dtype, values: dict[str, Any], kept: int
+) -> None:
+    distribution = distribution_of(torch.full((5000,), 1.5, dtype=dtype), node(values))
     expected = torch.zeros(5000, dtype=torch.float64)
     expected[:kept] = 1 / kept  # equal scores: the lowest ids
-    torch.testing.assert_close(law, expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(distribution, expected, rtol=0, atol=1e-15)
 
 
 def test_a_long_tail_is_cut_where_top_p_says() -> None:
     scores = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for top_p in (0.2, 0.8, 0.99):
-        expected = reference_law(scores.numpy(), SamplingParams(top_p=top_p), (), ())
+        expected = reference_distribution(scores.numpy(), SamplingParams(top_p=top_p), (), ())
         assert np.count_nonzero(expected) > 64
-        np.testing.assert_allclose(law_of(scores, node({"top_p": top_p})).numpy(), expected, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(
+            distribution_of(scores, node({"top_p": top_p})).numpy(), expected, rtol=0, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize(
@@ -147,8 +151,8 @@ def test_a_long_tail_is_cut_where_top_p_says() -> None:
 )
 def test_of_equals_at_the_cut_the_lowest_ids_stay(values: dict[str, Any], kept: list[int]) -> None:
     scores = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, -5.0])
-    law = law_of(scores, node(values))
-    assert sorted(kept) == law.nonzero().flatten().tolist()
+    distribution = distribution_of(scores, node(values))
+    assert sorted(kept) == distribution.nonzero().flatten().tolist()
 
 
 @given(
@@ -162,25 +166,25 @@ def test_drafted_ancestors_count_like_committed_tokens(
 ) -> None:
     logits = torch.tensor(scores, dtype=torch.float64)
     assume(torch.isfinite(logits[3:]).any())  # something that no setting bans
-    drafted_law = law_of(logits, node(values, output=output, drafted=drafted))
-    assert torch.equal(drafted_law, law_of(logits, node(values, output=[*output, *drafted])))
+    drafted_distribution = distribution_of(logits, node(values, output=output, drafted=drafted))
+    assert torch.equal(drafted_distribution, distribution_of(logits, node(values, output=[*output, *drafted])))
 
 
 def test_every_node_of_a_draft_has_a_history_of_its_own() -> None:
     logits = torch.zeros(3, 4, dtype=torch.float64)
     values = {"frequency_penalty": 1.0}
-    laws = distribution(logits, [node(values, output=[3], drafted=path) for path in ([], [0], [0, 0])])
+    distributions = distribution(logits, [node(values, output=[3], drafted=path) for path in ([], [0], [0, 0])])
     weights = torch.exp(torch.tensor([[0.0, 0, 0, -1], [-1, 0, 0, -1], [-2, 0, 0, -1]], dtype=torch.float64))
-    torch.testing.assert_close(laws, weights / weights.sum(-1, keepdim=True))
+    torch.testing.assert_close(distributions, weights / weights.sum(-1, keepdim=True))
 
 
 def test_presence_and_frequency_look_at_the_output_and_repetition_at_the_prompt_too() -> None:
     logits = torch.tensor([2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
-    law = law_of(logits, node({"presence_penalty": 1.0}, prompt=[0], output=[1, 1]))
-    assert law[0] == law[2] > law[1]
-    law = law_of(logits, node({"repetition_penalty": 2.0}, prompt=[0, 3], output=[1, 1]))
+    distribution = distribution_of(logits, node({"presence_penalty": 1.0}, prompt=[0], output=[1, 1]))
+    assert distribution[0] == distribution[2] > distribution[1]
+    distribution = distribution_of(logits, node({"repetition_penalty": 2.0}, prompt=[0, 3], output=[1, 1]))
     expected = torch.softmax(torch.tensor([1.0, 1.0, 2.0, -4.0], dtype=torch.float64), -1)
-    torch.testing.assert_close(law, expected)
+    torch.testing.assert_close(distribution, expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -188,9 +192,9 @@ def test_ends_are_banned_until_min_tokens(temperature: float) -> None:
     values = {"temperature": temperature, "min_tokens": 3}
     logits = torch.tensor([0.0, 5.0, 1.0])
     for output, drafted in (([], []), ([0, 0], []), ([0], [2])):
-        assert law_of(logits, node(values, output=output, drafted=drafted))[1] == 0
+        assert distribution_of(logits, node(values, output=output, drafted=drafted))[1] == 0
     for output, drafted in (([0, 0, 0], []), ([0], [2, 2])):
-        assert law_of(logits, node(values, output=output, drafted=drafted))[1] > 0.9
+        assert distribution_of(logits, node(values, output=output, drafted=drafted))[1] > 0.9
 
 
 def test_logits_are_not_written_to() -> None:
@@ -206,17 +210,17 @@ def test_logits_are_not_written_to() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_lowest_temperature_is_almost_greedy_and_finite(dtype: torch.dtype, values: dict[str, Any]) -> None:
     logits = torch.tensor([30.0, -20.0, 31.0, 31.0, -torch.inf]).to(dtype)
-    law = law_of(logits, node({**values, "temperature": 1e-10}))
-    torch.testing.assert_close(law, torch.tensor([0, 0, 0.5, 0.5, 0], dtype=torch.float64))
+    distribution = distribution_of(logits, node({**values, "temperature": 1e-10}))
+    torch.testing.assert_close(distribution, torch.tensor([0, 0, 0.5, 0.5, 0], dtype=torch.float64))
 
 
 def test_a_bias_is_as_precise_as_the_logits() -> None:
-    law = law_of(torch.zeros(2, dtype=torch.float64), node({"logit_bias": {0: 0.1}}))
-    assert float(law[0]) == pytest.approx(1 / (1 + np.exp(-0.1)), rel=1e-15)
+    distribution = distribution_of(torch.zeros(2, dtype=torch.float64), node({"logit_bias": {0: 0.1}}))
+    assert float(distribution[0]) == pytest.approx(1 / (1 + np.exp(-0.1)), rel=1e-15)
 
 
 def test_a_token_can_be_banned_and_forced() -> None:
     logits = torch.tensor([3.0, 0.0, 1.0])
     for values in ({}, {"top_p": 0.9}, {"temperature": 0}):
-        assert law_of(logits, node({**values, "logit_bias": {0: -float("inf")}}))[0] == 0
-        assert law_of(logits, node({**values, "logit_bias": {1: 1000.0}}))[1] == 1
+        assert distribution_of(logits, node({**values, "logit_bias": {0: -float("inf")}}))[0] == 0
+        assert distribution_of(logits, node({**values, "logit_bias": {1: 1000.0}}))[1] == 1

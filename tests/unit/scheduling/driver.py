@@ -54,12 +54,12 @@ class Driver:
         priority: int = 0,
     ) -> Request:
         """Queue a request; its prompt repeats one token, by default one that no other has."""
-        seq = len(self.requests)
+        seq_id = len(self.requests)
         request = make_request(
-            [100 + seq if token is None else token] * num_prompt,
+            [100 + seq_id if token is None else token] * num_prompt,
             params=SamplingParams(max_tokens=max_tokens),
-            seq=seq,
-            request_id=request_id or f"request-{seq}",
+            seq_id=seq_id,
+            request_id=request_id or f"request-{seq_id}",
             priority=priority,
         )
         self.scheduler.add([request])
@@ -71,12 +71,12 @@ class Driver:
         schedule = self.scheduler.schedule()
         self.started += schedule.admitted
         for item in schedule.items:
-            slots = self.cache.reserve(item.request.seq, item.count)
+            slots = self.cache.reserve(item.request.seq_id, item.count)
             assert slots.start == item.start, "something is skipped or fed twice"
         for item in schedule.items:
             if item.completes:
                 item.request.tokens.append(7)
-            self.cache.index_prefix(item.request.seq, item.request.tokens)
+            self.cache.insert_prefix(item.request.seq_id, item.request.tokens)
             if item.request.num_output == item.request.params.max_tokens:
                 item.request.finish_reason = "length"
                 self.scheduler.remove(item.request)
@@ -86,7 +86,7 @@ class Driver:
     def check(self) -> None:
         """Assert that those who wait hold nothing."""
         self.cache.check()
-        assert all(self.cache.length(request.seq) == 0 for request in self.scheduler.waiting)
+        assert all(self.cache.length(request.seq_id) == 0 for request in self.scheduler.waiting)
 
     def steps_until(self, done: Callable[[], bool], most: int = 1000) -> int:
         """Step until something is so; return how many steps that took."""
@@ -103,4 +103,4 @@ class Driver:
 
 def counts(schedule: Schedule) -> dict[int, int]:
     """Return how many tokens each sequence feeds, in their order."""
-    return {item.request.seq: item.count for item in schedule.items}
+    return {item.request.seq_id: item.count for item in schedule.items}

@@ -31,10 +31,10 @@ class Pool:
 
     left: int
 
-    def room(self, seq: int) -> int:
+    def room(self, seq_id: int) -> int:
         return self.left
 
-    def take(self, seq: int, n: int) -> None:
+    def take(self, seq_id: int, n: int) -> None:
         assert 0 <= n <= self.left
         self.left -= n
 
@@ -125,7 +125,7 @@ def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
     """Then the limit is what is left of budget and memory for the draft itself."""
     item = searching()
     assert item.request.beams is not None
-    beams = item.request.beams.learn({(0, 0, 0): ((1, -1.0),)})
+    beams = item.request.beams.advance({(0, 0, 0): ((1, -1.0),)})
     item.request.beams = beams
     waiting = dataclasses.replace(item, tree=item.request.waiting_tree())
     assert (waiting.tree.size, item.request.live_tree().size) == (3, 6)

@@ -43,10 +43,10 @@ def test_a_drafter_that_is_ahead_makes_no_room() -> None:
     driver = Driver(blocks(50), draft_cache)
     first = driver.add(4)
     driver.step()
-    draft_cache.reserve(first.seq, len(first.tokens) + 4)
+    draft_cache.reserve(first.seq_id, len(first.tokens) + 4)
     driver.add(8)
     assert driver.step().admitted == []
-    draft_cache.truncate_to(first.seq, len(first.tokens))
+    draft_cache.truncate_to(first.seq_id, len(first.tokens))
     assert len(driver.step().admitted) == 1
 
 
@@ -76,7 +76,7 @@ def test_the_last_one_makes_room_and_comes_back() -> None:
     schedule = driver.step()  # both would need a third block, and there are four
     assert (schedule.preempted, counts(schedule)) == ([second], {0: 1})
     assert driver.scheduler.waiting == [second]
-    assert driver.cache.length(second.seq) == 0
+    assert driver.cache.length(second.seq_id) == 0
     driver.steps_until(lambda: first.finished)
     schedule = driver.step()
     assert (schedule.admitted, counts(schedule)) == ([second], {1: 9}), "it feeds prompt and output again"
@@ -108,8 +108,8 @@ def test_two_long_prompts_half_fed_do_not_block_each_other() -> None:
     driver = Driver(blocks(10), budget=6)
     first, second = driver.add(30), driver.add(30)
     driver.scheduler.running, driver.scheduler.waiting = [first, second], []
-    driver.cache.reserve(first.seq, 20)
-    driver.cache.reserve(second.seq, 20)
+    driver.cache.reserve(first.seq_id, 20)
+    driver.cache.reserve(second.seq_id, 20)
     assert driver.cache.free_tokens() == 0
     assert driver.step().preempted == [second]
     driver.finish()
@@ -122,11 +122,11 @@ def test_the_first_always_goes_on() -> None:
     for length in (5, 9, 2, 14, 7):
         driver.add(length, max_tokens=12)
     while driver.scheduler.running or driver.scheduler.waiting:
-        first = min((r for r in driver.requests if not r.finished), key=lambda r: r.seq)
-        before = driver.cache.length(first.seq)
+        first = min((r for r in driver.requests if not r.finished), key=lambda r: r.seq_id)
+        before = driver.cache.length(first.seq_id)
         driver.step()
-        assert first.finished or driver.cache.length(first.seq) > before
-        assert first.metrics.num_preemptions == 0 or first.seq > 0
+        assert first.finished or driver.cache.length(first.seq_id) > before
+        assert first.metrics.num_preemptions == 0 or first.seq_id > 0
 
 
 def test_one_by_one_leaves_to_the_others_what_was_planned_for_them() -> None:
@@ -158,7 +158,7 @@ def test_what_a_request_finds_of_itself_when_it_comes_back_is_no_hit() -> None:
     driver.steps_until(lambda: first.finished)
     schedule = driver.step()
     assert schedule.admitted == [second]
-    assert counts(schedule)[second.seq] < len(second.tokens) - 1, "its first block was still there"
+    assert counts(schedule)[second.seq_id] < len(second.tokens) - 1, "its first block was still there"
     assert second.metrics.cached_tokens == 0
 
 
@@ -166,7 +166,7 @@ def test_a_prompt_that_waits_for_its_turn_begins_with_what_was_fed_meanwhile() -
     driver = Driver(blocks(20, keep_prefixes=True), budget=8)
     first, second = (driver.add(4 * BLOCK, token=5, max_tokens=9) for _ in range(2))
     assert driver.step().admitted == [first, second]
-    assert driver.cache.length(second.seq) == 0
+    assert driver.cache.length(second.seq_id) == 0
     driver.step()
-    assert counts(driver.step()) == {first.seq: 1, second.seq: 1}
+    assert counts(driver.step()) == {first.seq_id: 1, second.seq_id: 1}
     assert second.metrics.cached_tokens == 4 * BLOCK - 1

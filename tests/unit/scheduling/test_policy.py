@@ -66,7 +66,7 @@ def last_overtaker(driver: Driver, length: int, priority: int) -> int:
         return patient.finished
 
     driver.steps_until(is_served)
-    return max(request.seq for request in driver.started[: driver.started.index(patient) + 1])
+    return max(request.seq_id for request in driver.started[: driver.started.index(patient) + 1])
 
 
 @every_policy
@@ -91,7 +91,7 @@ def test_no_prompt_delays_a_running_text() -> None:
     driver.step()
     driver.add(60)
     for _ in range(6):
-        assert counts(driver.step()) == {text.seq: 1, 1: 7}
+        assert counts(driver.step()) == {text.seq_id: 1, 1: 7}
 
 
 def test_whoever_came_first_is_fed_first_even_if_texts_wait() -> None:

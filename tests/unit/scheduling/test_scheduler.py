@@ -49,7 +49,7 @@ def test_who_is_caught_up_is_served_before_a_prompt_that_came_earlier() -> None:
     driver.add(30)
     first, second = driver.add(6), driver.add(6)
     for request in (first, second):
-        driver.cache.reserve(request.seq, 5)
+        driver.cache.reserve(request.seq_id, 5)
     driver.scheduler.running, driver.scheduler.waiting = driver.requests[:], []
     assert counts(driver.step()) == {1: 1, 2: 1, 0: 3}
 
@@ -105,7 +105,7 @@ def test_samples_of_one_prompt_wait_until_the_first_has_fed_it() -> None:
     driver = Driver(slots(3), budget=6)
     samples = [driver.add(10, request_id="same", token=5) for _ in range(3)]
     assert [driver.step().admitted for _ in range(3)] == [samples[:1], [], samples[1:]]
-    assert [driver.cache.length(sample.seq) for sample in samples] == [11, 10, 10], "they fed just their last token"
+    assert [driver.cache.length(sample.seq_id) for sample in samples] == [11, 10, 10], "they fed just their last token"
     assert [sample.metrics.cached_tokens for sample in samples] == [0, 9, 9]
 
 
@@ -114,7 +114,7 @@ def test_samples_share_blocks() -> None:
     samples = [driver.add(9, max_tokens=9, request_id="same", token=5) for _ in range(4)]
     driver.step()
     driver.step()
-    tables = [driver.cache.table(sample.seq).blocks.tolist() for sample in samples]
+    tables = [driver.cache.table(sample.seq_id).blocks.tolist() for sample in samples]
     assert [table[:2] for table in tables] == [tables[0][:2]] * 4
     assert len({table[2] for table in tables}) == 4, "each one writes to a block of its own"
     assert driver.cache.free_tokens() == (20 - 2 - 4) * BLOCK
@@ -143,7 +143,7 @@ def test_a_full_queue_says_so_and_takes_nothing() -> None:
 
 def test_samples_are_queued_together_or_not_at_all() -> None:
     driver = Driver(slots(1), max_waiting=2)
-    samples = [make_request([1], seq=seq, request_id="same") for seq in range(3)]
+    samples = [make_request([1], seq_id=seq_id, request_id="same") for seq_id in range(3)]
     with pytest.raises(CapacityError):
         driver.scheduler.add(samples)
     assert driver.scheduler.waiting == []

@@ -33,7 +33,7 @@ def next_after_feeding(driver: Driver, tokens: int, request: Request) -> Schedul
     """Schedule when so many of a request's tokens are held."""
     driver.scheduler.running.append(request)
     driver.scheduler.waiting.remove(request)
-    driver.cache.reserve(request.seq, tokens)
+    driver.cache.reserve(request.seq_id, tokens)
     return driver.scheduler.schedule()
 
 
@@ -47,7 +47,7 @@ def test_as_many_hypotheses_are_fed_as_fit(budget: int, fed: tuple[tuple[int, ..
     (item,) = schedule.items
     assert (item.count, paths(item)) == (1, list(fed))
     assert schedule.spare_tokens == budget - item.num_rows == budget - 1 - item.tree.size
-    assert schedule.plan.room(item.request.seq) == 100 - 4 - item.num_rows
+    assert schedule.plan.room(item.request.seq_id) == 100 - 4 - item.num_rows
     assert item.decodes == (fed == LIVE)
 
 
@@ -55,7 +55,7 @@ def test_those_that_were_scored_are_not_fed() -> None:
     driver = Driver(slots(1), budget=7)
     request = search(driver)
     assert request.beams is not None
-    request.beams = request.beams.learn({LIVE[0]: ((1, -1.0),), LIVE[1]: ((1, -1.0),)})
+    request.beams = request.beams.advance({LIVE[0]: ((1, -1.0),), LIVE[1]: ((1, -1.0),)})
     (item,) = next_after_feeding(driver, 4, request).items
     assert paths(item) == list(LIVE[2:])
 
@@ -65,10 +65,10 @@ def test_the_newest_token_waits_for_a_pass_that_holds_a_hypothesis() -> None:
     request = search(driver, num_prompt=9)
     (item,) = driver.scheduler.schedule().items
     assert (item.count, item.completes) == (7, False)
-    driver.cache.reserve(request.seq, 4)
+    driver.cache.reserve(request.seq_id, 4)
     (item,) = driver.scheduler.schedule().items
     assert (item.count, paths(item)) == (5 - 1, [])
-    driver.cache.reserve(request.seq, 4)
+    driver.cache.reserve(request.seq_id, 4)
     (item,) = driver.scheduler.schedule().items
     assert (item.count, paths(item)) == (1, list(LIVE[:3]))
 
@@ -90,8 +90,8 @@ def test_a_search_that_waits_for_rows_sets_nobody_aside() -> None:
     driver = Driver(slots(3), max_num_seqs=3, budget=5, policy="first-come")
     prompt, request, last = driver.add(3), search(driver), driver.add(2)
     driver.scheduler.running, driver.scheduler.waiting = [prompt, request, last], []
-    driver.cache.reserve(request.seq, 4)
-    driver.cache.reserve(last.seq, 1)
+    driver.cache.reserve(request.seq_id, 4)
+    driver.cache.reserve(last.seq_id, 1)
     schedule = driver.scheduler.schedule()
     assert [item.request for item in schedule.items] == [prompt, last]
     assert schedule.preempted == []
@@ -102,8 +102,8 @@ def test_who_came_last_makes_room_for_a_hypothesis() -> None:
     request = search(driver, num_prompt=7)
     later = driver.add(8)
     driver.scheduler.running, driver.scheduler.waiting = [request, later], []
-    driver.cache.reserve(request.seq, 6)
-    driver.cache.reserve(later.seq, 7)
+    driver.cache.reserve(request.seq_id, 6)
+    driver.cache.reserve(later.seq_id, 7)
     schedule = driver.scheduler.schedule()
     assert schedule.preempted == [later]
     assert [paths(item) for item in schedule.items] == [list(LIVE)]
@@ -115,7 +115,7 @@ def test_a_hypothesis_is_room_that_newcomers_leave() -> None:
         driver = Driver(blocks(4), max_num_seqs=2)
         request = search(driver)
         driver.scheduler.schedule()
-        driver.cache.reserve(request.seq, 4)
+        driver.cache.reserve(request.seq_id, 4)
         later = driver.add(length)
         assert driver.scheduler.schedule().admitted == [later] * fits
 
@@ -130,5 +130,5 @@ def test_hypotheses_that_lie_too_far_apart_are_reached_one_after_another() -> No
     (item,) = next_after_feeding(driver, 5, request).items
     assert item.tree.token_list == [2, 3, 4, 5, 3]
     assert not item.decodes
-    request.beams = request.beams.learn(dict.fromkeys(LIVE[:3], ((1, -1.0),)))
+    request.beams = request.beams.advance(dict.fromkeys(LIVE[:3], ((1, -1.0),)))
     assert request.beams.trunk == (6,)

@@ -26,8 +26,8 @@ def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None]:
-    watch = StopStrings(stops, include)
-    results = [*(watch.push(piece) for piece in pieces), watch.flush()]
+    stop_checker = StopStrings(stops, include)
+    results = [*(stop_checker.push(piece) for piece in pieces), stop_checker.flush()]
     return [result.text for result in results], results[-1].stop
 
 
@@ -41,10 +41,10 @@ def test_agrees_with_the_oracle_however_the_text_is_cut(stops: list[str], pieces
 @settings(deadline=None, max_examples=300)
 @given(stops=stops_over_ab, pieces=pieces_over_ab)
 def test_holds_back_exactly_what_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
-    watch, seen, shown = StopStrings(stops), "", ""
+    stop_checker, seen, shown = StopStrings(stops), "", ""
     for piece in pieces:
         seen += piece
-        result = watch.push(piece)
+        result = stop_checker.push(piece)
         shown += result.text
         if result.stop is not None:
             break
@@ -73,10 +73,10 @@ def test_what_is_held_comes_at_the_end() -> None:
 
 
 def test_nothing_comes_after_the_stop() -> None:
-    watch = StopStrings(["b"])
-    assert watch.push("abc") == Released("a", "b")
-    assert watch.push("def") == Released("", "b")
-    assert watch.flush() == Released("", "b")
+    stop_checker = StopStrings(["b"])
+    assert stop_checker.push("abc") == Released("a", "b")
+    assert stop_checker.push("def") == Released("", "b")
+    assert stop_checker.flush() == Released("", "b")
 
 
 def test_an_empty_stop_string_is_refused() -> None:
@@ -88,9 +88,9 @@ def test_time_is_linear_in_the_text() -> None:
     """The worst text for a naive search: it nearly completes the stop string at every character."""
 
     def seconds(length: int) -> float:
-        watch, start = StopStrings(["a" * 2000 + "b"]), time.process_time()
+        stop_checker, start = StopStrings(["a" * 2000 + "b"]), time.process_time()
         for _ in range(length):
-            watch.push("a")
+            stop_checker.push("a")
         return time.process_time() - start
 
     seconds(1000)

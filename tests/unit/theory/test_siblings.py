@@ -1,4 +1,4 @@
-"""Measured rates are those that the rules have, on laws small enough to follow every branch."""
+"""Measured rates are those that the rules have, on distributions small enough to follow every branch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from speculant.drafting.growth.topology import Pick, StaticTree
+from speculant.exactness.distributions import EXACT, two_distributions
 from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.exactness.laws import EXACT, two_laws
-from speculant.models.branching import Pick, Shape
 from speculant.sampling.chance import KeyedNoise
 from speculant.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
 from speculant.verification.multi_draft import choose
@@ -24,18 +24,18 @@ KINDS = ("dense", "zeros", "equal supports", "tie", "one-hot")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def laws(kind: str, seed: int = 0) -> tuple[Array, Array]:
+def distributions(kind: str, seed: int = 0) -> tuple[Array, Array]:
     """Draw p and q over four tokens."""
-    return two_laws(kind, 4, np.random.default_rng(seed))
+    return two_distributions(kind, 4, np.random.default_rng(seed))
 
 
-def repeated(law: Array) -> Array:
-    return np.tile(law, (MANY, 1))
+def repeated(distribution: Array) -> Array:
+    return np.tile(distribution, (MANY, 1))
 
 
-def siblings(law: Tensor, count: int, pick: Pick) -> tuple[list[int], list[Tensor]]:
-    """Draw siblings as a drafter does; return tokens, and the law that each was drawn from."""
-    drawn = Shape.of_widths([count]).children((), [law], pick, distinct=False)
+def siblings(distribution: Tensor, count: int, pick: Pick) -> tuple[list[int], list[Tensor]]:
+    """Draw siblings as a drafter does; return tokens, and the distribution that each was drawn from."""
+    drawn = StaticTree.of_widths([count]).children((), [distribution], pick, distinct=False)
     return [token for token, *_ in drawn], [own for *_, own in drawn]
 
 
@@ -56,7 +56,7 @@ def rates_by_rule(p: Array, q: Array, count: int, rule: str) -> list[float]:
 
 @every_kind
 def test_rejection(kind: str) -> None:
-    p, q = laws(kind)
+    p, q = distributions(kind)
     expected = rates_by_rule(p, q, 3, "multi_draft")
     found = rejection_rates(repeated(p), repeated(q), 3, np.random.default_rng(1))
     assert found == pytest.approx(expected, abs=CLOSE)
@@ -65,7 +65,7 @@ def test_rejection(kind: str) -> None:
 
 @every_kind
 def test_noise_of_their_own(kind: str) -> None:
-    p, q = laws(kind)
+    p, q = distributions(kind)
     found = own_noise_rates(repeated(p), repeated(q), 3, np.random.default_rng(1))
     assert found == pytest.approx(rates_by_rule(p, q, 3, "match"), abs=CLOSE)
 
@@ -73,7 +73,7 @@ def test_noise_of_their_own(kind: str) -> None:
 @every_kind
 def test_shared_noise(kind: str) -> None:
     """The first child is the target's own token with probability sum_v 1 / sum_u max(p_u / p_v, q_u / q_v)."""
-    p, q = laws(kind)
+    p, q = distributions(kind)
     found = shared_noise_rates(repeated(p), repeated(q), 4, np.random.default_rng(1))
     both = np.flatnonzero((p > 0) & (q > 0))
     expected = sum(1 / np.maximum(p / p[token], q / q[token]).sum() for token in both)
@@ -82,7 +82,7 @@ def test_shared_noise(kind: str) -> None:
 
 
 def test_shared_noise_is_that_of_the_engine() -> None:
-    p, q = (torch.tensor(law) for law in laws("dense", seed=3))
+    p, q = (torch.tensor(distribution) for distribution in distributions("dense", seed=3))
     hits, rounds = np.zeros(3), 2000
     for position in range(rounds):
         pick = partial(draw_at, position)
@@ -92,12 +92,12 @@ def test_shared_noise_is_that_of_the_engine() -> None:
     assert found == pytest.approx(hits / rounds, abs=0.045), "four standard errors"
 
 
-def draw_at(position: int, law: Tensor) -> int:
-    return KeyedNoise(5, position).draw(law)
+def draw_at(position: int, distribution: Tensor) -> int:
+    return KeyedNoise(5, position).draw(distribution)
 
 
 def test_contexts_are_averaged_and_there_are_no_more_ranks_than_tokens() -> None:
-    (p, q), (other_p, other_q) = laws("dense", 1), laws("dense", 2)
+    (p, q), (other_p, other_q) = distributions("dense", 1), distributions("dense", 2)
     both = np.stack([p, other_p]), np.stack([q, other_q])
     first = (np.minimum(p, q).sum() + np.minimum(other_p, other_q).sum()) / 2
     for measure in (rejection_rates, shared_noise_rates, own_noise_rates):

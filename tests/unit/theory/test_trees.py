@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from speculant.drafting.draft_model import read_tree
+from speculant.drafting.growth.topology import StaticTree
+from speculant.exactness.distributions import EXACT, two_distributions
 from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.exactness.laws import EXACT, two_laws
-from speculant.models.branching import Shape
 from speculant.theory.trees import best_tree, expected_accepted
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier
@@ -110,7 +110,7 @@ def test_it_is_what_a_drafter_takes() -> None:
     assert shape is not None
     assert shape.most_nodes == 12
     assert shape.paths == frozenset(map(tuple, found))
-    assert read_tree(best_tree([0.3, 0.2, 0.1], 3, max_depth=1)) == Shape.of_widths([3])
+    assert read_tree(best_tree([0.3, 0.2, 0.1], 3, max_depth=1)) == StaticTree.of_widths([3])
 
 
 @pytest.mark.parametrize(
@@ -147,22 +147,22 @@ def test_what_is_no_shape_is_refused(paths: list[list[int]], says: str) -> None:
         expected_accepted(paths, [0.5, 0.2])
 
 
-def accepted_by(rule: Verifier, shape: Shape, p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """Follow every way to draw a shape and to check it, with the same laws after every token; accepted paths."""
+def accepted_by(rule: Verifier, shape: StaticTree, p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """Follow every way to draw a shape and to check it, with the same probs after every token; accepted paths."""
 
     def run(branches: Branches) -> Path:
         chance, parents, ranks = EnumeratingChance(branches), list[int](), list[Path]()
         tokens: list[int] = []
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         level: list[tuple[int, Path]] = [(-1, ())]
         for parent, above in level:
-            for token, path, law in shape.children(above, [q], chance.draw, distinct=False):
+            for token, path, distribution in shape.children(above, [q], chance.draw, distinct=False):
                 level.append((len(tokens), path))
                 tokens.append(token)
                 parents.append(parent)
                 ranks.append(path)
-                laws.append(law)
-        tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.stack(laws))
+                distributions.append(distribution)
+        tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.stack(distributions))
         verdict = rule.verify(tree, p.expand(tree.size + 1, -1), chance)
         return ranks[verdict.path[-1]] if verdict.path else ()
 
@@ -171,12 +171,14 @@ def accepted_by(rule: Verifier, shape: Shape, p: torch.Tensor, q: torch.Tensor) 
 
 @pytest.mark.parametrize("rule", [MultiDraft(), Match()], ids=["multi_draft", "match"])
 def test_the_expected_number_is_what_a_rule_accepts(rule: Verifier) -> None:
-    """Where every context has the same laws, rates are the same everywhere and the number is exact."""
+    """Where every context has the same distributions, rates are the same everywhere and the number is exact."""
     for seed in range(4):
-        p, q = (torch.tensor(law) for law in two_laws("dense", 3, np.random.default_rng(seed)))
-        at_root = accepted_by(rule, Shape.of_widths([2]), p, q)
+        p, q = (
+            torch.tensor(distribution) for distribution in two_distributions("dense", 3, np.random.default_rng(seed))
+        )
+        at_root = accepted_by(rule, StaticTree.of_widths([2]), p, q)
         rates = [at_root.get((rank,), 0.0) for rank in range(2)]
         paths = [[0], [1], [0, 0], [0, 1], [1, 0]]
-        found = accepted_by(rule, Shape(frozenset(map(tuple, paths))), p, q)
+        found = accepted_by(rule, StaticTree(frozenset(map(tuple, paths))), p, q)
         mean = sum(len(path) * probability for path, probability in found.items())
         assert expected_accepted(paths, rates) == pytest.approx(mean, abs=EXACT)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.cache.slotted import SlottedKVCache
-from speculant.models.base import Feed, build_batch
+from speculant.models.base import SequenceInput, build_batch
 from speculant.models.decoder import Decoder
 from speculant.training.config import TrainingConfig
 from speculant.training.network import hf_config, new_network, project_embedding
@@ -32,7 +32,7 @@ def randoms(*shape: int) -> Tensor:
 def test_a_training_pass_is_the_decoders_own_arithmetic(config: TrainingConfig) -> None:
     model, tokens = network(config, 1), randoms(3, 32)
     cache = SlottedKVCache(model.cache_shape, num_slots=3, max_len=32)
-    feeds = [Feed(seq, row.tolist(), DraftTree.empty()) for seq, row in enumerate(tokens)]
+    feeds = [SequenceInput(seq, row.tolist(), DraftTree.empty()) for seq, row in enumerate(tokens)]
     with torch.no_grad():
         expected = model.forward(build_batch(feeds, cache, torch.device("cpu")), cache)
         torch.testing.assert_close(hidden_states(model, tokens), expected, rtol=1e-4, atol=1e-5)

@@ -1,11 +1,11 @@
-"""A request's law worked out the plain way, and what the theory says will be accepted."""
+"""A request's distribution worked out the plain way, and what the theory says will be accepted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-from speculant.exactness.laws import Law, softmax
+from speculant.exactness.distributions import Law, softmax
 from speculant.exactness.tables import History
 from speculant.params import SamplingParams
 
@@ -13,9 +13,9 @@ from speculant.params import SamplingParams
 def transformed(
     logits: Sequence[float], params: SamplingParams, history: History, num_prompt: int, ends: frozenset[int]
 ) -> list[float]:
-    """Work out a request's law at one context, token by token and setting by setting.
+    """Work out a request's distribution at one context, token by token and setting by setting.
 
-    This is the definition that the engine's vectorised law is compared with; it shares no code with it.
+    This is the definition that the engine's vectorised distribution is compared with; it shares no code with it.
     """
     scores = [logit + params.logit_bias.get(token, 0.0) for token, logit in enumerate(logits)]
     if len(history) - num_prompt < params.min_tokens:
@@ -38,12 +38,12 @@ def _penalised(score: float, token: int, params: SamplingParams, history: Histor
 def _filtered(scores: Sequence[float], order: Sequence[int], params: SamplingParams) -> set[int]:
     """Return the tokens that top-k, then top-p of what is left, then min-p keep."""
     best = order[: params.top_k] if params.top_k else order
-    law = dict(zip(best, softmax([scores[token] for token in best]), strict=True))
+    distribution = dict(zip(best, softmax([scores[token] for token in best]), strict=True))
     kept, mass = set(), 0.0
     for token in best:
-        if mass < params.top_p and law[token] >= params.min_p * law[best[0]]:
+        if mass < params.top_p and distribution[token] >= params.min_p * distribution[best[0]]:
             kept.add(token)
-        mass += law[token]
+        mass += distribution[token]
     return kept
 
 

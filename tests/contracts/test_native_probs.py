@@ -1,4 +1,4 @@
-"""Native laws and draws, on every instruction set here: those of the reference, and the same bits in any company."""
+"""Native probs and draws on every instruction set here equal the reference's, with the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not bui
 TINY = 1e-300  # below it a share may as well be none
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 4095, 4096, 4097, 9000]))
 STEPS = st.sampled_from([0.0, 0.5])
-LAWS = st.fixed_dictionaries(
+DISTRIBUTIONS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
         "top_k": st.sampled_from([0, 0, 1, 2, 5, 50, 100_000]),
@@ -38,8 +38,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return found
 
 
-def nodes_of(*laws: dict[str, float]) -> list[Node]:
-    return [Node(make_request([1], params=SamplingParams(**law))) for law in laws]  # type: ignore[arg-type]
+def nodes_of(*distributions: dict[str, float]) -> list[Node]:
+    return [Node(make_request([1], params=SamplingParams(**distribution))) for distribution in distributions]  # type: ignore[arg-type]
 
 
 def random_logits(rows: int, vocab_size: int, seed: int, step: float = 0.0, scale: float = 3.0) -> Tensor:
@@ -49,10 +49,12 @@ def random_logits(rows: int, vocab_size: int, seed: int, step: float = 0.0, scal
 
 
 @settings(max_examples=150)
-@given(laws=st.lists(LAWS, min_size=1, max_size=4), size=SIZES, seed=st.integers(0, 999), step=STEPS)
+@given(distributions=st.lists(DISTRIBUTIONS, min_size=1, max_size=4), size=SIZES, seed=st.integers(0, 999), step=STEPS)
 @pytest.mark.parametrize("isa", SETS)
-def test_laws_are_the_reference(isa: str, laws: list[dict[str, float]], size: int, seed: int, step: float) -> None:
-    logits, nodes = random_logits(len(laws), size, seed, step), nodes_of(*laws)
+def test_distributions_are_the_reference(
+    isa: str, distributions: list[dict[str, float]], size: int, seed: int, step: float
+) -> None:
+    logits, nodes = random_logits(len(distributions), size, seed, step), nodes_of(*distributions)
     expected, found = distribution(logits, nodes), distribution(logits, nodes, open_kernels(isa, 2))
     assert torch.equal(found > TINY, expected > TINY)
     assert torch.allclose(found, expected, rtol=1e-12, atol=TINY)
@@ -64,7 +66,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-def test_a_law_never_sees_its_neighbours(kernels: Kernels) -> None:
+def test_a_distribution_never_sees_its_neighbours(kernels: Kernels) -> None:
     logits, nodes = random_logits(60, 5000, seed=1), nodes_of(*MIXED * 10)
     together = distribution(logits, nodes, kernels)
     for first, rows in ((0, 1), (1, 1), (2, 1), (3, 2), (7, 5), (20, 17), (1, 59)):
@@ -89,9 +91,9 @@ def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, bad: float) -> 
 def test_forbidden_tokens_have_no_share(kernels: Kernels) -> None:
     logits, nodes = random_logits(6, 5000, seed=2), nodes_of(*MIXED)
     logits[:, ::3] = -math.inf
-    laws = distribution(logits, nodes, kernels)
-    assert not bool((laws[:, ::3] > 0).any())
-    assert torch.allclose(laws.sum(-1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-12)
+    distributions = distribution(logits, nodes, kernels)
+    assert not bool((distributions[:, ::3] > 0).any())
+    assert torch.allclose(distributions.sum(-1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=150)
@@ -109,10 +111,10 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
     expected = [source.draw(weights) for source in (noise, noise, streams, streams)]
     noise, streams = KeyedNoise(seed, 3, native), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1, native)
     assert [source.draw(weights) for source in (noise, noise, streams, streams)] == expected
-    ahead = [KeyedNoise(seed, 3).ahead(2), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1).ahead(2)]
+    ahead = [KeyedNoise(seed, 3).take_keys(2), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1).take_keys(2)]
     keys = [mix_in(key, count + draw) for key, count in ahead for draw in range(2)]
-    coupled = [True, True, False, False]
-    assert [native.draw(weights, *draw) for draw in zip(coupled, keys, strict=True)] == expected
+    shared_noise = [True, True, False, False]
+    assert [native.draw(weights, *draw) for draw in zip(shared_noise, keys, strict=True)] == expected
 
 
 @pytest.mark.parametrize("size", [1, 5, 4097])
@@ -126,7 +128,7 @@ def test_the_last_share_of_a_sum_is_a_token_with_weight(kernels: Kernels, size: 
 
 
 def test_equal_weights_race_by_the_noise_alone(kernels: Kernels) -> None:
-    """Two laws over the same tokens take the same token unless the weights say otherwise."""
+    """Two distributions over the same tokens take the same token unless the weights say otherwise."""
     weights = torch.full((9000,), 1 / 9000, dtype=torch.float64)
     drawn = [kernels.draw(weights * scale, True, key) for key in range(20) for scale in (1.0, 1e-3)]
     assert drawn[::2] == drawn[1::2]

@@ -1,10 +1,10 @@
-// From logits to the law that a token is drawn from, and the draw itself: what sampling/distribution.py and
-// sampling/chance.py define. Laws are doubles. A row is cut into chunks of fixed size; sums run within a chunk, then over
+// From logits to the distribution that a token is drawn from, and the draw itself: what sampling/distribution.py and
+// sampling/chance.py define. Distributions are doubles. A row is cut into chunks of fixed size; sums run within a chunk, then over
 // the chunks, always in the same order.
 #pragma once
 #include "reals.h"
 #include "speculant.h"
-#include "team.h"
+#include "parallel.h"
 
 namespace SP_NAMESPACE {
 
@@ -25,26 +25,26 @@ struct Candidate {
   double weight;
 };
 
-// Rows of logits and where their laws go.
-struct LawJob {
+// Rows of logits and where their distributions go.
+struct ProbsJob {
   const float *logits;
-  int64_t rows, given, width;  // tokens that have a logit, tokens that a law is over
-  const SpLaw *laws;
+  int64_t rows, given, width;  // tokens that have a logit, tokens that a distribution is over
+  const SpSamplingSettings *settings;
   double *const *out;  // [rows]
   Share *shares;       // [rows, chunks]
 
   int64_t chunks() const { return chunks_of(width); }
   int64_t known() const { return given < width ? given : width; }
   const float *scores(int64_t row) const { return logits + row * given; }
-  double *law(int64_t row) const { return out[row]; }
+  double *probs_of(int64_t row) const { return out[row]; }
   Share *of(int64_t row) const { return shares + row * chunks(); }
 };
 
-static inline bool is_filtered(const SpLaw &law) {
-  return law.temperature > 0 && (law.top_k > 0 || law.top_p < 1.0 || law.min_p > 0.0);
+static inline bool is_filtered(const SpSamplingSettings &settings) {
+  return settings.temperature > 0 && (settings.top_k > 0 || settings.top_p < 1.0 || settings.min_p > 0.0);
 }
 
-static void find_best(const LawJob &job, int64_t row, int64_t chunk) {
+static void find_best(const ProbsJob &job, int64_t row, int64_t chunk) {
   const float *scores = job.scores(row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.known() ? begin + CHUNK : job.known();
   Vec most = splat(-INFINITY);
@@ -57,32 +57,32 @@ static void find_best(const LawJob &job, int64_t row, int64_t chunk) {
   job.of(row)[chunk] = {best, at, 0.0, 0.0};
 }
 
-static inline const Share *best_share(const LawJob &job, int64_t row) {
+static inline const Share *best_share(const ProbsJob &job, int64_t row) {
   const Share *best = job.of(row);
   for (int64_t chunk = 1; chunk < job.chunks(); chunk++)
     if (job.of(row)[chunk].max > best->max) best = job.of(row) + chunk;
   return best;
 }
 
-static void weigh(const LawJob &job, int64_t row, int64_t chunk) {
-  if (job.laws[row].top_k > 0 && job.laws[row].temperature > 0) return;  // few are looked at, and they are weighed there
+static void weigh(const ProbsJob &job, int64_t row, int64_t chunk) {
+  if (job.settings[row].top_k > 0 && job.settings[row].temperature > 0) return;  // few are looked at, and they are weighed there
   const Share *best = best_share(job, row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
   const int64_t known = end < job.known() ? end : job.known();
-  double *law = job.law(row);
+  double *probs = job.probs_of(row);
   Share &share = job.of(row)[chunk];
   share.sum = 0.0;
-  if (job.laws[row].temperature <= 0) {
-    memset(law + begin, 0, (end - begin) * sizeof(double));
-    if (begin <= best->at && best->at < end) law[best->at] = share.sum = 1.0;
+  if (job.settings[row].temperature <= 0) {
+    memset(probs + begin, 0, (end - begin) * sizeof(double));
+    if (begin <= best->at && best->at < end) probs[best->at] = share.sum = 1.0;
     return;
   }
-  const Reals top = splat_reals(best->max), temperature = splat_reals(job.laws[row].temperature);
+  const Reals top = splat_reals(best->max), temperature = splat_reals(job.settings[row].temperature);
   Reals sum = splat_reals(0.0);
   int64_t i = begin;
   for (; i + REALS <= known; i += REALS) {
     const Reals weight = exp_reals((load_floats(job.scores(row) + i) - top) / temperature);
-    store_reals(law + i, weight);
+    store_reals(probs + i, weight);
     sum += weight;
   }
   for (; i < end; i += REALS) {  // the last ones, and what no logit was given for
@@ -90,13 +90,13 @@ static void weigh(const LawJob &job, int64_t row, int64_t chunk) {
     float scores[REALS];
     for (int64_t j = 0; j < REALS; j++) scores[j] = i + j < known ? job.scores(row)[i + j] : -INFINITY;
     const Reals weight = exp_reals((load_floats(scores) - top) / temperature);
-    memcpy(law + i, &weight, count * sizeof(double));
+    memcpy(probs + i, &weight, count * sizeof(double));
     sum += weight;
   }
   share.sum = sum_reals(sum);
 }
 
-static inline double total(const LawJob &job, int64_t row) {
+static inline double total(const ProbsJob &job, int64_t row) {
   double sum = 0.0;
   for (int64_t chunk = 0; chunk < job.chunks(); chunk++) sum += job.of(row)[chunk].sum;
   return sum;
@@ -137,9 +137,9 @@ static int64_t keep_first(Candidate *items, int64_t size, Stays stays) {
 }
 
 // Collect the tokens of a row that are at most `look` nats below its best.
-static void collect(const LawJob &job, int64_t row, double look, List<Candidate> &found) {
+static void collect(const ProbsJob &job, int64_t row, double look, List<Candidate> &found) {
   const float *scores = job.scores(row), top = best_share(job, row)->max;
-  const double temperature = job.laws[row].temperature;
+  const double temperature = job.settings[row].temperature;
   const float least = (float)(top - look * temperature);
   found.resize(0);
   for (int64_t chunk = 0; chunk < job.chunks(); chunk++) {
@@ -154,52 +154,52 @@ static void collect(const LawJob &job, int64_t row, double look, List<Candidate>
 }
 
 // Whether the cut of a row falls among these candidates, so that further ones need not be looked at.
-static bool is_enough(const SpLaw &law, const List<Candidate> &found, double look, double all) {
-  if (law.top_k > 0) return found.size >= law.top_k;
-  if (law.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: the look was rounded
+static bool is_enough(const SpSamplingSettings &settings, const List<Candidate> &found, double look, double all) {
+  if (settings.top_k > 0) return found.size >= settings.top_k;
+  if (settings.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: the look was rounded
   double sum = 0.0;
   for (int64_t i = 0; i < found.size; i++) sum += found.items[i].weight;
-  return law.top_p < 1.0 && sum >= law.top_p * all;
+  return settings.top_p < 1.0 && sum >= settings.top_p * all;
 }
 
 // Top-k, then top-p of what that leaves, then min-p; of equal scores those with the lowest ids stay.
-static void filter(const LawJob &job, int64_t row) {
+static void filter(const ProbsJob &job, int64_t row) {
   static thread_local List<Candidate> found;
-  const SpLaw &law = job.laws[row];
-  double all = law.top_k > 0 ? 0.0 : total(job, row);
+  const SpSamplingSettings &settings = job.settings[row];
+  double all = settings.top_k > 0 ? 0.0 : total(job, row);
   for (double look = FIRST_LOOK;; look = look < 32.0 ? 4.0 * look : INFINITY) {
     collect(job, row, look, found);
-    if (look == INFINITY || is_enough(law, found, look, all)) break;
+    if (look == INFINITY || is_enough(settings, found, look, all)) break;
   }
   int64_t kept = found.size;
-  if (law.top_k > 0) {
-    kept = keep_first(found.items, kept, [&](int64_t count, double, double) { return count < law.top_k; });
+  if (settings.top_k > 0) {
+    kept = keep_first(found.items, kept, [&](int64_t count, double, double) { return count < settings.top_k; });
     all = 0.0;
     for (int64_t i = 0; i < kept; i++) all += found[i].weight;
   }
   kept = keep_first(found.items, kept, [&](int64_t, double sum, double weight) {
-    return (law.top_p >= 1.0 || sum < law.top_p * all) && weight >= law.min_p;
+    return (settings.top_p >= 1.0 || sum < settings.top_p * all) && weight >= settings.min_p;
   });
   double sum = 0.0;
   for (int64_t i = 0; i < kept; i++) sum += found[i].weight;
-  memset(job.law(row), 0, job.width * sizeof(double));
-  for (int64_t i = 0; i < kept; i++) job.law(row)[found[i].token] = found[i].weight / sum;
+  memset(job.probs_of(row), 0, job.width * sizeof(double));
+  for (int64_t i = 0; i < kept; i++) job.probs_of(row)[found[i].token] = found[i].weight / sum;
 }
 
-static void normalise(const LawJob &job, int64_t row, int64_t chunk) {
-  if (is_filtered(job.laws[row]) || job.laws[row].temperature <= 0) return;  // it is normal
+static void normalise(const ProbsJob &job, int64_t row, int64_t chunk) {
+  if (is_filtered(job.settings[row]) || job.settings[row].temperature <= 0) return;  // it is normal
   const double sum = total(job, row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
-  double *law = job.law(row);
-  for (int64_t i = begin; i < end; i++) law[i] /= sum;
+  double *probs = job.probs_of(row);
+  for (int64_t i = begin; i < end; i++) probs[i] /= sum;
 }
 
-// Every thread of a team calls this; stages are four.
-static void make_laws(const LawJob &job, Pieces *stages) {
+// Every thread of a parallel region calls this; stages are four.
+static void make_probs(const ProbsJob &job, WorkQueue *stages) {
   const int64_t pieces = job.rows * job.chunks();
   stages[0].run(pieces, [&](int64_t p) { find_best(job, p / job.chunks(), p % job.chunks()); });
   stages[1].run(pieces, [&](int64_t p) { weigh(job, p / job.chunks(), p % job.chunks()); });
-  stages[2].run(job.rows, [&](int64_t row) { if (is_filtered(job.laws[row])) filter(job, row); });
+  stages[2].run(job.rows, [&](int64_t row) { if (is_filtered(job.settings[row])) filter(job, row); });
   stages[3].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
 }
 
@@ -224,7 +224,7 @@ static inline Reals uniforms(uint64_t key, int64_t first) {
 
 // Weights in a race: w / E with E = -log u. The greatest of them is where log w + G is greatest, with G = -log E: Gumbel noise.
 static void race(const double *weights, int64_t begin, int64_t end, uint64_t key, Share &share) {
-  constexpr int64_t STRETCH = 8 * REALS;  // looked at together: most of a filtered law is zeros
+  constexpr int64_t STRETCH = 8 * REALS;  // looked at together: most of a filtered distribution is zeros
   Reals best = {};
   Longs at = Longs{} - 1;
   for (int64_t from = begin; from < end; from += STRETCH) {
@@ -286,42 +286,42 @@ static int64_t at_share(const double *weights, int64_t n, double u, const Share 
 }
 
 // One draw: `chance` is the key of a race, or 64 bits of which the highest 53 make a uniform. Stages are two.
-static inline void share_draw(const double *weights, int64_t n, bool coupled, uint64_t chance, int64_t chunk, Share &share) {
+static inline void share_draw(const double *weights, int64_t n, bool shared_noise, uint64_t chance, int64_t chunk, Share &share) {
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < n ? begin + CHUNK : n;
-  if (coupled)
+  if (shared_noise)
     race(weights, begin, end, chance, share);
   else
     add_up(weights, begin, end, share);
 }
 
-// Whether shares that were added up are those of a law: a model that fails makes one of nothing, or of what is not a number.
-static inline bool is_law(const Share *shares, int64_t chunks) {
+// Whether shares that were added up are those of a distribution: a model that fails makes one of nothing, or of what is not a number.
+static inline bool is_distribution(const Share *shares, int64_t chunks) {
   double all = 0.0;
   for (int64_t chunk = 0; chunk < chunks; chunk++) all += shares[chunk].sum;
   return std::isfinite(all) && all > 0.0;
 }
 
-static inline int64_t finish_draw(const double *weights, int64_t n, bool coupled, uint64_t chance, const Share *shares) {
-  if (coupled) return winner(shares, chunks_of(n));
+static inline int64_t finish_draw(const double *weights, int64_t n, bool shared_noise, uint64_t chance, const Share *shares) {
+  if (shared_noise) return winner(shares, chunks_of(n));
   return at_share(weights, n, (chance >> 11) * 0x1p-53, shares, chunks_of(n));
 }
 
-static int64_t draw(const double *weights, int64_t n, int coupled, uint64_t chance) {
+static int64_t draw(const double *weights, int64_t n, int shared_noise, uint64_t chance) {
   static thread_local List<Share> shares;
   shares.resize(chunks_of(n));
-  for (int64_t chunk = 0; chunk < shares.size; chunk++) share_draw(weights, n, coupled, chance, chunk, shares[chunk]);
-  return finish_draw(weights, n, coupled, chance, shares.items);
+  for (int64_t chunk = 0; chunk < shares.size; chunk++) share_draw(weights, n, shared_noise, chance, chunk, shares[chunk]);
+  return finish_draw(weights, n, shared_noise, chance, shares.items);
 }
 
-static void laws(const float *logits, int64_t rows, int64_t given, int64_t width, const SpLaw *by, double *out, int threads) {
+static void probs(const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *by, double *out, int threads) {
   static thread_local List<Share> shares;
   static thread_local List<double *> places;
   shares.resize(rows * chunks_of(width)), places.resize(rows);
   for (int64_t row = 0; row < rows; row++) places[row] = out + row * width;
-  const LawJob job = {logits, rows, given, width, by, places.items, shares.items};
-  Pieces stages[4] = {};
+  const ProbsJob job = {logits, rows, given, width, by, places.items, shares.items};
+  WorkQueue stages[4] = {};
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * width > CHUNK)
-  make_laws(job, stages);
+  make_probs(job, stages);
 }
 
 }  // namespace SP_NAMESPACE

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.kernels.native import Kernels
-from speculant.models.base import CausalLM, Chain, Feed, build_batch, known
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
 from speculant.models.native_decoder import NativeDecoder
 from speculant.models.replay import can_replay
 from speculant.sampling.distribution import Node, distribution
@@ -23,7 +23,7 @@ def grow(
 ) -> None:
     """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
 
-    A chain's tokens and laws are the same in any company, on the kernels that have invariant rows.
+    A chain's tokens and distributions are the same in any company, on the kernels that have invariant rows.
     """
     by_itself, growing = list[Chain](), list[tuple[Chain, list[int]]]()
     for chain in chains:
@@ -54,7 +54,7 @@ class _Stepwise:
     def _feed(self, feeds: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
         """Feed each chain's tokens, draw one for each that wants any, and return what has to be fed next."""
         size = self.model.vocab_size
-        fed = [Feed(chain.request.seq, known(tokens, size), DraftTree.empty()) for chain, tokens in feeds]
+        fed = [SequenceInput(chain.request.seq_id, known(tokens, size), DraftTree.empty()) for chain, tokens in feeds]
         batch = build_batch(fed, self.cache, self.model.cache_shape.device)
         hidden = self.model.forward(batch, self.cache)
         last = -1
@@ -68,14 +68,14 @@ class _Stepwise:
     def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> list[Chain]:
         """Draw a token for each; return those that could."""
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
-        laws = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.kernels)
+        probs = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.kernels)
         drawn = []
-        for chain, law in zip(chains, laws, strict=True):
-            if not chain.request.coupled:
-                if not 0 < float(law.sum()) < math.inf:
+        for chain, token_probs in zip(chains, probs, strict=True):
+            if not chain.request.shared_noise:
+                if not 0 < float(token_probs.sum()) < math.inf:
                     continue
-                chain.laws = law[None] if chain.laws is None else torch.cat([chain.laws, law[None]])
-            chain.tokens = [*chain.tokens, chain.chance.draw(law)]
+                chain.probs = token_probs[None] if chain.probs is None else torch.cat([chain.probs, token_probs[None]])
+            chain.tokens = [*chain.tokens, chain.chance.draw(token_probs)]
             drawn.append(chain)
         return drawn
 

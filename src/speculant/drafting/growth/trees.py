@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculant.drafting.growth.chains import fit_vocabulary
+from speculant.drafting.growth.runner import DraftModelRunner
+from speculant.drafting.growth.topology import Distributions, Pick, TreeTopology
 from speculant.kernels.native import Kernels
-from speculant.models.base import Chain, Feed, build_batch, known
-from speculant.models.branching import Branching, Laws, Pick
-from speculant.models.chains import fit_vocabulary
-from speculant.models.follower import Follower
+from speculant.models.base import Chain, SequenceInput, build_batch, known
 from speculant.sampling.chance import KeyedNoise
 from speculant.sampling.distribution import Node, distribution
 from speculant.tree import tokens_to
@@ -32,7 +32,7 @@ class Tree:
     nodes: list[Any] = field(default_factory=list)  # what the branching knows each one by
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
     newest: int = 0  # the first node of the deepest level
 
     @property
@@ -45,8 +45,8 @@ class Tree:
         return [source for source, plan in enumerate(self.plans) if plan and plan.limit]
 
     def draft(self) -> DraftTree:
-        """Return the tree so far; laws are told where a ratio rule may ask for them."""
-        probs = torch.stack(self.laws) if self.laws and not self.request.coupled else None
+        """Return the tree so far; distributions are told where a ratio rule may ask for them."""
+        probs = torch.stack(self.probs) if self.probs and not self.request.shared_noise else None
         return DraftTree.of(self.tokens, self.parents, probs)
 
     def path(self, node: int) -> list[int]:
@@ -54,31 +54,31 @@ class Tree:
         return tokens_to(node, self.tokens, self.parents)
 
 
-def plan_trees(sources: Sequence[Follower], drafting: Sequence[tuple[Request, int]]) -> list[Tree]:
+def plan_trees(sources: Sequence[DraftModelRunner], drafting: Sequence[tuple[Request, int]]) -> list[Tree]:
     """Decide what every source feeds for requests that want so many nodes each."""
     trees = [Tree(request, [None] * len(sources)) for request, _ in drafting]
-    by_request = {tree.request.seq: tree for tree in trees}
+    by_request = {tree.request.seq_id: tree for tree in trees}
     for place, source in enumerate(sources):
         for plan in source.plan(drafting):
-            by_request[plan.request.seq].plans[place] = plan
+            by_request[plan.request.seq_id].plans[place] = plan
     return trees
 
 
 def grow_trees(
-    sources: Sequence[Follower],
+    sources: Sequence[DraftModelRunner],
     trees: Sequence[Tree],
-    branching: Branching,
+    topology: TreeTopology,
     vocab_size: int,
     kernels: Kernels | None = None,
 ) -> None:
     """Draw every tree's nodes as planned; afterwards the sources' caches hold committed tokens alone."""
-    grower = _Grower(sources, branching, vocab_size, kernels)
+    grower = _Grower(sources, topology, vocab_size, kernels)
     growing = grower.begin(trees)
     while growing:
         growing = grower.extend(growing)
     for tree in trees:
         for source in tree.speakers():
-            sources[source].cache.truncate_to(tree.request.seq, len(tree.request.tokens))
+            sources[source].cache.truncate_to(tree.request.seq_id, len(tree.request.tokens))
 
 
 _Place = tuple[Tree, int]  # a node of a tree; -1 = its root
@@ -86,8 +86,8 @@ _Place = tuple[Tree, int]  # a node of a tree; -1 = its root
 
 @dataclass(frozen=True)
 class _Grower:
-    sources: Sequence[Follower]
-    branching: Branching
+    sources: Sequence[DraftModelRunner]
+    topology: TreeTopology
     vocab_size: int
     kernels: Kernels | None
 
@@ -97,7 +97,7 @@ class _Grower:
         for place, source in enumerate(self.sources):
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
             size = source.model.vocab_size
-            feeds = [Feed(plan.request.seq, known(plan.feed, size), DraftTree.empty()) for _, plan in plans]
+            feeds = [SequenceInput(plan.request.seq_id, known(plan.feed, size), DraftTree.empty()) for _, plan in plans]
             heard.append(self._listen(source, feeds, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
             for _, plan in plans:
                 source.note(plan.request, plan.feed)
@@ -113,9 +113,9 @@ class _Grower:
         return self._draw([each for tree in trees for each in places[tree]], heard)
 
     def _listen(
-        self, source: Follower, feeds: Sequence[Feed], asked: Sequence[Sequence[_Place]]
+        self, source: DraftModelRunner, feeds: Sequence[SequenceInput], asked: Sequence[Sequence[_Place]]
     ) -> dict[_Place, Tensor]:
-        """Feed a source and return the laws behind what was asked for: each feed's last rows."""
+        """Feed a source and return the distributions behind what was asked for: each feed's last rows."""
         if not feeds:
             return {}
         model, cache = source.model, source.cache
@@ -128,42 +128,42 @@ class _Grower:
         if not rows:
             return {}
         logits = fit_vocabulary(model.logits(hidden[rows]), self.vocab_size)
-        nodes = [Node(tree.request, tree.path(node), softened=tree.request.coupled) for tree, node in places]
+        nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
         return dict(zip(places, distribution(logits, nodes, self.kernels), strict=True))
 
     def _draw(self, places: Sequence[_Place], heard: Sequence[dict[_Place, Tensor]]) -> list[Tree]:
         """Draw children below nodes; return the trees that want more."""
         before = {tree: len(tree.tokens) for tree, _ in places}
         for tree, node in places:
-            self._branch(tree, node, [laws.get((tree, node)) for laws in heard])
+            self._branch(tree, node, [probs.get((tree, node)) for probs in heard])
         for tree, size in before.items():
             tree.newest = size
         return [tree for tree, size in before.items() if size < len(tree.tokens) < tree.limit]
 
-    def _branch(self, tree: Tree, node: int, laws: Laws) -> None:
-        known_by = tree.nodes[node] if node >= 0 else self.branching.root
+    def _branch(self, tree: Tree, node: int, probs: Distributions) -> None:
+        known_by = tree.nodes[node] if node >= 0 else self.topology.root
         pick = picker(tree, len(tree.path(node)))
-        for token, child, own in self.branching.children(known_by, laws, pick, tree.request.coupled):
+        for token, child, own in self.topology.children(known_by, probs, pick, tree.request.shared_noise):
             if len(tree.tokens) < tree.limit:
                 tree.nodes.append(child)
                 tree.tokens.append(token)
                 tree.parents.append(node)
-                tree.laws.append(own)
+                tree.probs.append(own)
 
 
 def picker(tree: Tree, depth: int) -> Pick:
     """Return what draws at a depth: the likeliest for a greedy request, the noise of that position, or a stream."""
     chance = next(plan.chance for plan in tree.plans if plan)
-    if tree.request.coupled and tree.request.params.greedy:
-        return lambda law: int(law.argmax())
+    if tree.request.shared_noise and tree.request.params.greedy:
+        return lambda token_probs: int(token_probs.argmax())
     if isinstance(chance, KeyedNoise):
-        return lambda law: chance.moved(depth).draw(law)
+        return lambda token_probs: chance.moved(depth).draw(token_probs)
     return chance.draw
 
 
-def _so_far(tree: Tree, source: Follower) -> Feed:
+def _so_far(tree: Tree, source: DraftModelRunner) -> SequenceInput:
     """Return the feed of a tree's root and nodes, anew."""
     request, model = tree.request, source.model
-    source.cache.truncate_to(request.seq, len(request.tokens) - 1)
+    source.cache.truncate_to(request.seq_id, len(request.tokens) - 1)
     nodes = DraftTree.of(known(tree.tokens, model.vocab_size), tree.parents)
-    return Feed(request.seq, known(request.tokens[-1:], model.vocab_size), nodes)
+    return SequenceInput(request.seq_id, known(request.tokens[-1:], model.vocab_size), nodes)

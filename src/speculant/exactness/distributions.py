@@ -1,4 +1,4 @@
-"""Random pairs of context-dependent laws, and the target's own law worked out the plain way."""
+"""Random pairs of context-dependent distributions, and the target's own distribution worked out the plain way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXED = ("dense",) * 6 + NODE_KINDS
 
 @dataclass(frozen=True)
 class Pair:
-    """Target and draft laws at every context; the context decides how the two relate.
+    """Target and draft distributions at every context; the context decides how the two relate.
 
     kinds: those of `NODE_KINDS` that occur, as often as they are named.
     """
@@ -43,11 +43,11 @@ class Pair:
         rng = np.random.default_rng([self.seed, self.vocab_size, *history])
         kind = self.kinds[rng.integers(len(self.kinds))]
         shift = rng.uniform(-1, 2)  # logits of both signs, for penalties that look at the sign
-        law = two_laws(kind, self.vocab_size, rng)[which]
-        return [math.log(p) + shift if p > 0 else -math.inf for p in law.tolist()]
+        distribution = two_distributions(kind, self.vocab_size, rng)[which]
+        return [math.log(p) + shift if p > 0 else -math.inf for p in distribution.tolist()]
 
 
-def two_laws(kind: str, vocab_size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def two_distributions(kind: str, vocab_size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Draw one (p, q) of a kind."""
     p, q = rng.dirichlet(np.ones(vocab_size), size=2)
     mask = _proper_subset(vocab_size, rng)
@@ -85,25 +85,25 @@ def _one_hot(size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    """Return the law of plain logits."""
+    """Return the distribution of plain logits."""
     top = max(logits)
     weights = [math.exp(logit - top) for logit in logits]
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def joint_law(law: Law, start: History, length: int, is_over: Callable[[History], bool]) -> Joint:
-    """Return the law of the next `length` tokens after `start`, drawn one by one; an end ends them early."""
-    return completed({(): 1.0}, law, start, length, is_over)
+def joint_distribution(distribution: Law, start: History, length: int, is_over: Callable[[History], bool]) -> Joint:
+    """Return the distribution of the next `length` tokens after `start`, drawn one by one; an end ends them early."""
+    return completed({(): 1.0}, distribution, start, length, is_over)
 
 
 def completed(
     outcomes: Mapping[tuple[int, ...], float],
-    law: Law,
+    distribution: Law,
     start: History,
     length: int,
     is_over: Callable[[History], bool],
 ) -> Joint:
-    """Continue every outcome with `law` until it has `length` tokens or is over."""
+    """Continue every outcome with `distribution` until it has `length` tokens or is over."""
     joint: Joint = {}
     pending = list(outcomes.items())
     while pending:
@@ -111,12 +111,12 @@ def completed(
         if len(tokens) >= length or (tokens and is_over(tokens)):
             joint[tokens] = joint.get(tokens, 0.0) + probability
             continue
-        for token, weight in enumerate(law((*start, *tokens))):
+        for token, weight in enumerate(distribution((*start, *tokens))):
             if weight > 0:
                 pending.append(((*tokens, token), probability * weight))
     return joint
 
 
 def deviation(first: Mapping[tuple[int, ...], float], second: Mapping[tuple[int, ...], float]) -> float:
-    """Return the largest difference of two laws' probabilities."""
+    """Return the largest difference of two distributions' probabilities."""
     return max(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in {*first, *second})

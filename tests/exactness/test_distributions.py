@@ -1,7 +1,7 @@
-"""The output's law is the target's: every branch of the real step is followed and summed up.
+"""The output's distribution is the target's: every branch of the real step is followed and summed up.
 
 The engine, the scheduler, `ModelDrafter`, the caches, `distribution` and the rules are those that
-ship; the models are tables and chance enumerates. The joint law of all tokens of a speculative step,
+ship; the models are tables and chance enumerates. The joint distribution of all tokens of a speculative step,
 completed by the target, equals the target's own to 1e-12.
 """
 
@@ -16,11 +16,11 @@ import torch
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.exactness.laws import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
-from tests.exactness.laws import mean_accepted
+from tests.exactness.distributions import mean_accepted
 from tests.exactness.speculation import Case, draft_model, enumerate_case
 from tests.fakes import ScriptedDrafter, few_blocks
 
@@ -62,12 +62,14 @@ TRANSFORMS = {
 
 
 def assert_exact(case: Case) -> None:
-    """Enumerate a case; its law must be the target's, and its mean acceptance what the theory says."""
+    """Enumerate a case; its distribution must be the target's, and its mean acceptance what the theory says."""
     found = enumerate_case(case)
     assert found.deviation() <= EXACT, case
     if case.prompt == (0,) and not case.ends and case.steps == 1:
         agree = min if case.verification == "rejection" else operator.mul
-        expected = mean_accepted(case.law, case.law_of(case.pair.draft), case.prompt, case.length, agree)
+        expected = mean_accepted(
+            case.distribution, case.distribution_of(case.pair.draft), case.prompt, case.length, agree
+        )
         assert found.mean_accepted == pytest.approx(expected, abs=EXACT), case
 
 
@@ -76,46 +78,46 @@ def test_there_are_enough_pairs() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "length"), SIZES)
-def test_rejection_keeps_the_law(vocab_size: int, length: int) -> None:
+def test_rejection_keeps_the_distribution(vocab_size: int, length: int) -> None:
     for seed in range(SIZES[vocab_size, length]):
         assert_exact(Case(Pair(seed, vocab_size), length, width=8))
 
 
 @pytest.mark.parametrize(("vocab_size", "length"), SIZES)
-def test_match_keeps_the_law(vocab_size: int, length: int) -> None:
+def test_match_keeps_the_distribution(vocab_size: int, length: int) -> None:
     for seed in range(SIZES[vocab_size, length] // 4):
         assert_exact(Case(Pair(seed, vocab_size), length, verification="match", width=8))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_every_kind_of_laws_alone(kind: str, rule: str) -> None:
+def test_every_kind_of_distributions_alone(kind: str, verifier: str) -> None:
     for seed in range(4):
-        assert_exact(Case(Pair(seed, 3, (kind,)), 2, verification=rule, width=8))
+        assert_exact(Case(Pair(seed, 3, (kind,)), 2, verification=verifier, width=8))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_every_transform_keeps_the_law(name: str, rule: str) -> None:
+def test_every_transform_keeps_the_distribution(name: str, verifier: str) -> None:
     params = SamplingParams(max_tokens=None, **TRANSFORMS[name])
     ends = frozenset({2}) if params.min_tokens else frozenset()
     for seed, vocab_size in enumerate((3, 4, 3, 4)):
         pair = Pair(100 + seed, vocab_size, FULL_SUPPORT)
-        assert_exact(Case(pair, 2, params, rule, prompt=(seed % 3,), ends=ends, width=8))
+        assert_exact(Case(pair, 2, params, verifier, prompt=(seed % 3,), ends=ends, width=8))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_laws_with_zeros(name: str) -> None:
+def test_transforms_of_distributions_with_zeros(name: str) -> None:
     values = {key: value for key, value in TRANSFORMS[name].items() if key not in ("logit_bias", "min_tokens")}
     for seed in range(3):
         assert_exact(Case(Pair(seed, 4), 2, SamplingParams(max_tokens=None, **values), width=8))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "match"])
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
 @pytest.mark.parametrize(("vocab_size", "length", "steps"), [(2, 1, 2), (3, 1, 2), (2, 2, 2), (2, 1, 3)])
-def test_several_steps_in_a_row(vocab_size: int, length: int, steps: int, rule: str) -> None:
+def test_several_steps_in_a_row(vocab_size: int, length: int, steps: int, verifier: str) -> None:
     for seed in range(6):
-        assert_exact(Case(Pair(seed, vocab_size), length, verification=rule, steps=steps, width=8))
+        assert_exact(Case(Pair(seed, vocab_size), length, verification=verifier, steps=steps, width=8))
 
 
 def test_several_steps_with_penalties() -> None:
@@ -132,7 +134,7 @@ def test_prompts_in_chunks(budget: int) -> None:
         assert_exact(Case(Pair(seed, 2, FULL_SUPPORT), 1, params, prompt=(0, 1, 1, 0, 1), budget=budget))
 
 
-def test_laws_over_a_cache_of_blocks() -> None:
+def test_distributions_over_a_cache_of_blocks() -> None:
     """Drafts reach over the ends of blocks, and are rolled back over them."""
     blocks = few_blocks(24, keep_prefixes=False)
     drafter = functools.partial(draft_model, cache=blocks)
@@ -158,12 +160,12 @@ def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return NgramDrafter(Options())
 
 
-@pytest.mark.parametrize("rule", ["auto", "match", "rejection"])
-def test_ngram_drafts(rule: str) -> None:
+@pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
+def test_ngram_drafts(verifier: str) -> None:
     for seed in range(10):
-        case = Case(Pair(seed, 3), 3, verification=rule, prompt=(0, 1, 2, 0, 1, 0), make_drafter=ngram, width=8)
+        case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), make_drafter=ngram, width=8)
         assert_exact(case)
-        assert_exact(Case(Pair(seed, 2), 2, verification=rule, prompt=(0, 1, 0), steps=2, make_drafter=ngram))
+        assert_exact(Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2, make_drafter=ngram))
 
 
 def scripted_chain(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
@@ -171,10 +173,10 @@ def scripted_chain(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return ScriptedDrafter(lambda request: [pair.seed % pair.vocab_size, 0, pair.vocab_size - 1])
 
 
-@pytest.mark.parametrize("rule", ["auto", "match", "rejection"])
-def test_scripted_chains(rule: str) -> None:
+@pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
+def test_scripted_chains(verifier: str) -> None:
     for seed in range(12):
-        case = Case(Pair(seed, 3), 3, verification=rule, make_drafter=scripted_chain)
+        case = Case(Pair(seed, 3), 3, verification=verifier, make_drafter=scripted_chain)
         assert enumerate_case(case).deviation() <= EXACT
 
 

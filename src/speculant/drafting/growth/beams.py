@@ -12,10 +12,10 @@ from itertools import compress
 from torch import Tensor
 
 from speculant.beams import Beams, Text
+from speculant.drafting.growth.chains import fit_vocabulary
+from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.kernels.native import Kernels
-from speculant.models.base import Chain, Feed, build_batch, known
-from speculant.models.chains import fit_vocabulary
-from speculant.models.follower import Follower
+from speculant.models.base import Chain, SequenceInput, build_batch, known
 from speculant.sampling.distribution import Node, distribution
 from speculant.sampling.ranking import rank
 from speculant.types import DraftTree, Request
@@ -50,10 +50,10 @@ class _Search:
         """Whether another round could add something."""
         return self.rounds > 0 and bool(self.beams.live) and self.tree.size < self.most
 
-    def learn(self, laws: Tensor) -> None:
-        """Take a round with the laws [r, V] behind the tips; hypotheses that the tree has no room for are dropped."""
-        ranked = rank(laws, self.beams.num_continuations)
-        beams = self.beams.learn(dict(zip(self.beams.unscored, ranked, strict=True)))
+    def advance(self, probs: Tensor) -> None:
+        """Take a round with the probs [r, V] after the tips; hypotheses that the tree has no room for are dropped."""
+        ranked = rank(probs, self.beams.num_continuations)
+        beams = self.beams.advance(dict(zip(self.beams.unscored, ranked, strict=True)))
         texts = [each.tokens[self.request.num_output :] for each in beams.live]
         self.texts, self.rounds = [*self.texts, *texts], self.rounds - 1
         tree = self.tree
@@ -62,7 +62,7 @@ class _Search:
 
 
 def draft_beams(
-    follower: Follower,
+    runner: DraftModelRunner,
     drafting: Sequence[tuple[Request, int]],
     nodes_per_beam: int,
     vocab_size: int,
@@ -71,22 +71,22 @@ def draft_beams(
     """Return, by sequence, each search's live hypotheses with at most so many drafted nodes behind them.
 
     The draft keeps `nodes_per_beam` times as many beams as the target. Who is behind, or finds no room in the
-    follower's cache, only catches up.
+    runner's cache, only catches up.
     """
     wanted = [(request, request.live_tree().size + limit) for request, limit in drafting]
-    searches = [_begin(plan, nodes_per_beam) for plan in follower.plan(wanted)]
+    searches = [_begin(plan, nodes_per_beam) for plan in runner.plan(wanted)]
     drafted = [search for search in searches if search.grows]
-    growing = _take_round(follower, searches, vocab_size, kernels)
+    growing = _take_round(runner, searches, vocab_size, kernels)
     for search in searches:
-        follower.note(search.request, search.feed)
+        runner.note(search.request, search.feed)
     while growing:
         for search in growing:
             search.feed = search.request.tokens[-1:]
-            follower.cache.truncate_to(search.request.seq, len(search.request.tokens) - 1)
-        growing = _take_round(follower, growing, vocab_size, kernels)
+            runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens) - 1)
+        growing = _take_round(runner, growing, vocab_size, kernels)
     for search in drafted:
-        follower.cache.truncate_to(search.request.seq, len(search.request.tokens))
-    return {search.request.seq: search.tree for search in drafted}
+        runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens))
+    return {search.request.seq_id: search.tree for search in drafted}
 
 
 def _begin(plan: Chain, nodes_per_beam: int) -> _Search:
@@ -98,26 +98,26 @@ def _begin(plan: Chain, nodes_per_beam: int) -> _Search:
 
 
 def _take_round(
-    follower: Follower, searches: Sequence[_Search], vocab_size: int, kernels: Kernels | None
+    runner: DraftModelRunner, searches: Sequence[_Search], vocab_size: int, kernels: Kernels | None
 ) -> list[_Search]:
     """Feed what searches have to feed, and the trees of those that grow; return those that want another round."""
     if not searches:
         return []
-    model, cache = follower.model, follower.cache
+    model, cache = runner.model, runner.cache
     growing = [search for search in searches if search.grows]
-    feeds, rows, nodes, end = list[Feed](), list[int](), list[Node](), 0
+    feeds, rows, nodes, end = list[SequenceInput](), list[int](), list[Node](), 0
     for search in searches:
         tree = search.tree if search.grows else DraftTree.empty()
         fed = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
-        feeds.append(Feed(search.request.seq, known(search.feed, model.vocab_size), fed))
+        feeds.append(SequenceInput(search.request.seq_id, known(search.feed, model.vocab_size), fed))
         root, end = end + len(search.feed) - 1, end + len(search.feed) + tree.size
         for text in search.tips if search.grows else ():
             rows.append(root + 1 + [-1, *tree.path_along(text)][-1])
             nodes.append(Node(search.request, text))
     hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache)
     if rows:
-        laws = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, kernels)
+        probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, kernels)
         for search in growing:
-            own, laws = laws[: len(search.tips)], laws[len(search.tips) :]
-            search.learn(own)
+            own, probs = probs[: len(search.tips)], probs[len(search.tips) :]
+            search.advance(own)
     return [search for search in growing if search.grows]

@@ -16,7 +16,7 @@ static inline void relax() {
 
 // The pieces of one stage, taken by whoever is free. Nobody waits for a thread, only for pieces: one that the system has put
 // aside between two pieces holds nobody up.
-struct alignas(64) Pieces {
+struct alignas(64) WorkQueue {
   int64_t taken, done;
 
   template <typename Work>
@@ -58,9 +58,9 @@ struct List {
   T &operator[](int64_t i) { return items[i]; }
 };
 
-static inline void clear_stages(List<Pieces> &stages, int64_t count) {
+static inline void clear_stages(List<WorkQueue> &stages, int64_t count) {
   stages.resize(count);
-  __builtin_memset((void *)stages.items, 0, count * sizeof(Pieces));
+  __builtin_memset((void *)stages.items, 0, count * sizeof(WorkQueue));
 }
 
 }  // namespace SP_NAMESPACE

@@ -9,11 +9,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
-Laws = Sequence[Tensor | None]  # by source, the law [V] of what comes next; None = a source that is behind
-Child = tuple[int, Any, Tensor]  # a token, what its node is to the branching, and the law [V] it was really drawn from
+Distributions = Sequence[
+    Tensor | None
+]  # by source, the distribution [V] of what comes next; None = a source that is behind
+Child = tuple[
+    int, Any, Tensor
+]  # a token, what its node is to the branching, and the distribution [V] it was really drawn from
 
 
-class Branching(Protocol):
+class TreeTopology(Protocol):
     """How a tree branches. It never looks at the token that was drawn for a node (algorithms, section 2)."""
 
     @property
@@ -31,13 +35,13 @@ class Branching(Protocol):
         """How deep a tree can become."""
         ...
 
-    def children(self, node: Any, laws: Laws, pick: Pick, distinct: bool) -> list[Child]:
-        """Draw a node's children; `distinct` = `pick` gives the same token for the same law."""
+    def children(self, node: Any, probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
+        """Draw a node's children; `distinct` = `pick` gives the same token for the same distribution."""
         ...
 
 
 @dataclass(frozen=True)
-class Shape:
+class StaticTree:
     """A fixed shape: `paths` are the nodes' ranks among their siblings, from the root down, parents among them.
 
     Siblings are drawn without replacement, from the first source.
@@ -46,7 +50,7 @@ class Shape:
     paths: frozenset[tuple[int, ...]]
 
     @classmethod
-    def of_widths(cls, widths: Sequence[int]) -> Shape:
+    def of_widths(cls, widths: Sequence[int]) -> StaticTree:
         """Make the tree in which every node at depth d has widths[d] children."""
         paths, level = set[tuple[int, ...]](), [tuple[int, ...]()]
         for width in widths:
@@ -56,17 +60,17 @@ class Shape:
 
     @property
     def root(self) -> tuple[int, ...]:
-        """See `Branching.root`."""
+        """See `TreeTopology.root`."""
         return ()
 
     @property
     def most_nodes(self) -> int:
-        """See `Branching.most_nodes`."""
+        """See `TreeTopology.most_nodes`."""
         return len(self.paths)
 
     @property
     def depth(self) -> int:
-        """See `Branching.depth`."""
+        """See `TreeTopology.depth`."""
         return max(map(len, self.paths))
 
     def is_whole(self) -> bool:
@@ -76,22 +80,24 @@ class Shape:
             path[:-1] in paths and all((*path[:-1], rank) in paths for rank in range(path[-1])) for path in self.paths
         )
 
-    def children(self, node: tuple[int, ...], laws: Laws, pick: Pick, distinct: bool) -> list[Child]:
-        """See `Branching.children`."""
-        children, (law, *_) = list[Child](), laws
-        while (place := (*node, len(children))) in self.paths and law is not None and float(law.sum()) > 0:
-            law = law / law.sum()
-            children.append((pick(law), place, law))
-            law = without(law, children[-1][0])
+    def children(self, node: tuple[int, ...], probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
+        """See `TreeTopology.children`."""
+        children, (token_probs, *_) = list[Child](), probs
+        while (
+            (place := (*node, len(children))) in self.paths and token_probs is not None and float(token_probs.sum()) > 0
+        ):
+            token_probs = token_probs / token_probs.sum()
+            children.append((pick(token_probs), place, token_probs))
+            token_probs = without(token_probs, children[-1][0])
         return children
 
 
 @dataclass(frozen=True)
-class Draws:
+class ParallelChains:
     """Chains of `depth` tokens, drawn independently and merged where they agree [003 2.1, SpecInfer].
 
     `chains` names the source of each. A node is known by the chains that have reached it, and its depth. Whether a
-    later chain says something new is a coin; what it then says is drawn from its law without what was said before.
+    later chain says something new is a coin; it is then drawn from its distribution without what was drawn before.
     """
 
     chains: tuple[int, ...]
@@ -99,34 +105,36 @@ class Draws:
 
     @property
     def root(self) -> tuple[tuple[int, ...], int]:
-        """See `Branching.root`."""
+        """See `TreeTopology.root`."""
         return self.chains, 0
 
     @property
     def most_nodes(self) -> int:
-        """See `Branching.most_nodes`."""
+        """See `TreeTopology.most_nodes`."""
         return len(self.chains) * self.depth
 
-    def children(self, node: tuple[tuple[int, ...], int], laws: Laws, pick: Pick, distinct: bool) -> list[Child]:
-        """See `Branching.children`; where draws can't differ, a source's next chain says its next choice."""
+    def children(
+        self, node: tuple[tuple[int, ...], int], probs: Distributions, pick: Pick, distinct: bool
+    ) -> list[Child]:
+        """See `TreeTopology.children`; where draws can't differ, a source's next chain says its next choice."""
         chains, depth = node
         said, own = dict[int, list[int]](), dict[int, Tensor]()
         for source in chains if depth < self.depth else ():
-            law = laws[source]
-            if law is not None and distinct:
-                law = without(law, *(token for token, sources in said.items() if source in sources))
-            if law is None or not float(law.sum()) > 0:
+            token_probs = probs[source]
+            if token_probs is not None and distinct:
+                token_probs = without(token_probs, *(token for token, sources in said.items() if source in sources))
+            if token_probs is None or not float(token_probs.sum()) > 0:
                 continue
-            token = pick(law)
+            token = pick(token_probs)
             if token not in said:
-                rest = without(law, *said)
+                rest = without(token_probs, *said)
                 said[token], own[token] = [], rest / rest.sum()
             said[token].append(source)
         return [(token, (tuple(sources), depth + 1), own[token]) for token, sources in said.items()]
 
 
-def without(law: Tensor, *tokens: int) -> Tensor:
-    """Return a law [V] with nothing on some tokens, not normalised."""
-    rest = law.clone()
+def without(token_probs: Tensor, *tokens: int) -> Tensor:
+    """Return a distribution [V] with nothing on some tokens, not normalised."""
+    rest = token_probs.clone()
     rest[list(tokens)] = 0.0
     return rest

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.exactness.mutants.mutant import BLOCK, BRANCHING, MULTI_DRAFT, TRAVERSAL, TREES, Mutant
+from tests.exactness.mutants.mutant import BLOCK, MULTI_DRAFT, TOPOLOGY, TRAVERSAL, TREES, Mutant
 
 CHAIN = "test_rules.py::test_sampled_chains[{}-3-2]"
-TREE = "test_tree_laws.py::test_a_tree_keeps_the_law[{}]"
+TREE = "test_tree_distributions.py::test_a_tree_keeps_the_distribution[{}]"
 
 RULES = [
     Mutant(
@@ -60,31 +60,37 @@ RULES = [
     Mutant(
         "the parent's law as it was before a leaf was rejected",
         TRAVERSAL,
-        "            self.laws[parent] = rest / owed\n",
+        "            self.probs[parent] = rest / owed\n",
         "            pass\n",
         TREE.format("pair-traversal"),
     ),
     Mutant(
         "siblings drawn without replacement, told as drawn with it",
-        BRANCHING,
-        "            law = law / law.sum()\n            children.append((pick(law), place, law))\n",
-        "            own = laws[0] if laws[0] is not None else law\n            law = law / law.sum()\n"
-        "            children.append((pick(law), place, own))\n",
+        TOPOLOGY,
+        (
+            "            token_probs = token_probs / token_probs.sum()\n"
+            "            children.append((pick(token_probs), place, token_probs))\n"
+        ),
+        (
+            "            own = probs[0] if probs[0] is not None else token_probs\n"
+            "            token_probs = token_probs / token_probs.sum()\n"
+            "            children.append((pick(token_probs), place, own))\n"
+        ),
         TREE.format("pair-multi_draft"),
     ),
     Mutant(
         "a merged draw told as a free one",
-        BRANCHING,
+        TOPOLOGY,
         "said[token], own[token] = [], rest / rest.sum()",
-        "said[token], own[token] = [], law",
+        "said[token], own[token] = [], token_probs",
         TREE.format("three draws-multi_draft"),
     ),
     Mutant(
         "a chain of one model told with the law of another",
-        BRANCHING,
-        "rest = without(law, *said)",
-        "rest = without(next(each for each in laws if each is not None), *said)",
-        "test_tree_laws.py::test_chains_of_different_models_keep_the_law[multi_draft]",
+        TOPOLOGY,
+        "rest = without(token_probs, *said)",
+        "rest = without(next(each for each in probs if each is not None), *said)",
+        "test_tree_distributions.py::test_chains_of_different_models_keep_the_distribution[multi_draft]",
     ),
     Mutant(
         "unlikely nodes of a sampled tree pruned before a ratio test",

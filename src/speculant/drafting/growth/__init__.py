@@ -1,0 +1,1 @@
+"""How draft models grow chains, trees and beams."""
