@@ -23,23 +23,33 @@ def feed(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Reserve positions for tokens and write them to every layer."""
     slots = cache.reserve(seq_id, len(tokens))
     for layer in range(SHAPE.num_layers):
-        cache.write(layer, slots.rows, *contents(tokens, layer))
+        cache.storage.write(layer, torch.tensor(slots.slots, dtype=torch.int64), *contents(tokens, layer))
+
+
+def held_slots(cache: KVCache, seq_id: int) -> list[int]:
+    """Return the slots of a sequence's positions, in order, by its block table."""
+    table, size = cache.table(seq_id), cache.block_size
+    return [table[position // size] * size + position % size for position in range(cache.length(seq_id))]
+
+
+def read(cache: KVCache, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values [length, heads, dim] of a sequence."""
+    return cache.storage.read(layer, torch.tensor(held_slots(cache, seq_id), dtype=torch.int64))
 
 
 def walk(cache: KVCache, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
     """Read a sequence as a kernel does that walks its table."""
-    table, positions = cache.table(seq_id), torch.arange(cache.length(seq_id))
-    rows = table.blocks[positions // table.block_size] * table.block_size + positions % table.block_size
-    keys, values = cache.layer(layer)
-    return keys[rows], values[rows]
+    keys, values = cache.storage.layer(layer)
+    slots = held_slots(cache, seq_id)
+    return keys[slots], values[slots]
 
 
 def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Assert that a sequence reads back as exactly these tokens, by either way of reading."""
     assert cache.length(seq_id) == len(tokens)
     for layer in range(SHAPE.num_layers):
-        for read, walked, expected in zip(
-            cache.read(layer, seq_id), walk(cache, layer, seq_id), contents(tokens, layer), strict=True
+        for found, walked, expected in zip(
+            read(cache, layer, seq_id), walk(cache, layer, seq_id), contents(tokens, layer), strict=True
         ):
-            assert torch.equal(read, expected)
+            assert torch.equal(found, expected)
             assert torch.equal(walked, expected)

@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 )
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.caches import SHAPE, assert_holds, feed
 
@@ -31,8 +30,8 @@ SALTS = ["", "tenant"]
 
 # (shape, number of sequences, longest sequence) -> an empty cache with room for that many of that length
 CACHES: dict[str, Callable[[CacheShape, int, int], KVCache]] = {
-    "slotted": SlottedKVCache,
-    "paged": lambda shape, num_seqs, max_len: PagedKVCache(shape, num_seqs * -(-max_len // BLOCK), BLOCK),
+    "slotted": slotted_cache,
+    "paged": lambda shape, num_seqs, max_len: paged_cache(shape, num_seqs * -(-max_len // BLOCK), BLOCK),
 }
 SHARING = {"paged"}  # those that find prefixes again, in full blocks
 
@@ -286,13 +285,13 @@ def test_content_survives_any_use(name: str) -> None:
 def test_slots_continue_where_the_sequence_ends(cache: KVCache) -> None:
     feed(cache, 7, [1, 2])
     slots = cache.reserve(7, 3)
-    assert (slots.seq_id, slots.start, slots.end, len(slots.rows)) == (7, 2, 5, 3)
+    assert (slots.seq_id, slots.start, slots.end, len(slots.slots)) == (7, 2, 5, 3)
     assert cache.length(7) == 5
 
 
-def test_rows_of_different_sequences_never_meet(cache: KVCache) -> None:
-    rows = [row for seq_id in range(NUM_SEQS) for row in cache.reserve(seq_id, MAX_LEN).rows.tolist()]
-    assert len(set(rows)) == NUM_SEQS * MAX_LEN
+def test_slots_of_different_sequences_never_meet(cache: KVCache) -> None:
+    slots = [slot for seq_id in range(NUM_SEQS) for slot in cache.reserve(seq_id, MAX_LEN).slots]
+    assert len(set(slots)) == NUM_SEQS * MAX_LEN
 
 
 def test_every_promised_position_can_be_used(cache: KVCache) -> None:
@@ -408,4 +407,4 @@ def test_writing_one_sequence_leaves_its_neighbours_alone(cache: KVCache) -> Non
 def test_slotted_memory_that_does_not_fit_says_what_to_lower() -> None:
     huge = CacheShape(1000, 1000, 1000, torch.float64, torch.device("cpu"))
     with pytest.raises(CapacityError, match=r"GiB.*\n.*max_num_seqs"):
-        SlottedKVCache(huge, 1_000, 1_000_000)
+        slotted_cache(huge, 1_000, 1_000_000)

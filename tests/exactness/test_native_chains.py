@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.growth import chains as chains_module
 from speculant.drafting.growth.chains import grow
 from speculant.kernels.native import QUANTIZED
@@ -30,8 +29,8 @@ DISTRIBUTIONS = [
 LIMITS = [3, 0, 5, 1, 4]  # tokens to draw; 0 = a backlog that is only fed
 COUPLED = [[True] * 5, [False] * 5, [True, False, True, False, False]]
 CACHES = {
-    "slotted": lambda shape: SlottedKVCache(shape, 8, 64),
-    "paged": lambda shape: PagedKVCache(shape, 100, 4),
+    "slotted": lambda shape: slotted_cache(shape, 8, 64),
+    "paged": lambda shape: paged_cache(shape, 100, 4),
 }
 
 
@@ -60,7 +59,7 @@ def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None
         SequenceInput(chain.request.seq_id, chain.request.tokens[: -len(chain.feed)], DraftTree.empty())
         for chain in made
     ]
-    model.forward(build_batch(feeds, cache, torch.device("cpu")), cache)
+    model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
 from speculant.engine.build import build_verifiers, method_name
@@ -120,7 +120,7 @@ def build_case(
     made: list[KVCache] = []
 
     def make_cache(shape: CacheShape) -> KVCache:
-        made.append(SlottedKVCache(shape, case.limits.max_num_seqs, case.limits.max_model_len))
+        made.append(slotted_cache(shape, case.limits.max_num_seqs, case.limits.max_model_len))
         return made[-1]
 
     target = TableModel(case.pair.target, case.pair.vocab_size)

@@ -224,7 +224,7 @@ BATCH = [
     Mutant(
         "draft nodes see their cousins",
         ATTENTION,
-        "mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)",
+        "mask[chain:, start + chain :] = ancestors_of(segment.parents).to(device)",
         "pass",
         OWN_TOKENS.format("greedy-tree-paged"),
     ),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
-from speculant.cache.base import Slots
 from speculant.models.attention import visible_keys
 from speculant.models.base import Segment
 from speculant.types import DraftTree
 
 
 def drawn(start: int, positions: list[int], tree: DraftTree, window: int | None = None) -> list[str]:
-    segment = Segment(Slots(0, start, range(start, start + len(positions))), tree)
+    segment = Segment(0, start, len(positions), array("q", [0]), tree.parent_list)
     mask = visible_keys(segment, torch.tensor(positions), window)
     return ["".join("#" if visible else "." for visible in row) for row in mask.tolist()]
 
