@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
+from tests.blocks import held_slots
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float64, device=torch.device("cpu"))
 
@@ -24,12 +25,6 @@ def feed(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     slots = cache.reserve(seq_id, len(tokens))
     for layer in range(SHAPE.num_layers):
         cache.storage.write(layer, torch.tensor(slots.slots, dtype=torch.int64), *contents(tokens, layer))
-
-
-def held_slots(cache: KVCache, seq_id: int) -> list[int]:
-    """Return the slots of a sequence's positions, in order, by its block table."""
-    table, size = cache.table(seq_id), cache.block_size
-    return [table[position // size] * size + position % size for position in range(cache.length(seq_id))]
 
 
 def read(cache: KVCache, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:

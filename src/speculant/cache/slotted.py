@@ -60,11 +60,12 @@ class SlottedBlockManager:
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
         """See `BlockManager.compact`."""
         require_path(seq_id, self.length(seq_id), base, path)
+        moves = NO_MOVES
+        if list(path) != list(range(len(path))):
+            first = self._block[seq_id] * self.max_len + base
+            moves = Moves([first + node for node in path], range(first, first + len(path)))
         self.truncate_to(seq_id, base + len(path))
-        if list(path) == list(range(len(path))):
-            return NO_MOVES
-        first = self._block[seq_id] * self.max_len + base
-        return Moves([first + node for node in path], range(first, first + len(path)))
+        return moves
 
     def fork(self, src: int, dst: int) -> Moves:
         """See `BlockManager.fork`."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.factory import paged_cache
+from speculant.cache.base import KVCache
+from speculant.cache.paged import PagedBlockManager
 from speculant.errors import CapacityError
-from tests.caches import SHAPE, assert_holds, feed
+from tests.blocks import assert_holds, feed, token_cache
 
 BLOCK = 4
 PROBE = 1000  # a sequence that only looks
 
 
 def cache_of(num_blocks: int, keep_prefixes: bool = True) -> KVCache:
-    return paged_cache(SHAPE, num_blocks, BLOCK, keep_prefixes)
+    return token_cache(PagedBlockManager(num_blocks, BLOCK, keep_prefixes))
 
 
 def serve(cache: KVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
@@ -317,9 +316,3 @@ def test_keeping_shared_positions_as_they_are_needs_no_room() -> None:
     cache.compact(2, 3, [0, 1])
     assert_holds(cache, 2, range(5))
     assert_holds(cache, 1, range(8))
-
-
-def test_memory_that_does_not_fit_says_what_to_lower() -> None:
-    huge = CacheShape(1000, 1000, 1000, torch.float64, torch.device("cpu"))
-    with pytest.raises(CapacityError, match=r"238418579101.56 GiB for 16000000000 .*\n.*Fix: lower kv_memory"):
-        paged_cache(huge, 1_000_000_000, 16)
