@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,7 @@ class Moves:
 NO_MOVES = Moves()
 
 
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """Where the next positions of one sequence go: `slots[i]` is the slot of position `start + i`.
 
     `moves` are copies on write: what has to be copied before the slots are written.
@@ -68,7 +67,7 @@ class Slots:
     seq_id: int
     start: int
     slots: Sequence[int]
-    moves: Moves = field(default=NO_MOVES)
+    moves: Moves = NO_MOVES
 
     @property
     def end(self) -> int:
@@ -220,7 +219,7 @@ class KVCache:
         self._move(self.manager.fork(src, dst))
 
     def _move(self, moves: Moves) -> None:
-        if moves:
+        if moves.sources:
             self.storage.move(moves)
 
     def plan(self) -> ReservationPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -41,10 +40,10 @@ class Segment:
         """Rows that are committed tokens (not draft nodes)."""
         return self.num_rows - len(self.parents)
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """Whether no draft node has a sibling, so that all rows are one chain."""
-        return list(self.parents) == list(range(-1, len(self.parents) - 1))
+        return not self.parents or list(self.parents) == list(range(-1, len(self.parents) - 1))
 
 
 @dataclass(frozen=True)
