@@ -213,19 +213,19 @@ class Listener(ScriptedDrafter):
         self.known: list[int] = []
         self.beginnings = 0
 
-    def begin(self, seq_id: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self.known, self.beginnings = list(seq_id.tokens), self.beginnings + 1
+        self.known, self.beginnings = list(request.tokens), self.beginnings + 1
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        assert all(seq_id.tokens == self.known for seq_id in seq_ids), "something changed, and it was not told"
-        return super().propose(seq_ids, limits)
+        assert all(request.tokens == self.known for request in requests), "something changed, and it was not told"
+        return super().propose(requests, limits)
 
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
         self.known += committed
-        assert seq_id.tokens == self.known, "not the tokens that it was told"
+        assert request.tokens == self.known, "not the tokens that it was told"
 
 
 @pytest.mark.parametrize("budget", [2, 4, 64])

@@ -191,9 +191,9 @@ def test_a_drafter_that_can_t_search_is_not_asked() -> None:
         return DraftTree(torch.tensor([1, 2]), torch.tensor([-1, -1]))
 
     class Limited(ScriptedDrafter):
-        def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-            assert all(limit == 0 for seq_id, limit in zip(seq_ids, limits, strict=True) if seq_id.beams is not None)
-            return super().propose(seq_ids, limits)
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            assert all(limit == 0 for request, limit in zip(requests, limits, strict=True) if request.beams is not None)
+            return super().propose(requests, limits)
 
     pair, params = Pair(4, 6, FULL_SUPPORT), wide(3, 9)
     rig = build_rig(TableModel(pair.target, 6), Limited(guess, DrafterNeeds(emits_tree=True)), length=4, limits=ROOMY)

@@ -52,12 +52,12 @@ class Likeliest:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def begin(self, seq_id: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._chain(tuple(seq_id.tokens), limit) for seq_id, limit in zip(seq_ids, limits, strict=True)]
+        return [self._chain(tuple(request.tokens), limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _chain(self, history: History, limit: int) -> DraftTree:
         tokens: list[int] = []
@@ -66,10 +66,10 @@ class Likeliest:
             tokens.append(logits.index(max(logits)))
         return DraftTree.chain(tokens)
 
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
 
-    def end(self, seq_id: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
 
 

@@ -68,22 +68,22 @@ class Troubled(ScriptedDrafter):
         super().__init__(lambda request: [1, 2])
         self._word = word
 
-    def begin(self, seq_id: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self._fail("begin", seq_id)
+        self._fail("begin", request)
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        for seq_id in seq_ids:
-            self._fail("propose", seq_id)
-        return super().propose(seq_ids, limits)
+        for request in requests:
+            self._fail("propose", request)
+        return super().propose(requests, limits)
 
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
         """See `Drafter.observe`."""
-        self._fail("observe", seq_id)
+        self._fail("observe", request)
 
-    def _fail(self, word: str, seq_id: Request) -> None:
-        if word == self._word and seq_id.prompt[0] == VICTIM:
+    def _fail(self, word: str, request: Request) -> None:
+        if word == self._word and request.prompt[0] == VICTIM:
             raise TroubleError
 
 
