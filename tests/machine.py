@@ -17,10 +17,11 @@ from speculant.cache.base import KVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.drafting.base import Drafter
 from speculant.engine.build import load_verifiers
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import CapacityError, RequestError
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import Request, StepOutput
 from tests.exactness.plain_beams import Found, exact_distribution, plain_beams
 from tests.oracle import (
@@ -129,8 +130,7 @@ class Machine:
         self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray)
         self.num_added = self.num_actions = 0
         drafter = self._make_drafter()
-        drafter_caches = (drafter.cache,) if isinstance(drafter, WatchedDrafter) else ()
-        self.caches = (self._make_cache(setup.spare_blocks[0]), *drafter_caches)
+        self.caches = (self._make_cache(setup.spare_blocks[0]), *(drafter.caches if drafter else ()))
         self.engine = Engine(
             EngineOptions(setup.limits, 0, frozenset({END}), setup.verification),
             self.target,
@@ -138,8 +138,7 @@ class Machine:
             PlainChances(),
             VERIFIERS,
             Fixed(setup.spec_length),
-            drafter,
-            drafter_caches,
+            Drafters.of(drafter),
         )
 
     def _make_cache(self, spare_blocks: int) -> KVCache:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, Slots
 from speculant.cache.paged import PagedKVCache
-from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.models.base import Batch
 from speculant.types import DraftTree, Request
@@ -138,14 +138,11 @@ class WatchedDrafter(ModelDrafter):
         require(model.fed[request] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
 
 
-class Guesser:
+class Guesser(StatelessDrafter):
     """Proposes the greedy text with errors; if it branches, siblings stand before and behind the child that goes on."""
 
     def __init__(self, branches: bool) -> None:
         self.needs = DrafterNeeds(emits_tree=branches)
-
-    def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
@@ -171,9 +168,3 @@ class Guesser:
             return [token], 0
         before, behind = whim // 5 % 3, whim // 15 % 2
         return [(token + 3 * place) % V for place in range(-before, behind + 1)], before
-
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`."""
-
-    def end(self, request: Request) -> None:
-        """See `Drafter.end`."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from speculant.beams import Beams, Hypothesis, Text
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
@@ -38,6 +40,20 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True)
+class CommittedRows:
+    """What a pass computed of one sequence and is committed: `tokens` at positions start, start + 1, ...
+
+    hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens
+    that the sequence has more than before the pass; the newest of them is not among `tokens`, as it was not fed yet.
+    """
+
+    start: int
+    tokens: Sequence[int]
+    gained: Sequence[int] = ()
+    hidden: tuple[Tensor, ...] = ()
+
+
 Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id
 
 
@@ -62,6 +78,8 @@ class Request:
     end_token_ids: frozenset[int]
     metrics: RequestMetrics
     verifier: str = "match"  # the verification rule's name
+    drafter: str | None = None  # the drafting method's name; None = no speculation
+    num_speculative_tokens: int | None = None  # the length that the request asks for; None = the engine's
     shared_noise: bool = True
     stop_checker: StopChecker | None = None
     priority: int = 0  # lower is served sooner

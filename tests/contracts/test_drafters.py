@@ -22,7 +22,7 @@ from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
 from speculant.sampling.chance import KeyedChances
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.models import END, VOCAB_SIZE, Checkpoints, make_request
 
 KIND = "speculant.drafting"
@@ -84,7 +84,7 @@ def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> Non
     """Let a drafter see a whole request."""
     request = make_request(prompt, output, GREEDY, seq_id=999, finish_reason="length")
     drafter.begin(request)
-    drafter.observe(request, output)
+    drafter.observe(request, CommittedRows(0, request.tokens[:-1], output))
     drafter.end(request)
 
 
@@ -132,7 +132,8 @@ def grow(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
     if tokens:
         request.tokens += tokens
         request.rounds += 1
-        drafter.observe(request, list(tokens))
+        start = len(request.tokens) - len(tokens) - 1
+        drafter.observe(request, CommittedRows(start, request.tokens[start:-1], list(tokens)))
 
 
 def assert_same(tree: DraftTree, expected: DraftTree) -> None:
@@ -183,7 +184,7 @@ def test_requests_are_left_alone(workshop: Workshop, variant: str) -> None:
     before = copy.deepcopy(vars(request))
     drafter.begin(request)
     propose_one(drafter, request, 4)
-    drafter.observe(request, CONTINUATION[:2])
+    drafter.observe(request, CommittedRows(0, request.tokens[:-1], CONTINUATION[:2]))
     drafter.end(request)
     assert vars(request) == before
 

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import RequestError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.exactness.plain_beams import edited_distribution, every_text, exact_distribution, plain_beams
 from tests.exactness.searches import (
     CROWD_ENDS,
@@ -222,9 +221,9 @@ class Listener(ScriptedDrafter):
         assert all(request.tokens == self.known for request in requests), "something changed, and it was not told"
         return super().propose(requests, limits)
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
-        self.known += committed
+        self.known += rows.gained
         assert request.tokens == self.known, "not the tokens that it was told"
 
 

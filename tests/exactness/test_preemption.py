@@ -13,7 +13,7 @@ from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks, model_drafter
 
 V = 4
@@ -121,7 +121,7 @@ class Diary(ScriptedDrafter):
         self.events += [("propose", request.seq_id) for request in requests]
         return super().propose(requests, limits)
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
         self.events.append(("observe", request.seq_id))
 

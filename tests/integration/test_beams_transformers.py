@@ -13,7 +13,7 @@ from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
 from tests.unit.models.families import Pair, make_pair, random_tokens
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=128)

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from speculant.cache.base import KVCache
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
 from speculant.drafting.growth.beams import draft_beams
 from speculant.drafting.growth.chains import grow
 from speculant.drafting.growth.runner import DraftModelRunner
@@ -35,7 +33,7 @@ class Options:
     tree: Any = None
 
 
-class ModelDrafter:
+class ModelDrafter(StatelessDrafter):
     """Drafts with `model`, all sequences of a round side by side in one flat batch.
 
     vocab_size is the target's: padded rows of either head are cut or filled up with zeros. branching None = chains.
@@ -63,12 +61,8 @@ class ModelDrafter:
             nodes_per_beam=NODES_PER_BEAM,
         )
         self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens)
+        self.caches = (cache,)
         self._topology, self._vocab_size, self._kernels = topology, vocab_size, kernels
-
-    @property
-    def cache(self) -> KVCache:
-        """The draft model's own cache."""
-        return self._runner.cache
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -78,8 +72,9 @@ class ModelDrafter:
         """See `Drafter.end`."""
         self._runner.end(request)
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`."""
+        self._grow_chains([(request, 0) for request in requests])
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""

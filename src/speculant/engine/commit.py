@@ -13,41 +13,60 @@ from speculant.beams import Beams, Hypothesis
 from speculant.cache.base import KVCache
 from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
-from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
+from speculant.scheduling.draft_length.base import DraftOutcome
+from speculant.types import DraftTree, Logprob, Logprobs, Request, StepOutput, Verdict
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The tokens a request gained in one step, and how they are told to the caller.
+    """The tokens a request gained in one step, and what the caller gets of them.
 
-    A beam search tells nothing until it is over, and then its siblings's tokens too. left: its text does not go
-    on from the one before, so that `tokens` are none.
+    A beam search has no outputs until it is over, and then those of its siblings too. left: its text does not continue
+    the one before, so that `tokens` are none. kept: the draft nodes whose keys and values stay in the cache.
     """
 
     request: Request
     tokens: list[int]
     outputs: list[StepOutput]
     left: bool = False
+    kept: Sequence[int] = ()
+    outcome: DraftOutcome | None = None
 
 
-def commit(fed: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
+def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
     """Append a verdict's tokens up to the first stop, and make the cache agree.
 
     What lies behind the stop is dropped everywhere: tokens, text, log-probabilities, usage, cache.
     Afterwards the cache holds all but the newest token.
     """
-    request, tree = fed.item.request, fed.tree
+    request, tree = output.item.request, output.tree
     base = len(request.tokens)
     tokens = _append([*(tree.token_list[node] for node in verdict.path), verdict.token], request, max_model_len)
-    _record_logprobs(request, fed, verdict, len(tokens))
-    cache.compact(request.seq_id, base, verdict.path[: len(tokens) - 1])
+    _record_logprobs(request, output, verdict, len(tokens))
+    kept = verdict.path[: len(tokens) - 1]
+    cache.compact(request.seq_id, base, kept)
     request.rounds += 1
-    if tree.size:
-        accepted = min(len(verdict.path), len(tokens))
-        tested = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
-        request.metrics.speculative_decoding.record(tree.size, accepted, max(accepted, min(tested, len(tokens))))
+    outcome = _outcome(request, tree, verdict, len(tokens)) if tree.size else None
+    if outcome is not None:
+        request.metrics.speculative_decoding.record(tree.size, sum(outcome.accepted), sum(outcome.tested))
     request.metrics.timing.record_tokens(now, len(tokens))
-    return Committed(request, tokens, _outputs(request, tokens, len(verdict.path)))
+    outputs = _outputs(request, tokens, len(verdict.path))
+    return Committed(request, tokens, outputs, kept=kept, outcome=outcome)
+
+
+def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int) -> DraftOutcome:
+    """Say what became of a draft, up to the `committed` tokens before a stop."""
+    drafted = [0] * max(tree.depths)
+    for depth in tree.depths:
+        drafted[depth - 1] += 1
+    accepted = min(len(verdict.path), committed)
+    reached = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
+    tested = max(accepted, min(reached, committed))
+    return DraftOutcome(request, drafted, _ones(tested, len(drafted)), _ones(accepted, len(drafted)))
+
+
+def _ones(count: int, length: int) -> list[int]:
+    return [1] * count + [0] * (length - count)
 
 
 def commit_beams(fed: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
@@ -166,11 +185,11 @@ def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[
     return outputs
 
 
-def _record_logprobs(request: Request, fed: TargetOutput, verdict: Verdict, count: int) -> None:
-    if request.params.logprobs is None or fed.logits is None:
+def _record_logprobs(request: Request, output: TargetOutput, verdict: Verdict, count: int) -> None:
+    if request.params.logprobs is None or output.logits is None:
         return
     rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's distribution is its parent's row
-    request.logprobs += token_logprobs(fed.logits[rows], request.tokens[-count:], request.params.logprobs)
+    request.logprobs += token_logprobs(output.logits[rows], request.tokens[-count:], request.params.logprobs)
 
 
 def record_prompt(request: Request, logits: Tensor) -> None:

@@ -11,13 +11,14 @@ The live hypotheses of a beam search are no draft: they have to be fed, if need 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.policy import POLICIES, Standing
+from speculant.scheduling.policy import POLICIES, Key, Standing
+from speculant.scheduling.waiting import WaitingQueue
 from speculant.types import DraftTree, Request
 
 
@@ -70,10 +71,6 @@ class Schedule:
     admitted: list[Request]
     preempted: list[Request]
 
-    def without_finished(self) -> Schedule:
-        """Return the work that is left when some requests ended before it began."""
-        return replace(self, items=[item for item in self.items if not item.request.finished])
-
     def one_by_one(self, cache: KVCache) -> Iterator[Schedule]:
         """Yield the same work a sequence at a time; each plan counts those that are still to come."""
         for place, item in enumerate(self.items):
@@ -84,15 +81,24 @@ class Schedule:
 
 
 class Scheduler:
-    """Keeps who waits and who runs. `caches[0]` is the target's, the others belong to the drafter."""
+    """Keeps the waiting and the running requests. `target` is the target's cache: it alone decides who is admitted.
 
-    def __init__(self, limits: Limits, caches: Sequence[KVCache]) -> None:
-        self._limits, self._caches = limits, caches
+    Drafters have caches of their own and draft for the requests that find room there. Those that keep states per
+    sequence bound what a request may take over from the prefix index: `most_matched` returns that many positions.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        target: KVCache,
+        most_matched: Callable[[Request], int],
+    ) -> None:
+        self._limits, self._target, self._most_matched = limits, target, most_matched
         self._policy = POLICIES[limits.scheduling_policy]
         self._step = 0
         self._queued_at: dict[int, int] = {}
         self._unfed: dict[int, Request] = {}  # running, but nothing was fed for them yet
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue(self._turn)
         self.running: list[Request] = []
 
     @property
@@ -108,8 +114,9 @@ class Scheduler:
                 f"{self._limits.max_waiting}",
                 "try again later, or raise max_waiting.",
             )
-        self.waiting += requests
-        self._queued_at.update({request.seq_id: self._step for request in requests})
+        for request in requests:
+            self._queued_at[request.seq_id] = self._step
+            self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and release what it holds of the target's cache."""
@@ -169,12 +176,13 @@ class Scheduler:
     def _admit(self) -> list[Request]:
         """Move waiting requests to running while there is room for what they have to feed; return them."""
         admitted: list[Request] = []
-        while self.waiting and len(self.running) < self._limits.max_num_seqs:
-            request = min(self.waiting, key=self._turn)
+        self.waiting.readmit(lambda request: not self._waits_for_sibling(request))
+        while len(self.running) < self._limits.max_num_seqs and (request := self.waiting.first()) is not None:
             if self._waits_for_sibling(request):
-                break
+                self.waiting.hold_back(request)
+                continue
             self._start(request)
-            if self.running and not all(self._fits(request, cache) for cache in self._caches):
+            if self.running and not self._fits(request):
                 self._target.release(request.seq_id)
                 break
             self.waiting.remove(request)
@@ -195,16 +203,17 @@ class Scheduler:
             self._target.match_prefix(request.seq_id, (), request.cache_salt)
         else:
             self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt)
+        if (most := self._most_matched(request)) < self._target.length(request.seq_id):
+            self._target.truncate_to(request.seq_id, most)
         if not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
 
-    def _fits(self, request: Request, cache: KVCache) -> bool:
-        """Whether everything that the running requests and this one have to feed is held at once."""
-        plan = cache.plan()
+    def _fits(self, request: Request) -> bool:
+        """Whether the target's cache can hold what the running requests and this one have to feed, all at once."""
+        plan = self._target.plan()
         for other in self.running:
-            behind = max(0, other.reached - cache.length(other.seq_id))  # a drafter may be ahead
-            plan.take(other.seq_id, min(plan.room(other.seq_id), behind))
-        return plan.room(request.seq_id) >= request.reached - cache.length(request.seq_id)
+            plan.take(other.seq_id, min(plan.room(other.seq_id), other.reached - self._target.length(other.seq_id)))
+        return plan.room(request.seq_id) >= request.reached - self._target.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling still feeds their common prompt: the others start from its cache."""
@@ -219,10 +228,10 @@ class Scheduler:
         self.running.remove(request)
         self._unfed.pop(request.seq_id, None)
         self._target.release(request.seq_id)
-        self.waiting.append(request)
+        self.waiting.add(request)
         request.metrics.num_preemptions += 1
 
-    def _turn(self, request: Request) -> tuple[int, ...]:
+    def _turn(self, request: Request) -> Key:
         return self._policy(self._standing(request))
 
     def _rank(self, request: Request) -> tuple[int, int]:
@@ -231,12 +240,9 @@ class Scheduler:
         return standing.level, standing.arrival
 
     def _standing(self, request: Request) -> Standing:
-        age, held = self._step - self._queued_at[request.seq_id], self._target.length(request.seq_id)
-        return Standing(request.seq_id, request.priority, age, held, len(request.tokens) - held)
+        held = self._target.length(request.seq_id)
+        queued_at = self._queued_at[request.seq_id]
+        return Standing(request.seq_id, request.priority, queued_at, held, len(request.tokens) - held)
 
     def _backlog(self, request: Request) -> int:
         return len(request.tokens) - self._target.length(request.seq_id)
-
-    @property
-    def _target(self) -> KVCache:
-        return self._caches[0]

@@ -80,7 +80,7 @@ def test_a_long_backlog_is_fed_in_parts_and_shared(model: CausalLM) -> None:
     sizes, lengths = [], []
     for _ in range(6):
         sizes.append([tree.size for tree in drafter.propose(requests, [2, 2])])
-        lengths.append([drafter.cache.length(request) for request in (1, 2)])
+        lengths.append([drafter.caches[0].length(request) for request in (1, 2)])
     assert sizes == [[0, 0], [0, 0], [2, 0], [2, 0], [2, 0], [2, 2]]
     assert lengths[:2] == [[8, 0], [16, 0]]
 
@@ -90,11 +90,11 @@ def test_a_long_backlog_is_fed_as_far_as_the_memory_goes(model: CausalLM) -> Non
     drafter = drafter_of(model, num_blocks=6)
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[::-1])]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
-    assert [drafter.cache.length(request) for request in (1, 2)] == [20, 4]
+    assert [drafter.caches[0].length(request) for request in (1, 2)] == [20, 4]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
     drafter.end(requests[0])
     assert [tree.size for tree in drafter.propose(requests[1:], [3])] == [3]
-    drafter.cache.check()
+    drafter.caches[0].check()
 
 
 def test_a_draft_is_as_long_as_the_memory_allows(model: CausalLM) -> None:
@@ -102,7 +102,7 @@ def test_a_draft_is_as_long_as_the_memory_allows(model: CausalLM) -> None:
     drafter = drafter_of(model, num_blocks=5)
     (tree,) = drafter.propose([begun(drafter, 1, PROMPT[:18])], [6])
     assert tree.size == 3
-    assert drafter.cache.free_tokens() == 0
+    assert drafter.caches[0].free_tokens() == 0
     fresh = drafter_of(model)
     (longer,) = fresh.propose([begun(fresh, 1, PROMPT[:18])], [6])
     assert tree.token_list == longer.token_list[:3]
@@ -137,7 +137,7 @@ def test_whoever_was_set_aside_begins_anew(model: CausalLM) -> None:
     request = begun(drafter, 1, PROMPT)
     drafter.propose([request], [3])
     drafter.end(request)
-    assert drafter.cache.length(1) == 0
+    assert drafter.caches[0].length(1) == 0
     request.tokens += [5, 6]
     drafter.begin(request)
     counting.rows.clear()
@@ -152,7 +152,7 @@ def test_nothing_is_fed_for_a_sequence_without_a_limit(model: CausalLM) -> None:
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT)]
     trees = drafter.propose(requests, [0, 1])
     assert [tree.size for tree in trees] == [0, 1]
-    assert [drafter.cache.length(request) for request in (1, 2)] == [0, len(PROMPT)]
+    assert [drafter.caches[0].length(request) for request in (1, 2)] == [0, len(PROMPT)]
 
 
 def test_only_what_is_missing_is_fed(model: CausalLM) -> None:

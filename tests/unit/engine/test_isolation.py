@@ -20,7 +20,7 @@ from speculant.exactness.tables import History, Table, TableModel
 from speculant.models.base import Batch
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
-from speculant.types import DraftTree, Request, Verdict
+from speculant.types import CommittedRows, DraftTree, Request, Verdict
 from speculant.verification.match import Match
 from tests.fakes import (
     MakeCache,
@@ -78,7 +78,7 @@ class Troubled(ScriptedDrafter):
             self._fail("propose", request)
         return super().propose(requests, limits)
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
         self._fail("observe", request)
 
@@ -140,17 +140,11 @@ def add_all(rig: Rig, trouble: str = "", **distribution: Any) -> dict[str, Reque
     return requests
 
 
-TROUBLES = [
-    "target raises",
-    "target gives NaN",
-    "draft model raises",
-    "drafter: begin",
-    "drafter: propose",
-    "drafter: observe",
-    "rule",
-    "stop_checker",
-]
+TROUBLES = ["target raises", "target gives NaN", "rule", "stop_checker"]
 every_trouble = pytest.mark.parametrize("trouble", TROUBLES)
+every_draft_trouble = pytest.mark.parametrize(
+    "trouble", ["draft model raises", "drafter: begin", "drafter: propose", "drafter: observe"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +181,21 @@ def test_an_error_ends_its_own_request_alone(trouble: str, distribution: dict[st
         assert len(requests[name].prompt_logprobs) == len(requests[name].prompt) - 1, "noted once"
     assert (rig.engine.metrics.failed, rig.engine.metrics.finished) == (1, 2)
     assert rig.engine.metrics.repeated_steps <= 1
+
+
+@both_caches
+@pytest.mark.parametrize("distribution", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
+@every_draft_trouble
+def test_a_drafters_error_fails_no_request(trouble: str, distribution: dict[str, Any], cache: MakeCache) -> None:
+    rig, expected = rig_of(trouble, cache), said_without(trouble, cache, **distribution)
+    rig.drafter_may_fail = True
+    requests = add_all(rig, **distribution)
+    rig.finish()
+    assert {name: request.output for name, request in requests.items()} == expected
+    assert {request.finish_reason for request in requests.values()} == {"length"}
+    assert rig.engine.metrics.drafter_errors > 0
+    assert rig.engine.metrics.repeated_steps == 0
+    assert requests["first"].metrics.speculative_decoding.num_draft_tokens > 0, "the others keep their drafts"
 
 
 @every_trouble

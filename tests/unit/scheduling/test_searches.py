@@ -89,7 +89,7 @@ def test_a_search_that_waits_for_rows_sets_nobody_aside() -> None:
     """It is not memory that it lacks: somebody before it uses the pass up, and who comes behind it has a row."""
     driver = Driver(slots(3), max_num_seqs=3, budget=5, policy="first-come")
     prompt, request, last = driver.add(3), search(driver), driver.add(2)
-    driver.scheduler.running, driver.scheduler.waiting = [prompt, request, last], []
+    driver.start_all()
     driver.cache.reserve(request.seq_id, 4)
     driver.cache.reserve(last.seq_id, 1)
     schedule = driver.scheduler.schedule()
@@ -101,7 +101,7 @@ def test_who_came_last_makes_room_for_a_hypothesis() -> None:
     driver = Driver(blocks(4), max_num_seqs=2)
     request = search(driver, num_prompt=7)
     later = driver.add(8)
-    driver.scheduler.running, driver.scheduler.waiting = [request, later], []
+    driver.start_all()
     driver.cache.reserve(request.seq_id, 6)
     driver.cache.reserve(later.seq_id, 7)
     schedule = driver.scheduler.schedule()
