@@ -22,6 +22,7 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
+from speculant.scheduling.draft_length.base import DraftLength
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
@@ -204,14 +205,15 @@ def build_rig(
     ends: frozenset[int] = frozenset(),
     seed: int = 0,
     cache: MakeCache = paged,
+    draft_length: DraftLength | None = None,
 ) -> Rig:
-    """Put the real engine together around fakes; `length` is the number of draft nodes."""
+    """Put the real engine together around fakes; `length` is the number of draft nodes unless a policy chooses it."""
     drafters = drafter if isinstance(drafter, Drafters) else Drafters.of(drafter)
     caches = (cache(target.cache_shape, limits), *drafters.caches)
     options = EngineOptions(limits, seed, ends, verification)
     released = watch_releases(caches[0])
     chances = chances or KeyedChances()
-    engine = Engine(options, target, caches[0], chances, known_verifiers(), Fixed(length), drafters)
+    engine = Engine(options, target, caches[0], chances, known_verifiers(), draft_length or Fixed(length), drafters)
     return Rig(engine, caches, released)
 
 

@@ -83,36 +83,36 @@ class CountedCache(PagedKVCache):
         self._tally["evictions"] += 1
         return self._forget(block)
 
-    def reserve(self, request: int, n: int) -> Slots:
+    def reserve(self, seq_id: int, n: int) -> Slots:
         """See `KVCache.reserve`; what it takes beyond new blocks are copies."""
-        held = -(-self.length(request) // self.block_size)
-        needed = -(-(self.length(request) + n) // self.block_size) if n else held
-        self._tally["copies on write"] += self.missing(request, n) - (needed - held)
-        return super().reserve(request, n)
+        held = -(-self.length(seq_id) // self.block_size)
+        needed = -(-(self.length(seq_id) + n) // self.block_size) if n else held
+        self._tally["copies on write"] += self.missing(seq_id, n) - (needed - held)
+        return super().reserve(seq_id, n)
 
-    def compact(self, request: int, base: int, path: Sequence[int]) -> None:
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
         """See `KVCache.compact`."""
         self._tally["compactions"] += list(path) != list(range(len(path)))
-        super().compact(request, base, path)
+        super().compact(seq_id, base, path)
 
     def fork(self, src: int, dst: int) -> None:
         """See `KVCache.fork`."""
         self._tally["forks"] += self.length(src) > 0
         super().fork(src, dst)
 
-    def match_prefix(self, request: int, tokens: Sequence[int], cache_salt: str = "") -> int:
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
         """See `KVCache.match_prefix`."""
-        adopted = super().match_prefix(request, tokens, cache_salt)
+        adopted = super().match_prefix(seq_id, tokens, cache_salt)
         self._tally["prefix hits"] += adopted > 0
-        blocks = (self._live[request].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
+        blocks = (self._live[seq_id].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted
 
-    def insert_prefix(self, request: int, tokens: Sequence[int]) -> None:
+    def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """See `KVCache.insert_prefix`."""
-        super().insert_prefix(request, tokens)
-        request = self._live[request]
-        for end in range(self.block_size, min(self.length(request), len(tokens)) + 1, self.block_size):
+        super().insert_prefix(seq_id, tokens)
+        request = self._live[seq_id]
+        for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):
             require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
             self._committed.add((request.cache_salt, tuple(tokens[:end])))
 
@@ -131,11 +131,12 @@ class WatchedDrafter(ModelDrafter):
                 self._assert_fed(request.seq_id, [*request.tokens, *tree.token_list[:-1]])
         return trees
 
-    def _assert_fed(self, request: int, tokens: Sequence[int]) -> None:
+    def _assert_fed(self, seq_id: int, tokens: Sequence[int]) -> None:
         model = self._runner.model
         assert isinstance(model, OracleModel)
-        require(self.cache.length(request) == len(tokens), "the draft cache holds more or less than was drafted from")
-        require(model.fed[request] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
+        held = self.caches[0].length(seq_id)
+        require(held == len(tokens), "the draft cache holds more or less than was drafted from")
+        require(model.fed[seq_id] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
 
 
 class Guesser(StatelessDrafter):
