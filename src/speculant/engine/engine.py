@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from speculant.beams import Beams
+from speculant.beams import Beams, BeamSearch
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.commit import Committed, fail
+from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.step import StepContext, step
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.kernels.native import Kernels
@@ -90,10 +90,9 @@ class Engine:
         samples = [self._make_request(prompt, params, request_id, index, stop_checker) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.cache_salt = priority, cache_salt
-        if params.beam_width is not None:
-            self._begin_search(*samples)
-        self._scheduler.add([sample for sample in samples if not sample.is_sibling])
-        self._requests.update({sample.seq_id: sample for sample in samples})
+        sequences = samples if params.beam_width is None else [self._begin_search(samples, params.beam_width)]
+        self._scheduler.add(sequences)
+        self._requests.update({sequence.seq_id: sequence for sequence in sequences})
         return samples
 
     def accepts(self, n: int) -> bool:
@@ -117,8 +116,8 @@ class Engine:
         committed, draft_s, verify_s = self._run(schedule.without_finished())
         committed += failed
         for each in committed:
-            for ended in each.request.outcomes if each.request.finished else ():
-                self._end(ended)
+            if each.request.finished:
+                self._end(each.request)
         self._count(schedule, committed)
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
@@ -128,7 +127,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End every sequence of a request at once and free what it holds; an unknown id is ignored."""
         for request in [r for r in self._requests.values() if r.request_id == request_id]:
-            request.finish_reason = "abort"
+            for sample in ending_with(request):
+                sample.finish_reason = "abort"
             self._end(request)
         self._note_standing()
 
@@ -180,13 +180,13 @@ class Engine:
         return failed
 
     def _end(self, request: Request) -> None:
-        if not request.is_sibling:
-            self._release(request)
+        self._release(request)
         del self._requests[request.seq_id]
-        self.metrics.finished += request.finish_reason in ("stop", "length")
-        self.metrics.aborted += request.finish_reason == "abort"
-        self.metrics.failed += request.finish_reason == "error"
-        self.metrics.lossy += not request.metrics.lossless
+        for sample in ending_with(request):
+            self.metrics.finished += sample.finish_reason in ("stop", "length")
+            self.metrics.aborted += sample.finish_reason == "abort"
+            self.metrics.failed += sample.finish_reason == "error"
+            self.metrics.lossy += not sample.metrics.lossless
 
     def _release(self, request: Request) -> None:
         if self._context.drafter is not None and request in self._scheduler.running:
@@ -221,19 +221,21 @@ class Engine:
         self._choose_verifier(request)
         return request
 
-    def _begin_search(self, first: Request, *others: Request) -> None:
-        """Make the first of a prompt's samples the one that searches for all of them."""
-        params, limits = first.params, self._options.limits
-        assert params.beam_width is not None, "no beam search was asked for"
+    def _begin_search(self, samples: list[Request], width: int) -> Request:
+        """Give samples a beam search; return the first, which is fed for all of them."""
+        first, limits = samples[0], self._options.limits
         longest = limits.max_model_len - len(first.prompt)
-        first.beams = Beams(
-            params.beam_width,
-            params.length_penalty,
+        beams = Beams(
+            width,
+            first.params.length_penalty,
             first.end_token_ids,
-            longest=min(longest, params.max_tokens or longest),
+            longest=min(longest, first.params.max_tokens or longest),
             reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
         )
-        first.siblings = others
+        search = BeamSearch(beams, samples)
+        for sample in samples:
+            sample.search = search
+        return first
 
     def _choose_verifier(self, request: Request) -> None:
         """Choose how the request's drafts will be checked; without drafting, `match` is plain sampling."""

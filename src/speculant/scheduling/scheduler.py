@@ -51,9 +51,8 @@ class Scheduled:
     @property
     def decodes(self) -> bool:
         """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
-        beams = self.request.beams
-        whole = beams is None or (beams.together and self.tree.size == self.request.waiting_tree().size)
-        return self.completes and self.count == 1 and whole
+        search = self.request.search
+        return self.completes and self.count == 1 and (search is None or search.beams.completed_by(self.tree))
 
 
 @dataclass(frozen=True)
@@ -156,15 +155,15 @@ class Scheduler:
         Where not one hypothesis finds room behind it, the newest token waits for a pass that has some.
         """
         item = Scheduled(request, self._target.length(request.seq_id), min(self._backlog(request), most))
-        if item.completes:
-            item = replace(item, tree=request.waiting_tree(most - item.count))
-            if not item.tree.size and request.reached > len(request.tokens):
+        if item.completes and request.search is not None:
+            item = replace(item, tree=request.search.beams.waiting_tree(most - item.count))
+            if not item.tree.size and request.num_positions > len(request.tokens):
                 item = replace(item, count=item.count - 1)
         return item if item.count else None
 
     def _least(self, request: Request) -> int:
         """Return with how few rows a request gets on: the newest token takes one hypothesis with it."""
-        return 1 if self._backlog(request) > 1 else 1 + request.reached - len(request.tokens)
+        return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
 
     def _admit(self) -> list[Request]:
         """Move waiting requests to running while there is room for what they have to feed; return them."""
@@ -202,9 +201,9 @@ class Scheduler:
         """Whether everything that the running requests and this one have to feed is held at once."""
         plan = cache.plan()
         for other in self.running:
-            behind = max(0, other.reached - cache.length(other.seq_id))  # a drafter may be ahead
+            behind = max(0, other.num_positions - cache.length(other.seq_id))  # a drafter may be ahead
             plan.take(other.seq_id, min(plan.room(other.seq_id), behind))
-        return plan.room(request.seq_id) >= request.reached - cache.length(request.seq_id)
+        return plan.room(request.seq_id) >= request.num_positions - cache.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling still feeds their common prompt: the others start from its cache."""
