@@ -26,6 +26,7 @@ from speculant.scheduling.draft_length.base import DraftLength
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
+from tests.beams import is_fed
 
 MakeCache = Callable[[CacheShape, Limits], KVCache]
 
@@ -163,7 +164,7 @@ class Rig:
         for request in self.requests:
             if request.error is not None and not isinstance(request.error, self.expected):
                 raise request.error
-            if not request.is_sibling:
+            if is_fed(request):
                 self._check_held(request, (request.request_id, request.index) in gained)
         self.requests = [request for request in self.requests if not request.finished]
         return outputs
@@ -178,7 +179,7 @@ class Rig:
         held = self.released[request.seq_id] if request.finished else stored_tokens(self.cache, request.seq_id)
         assert held == request.tokens[: len(held)], "something was kept that was not committed"
         assert len(held) < len(request.tokens), "the newest token was fed"
-        catching_up = not has_gained or request.beams is not None
+        catching_up = not has_gained or request.search is not None
         assert len(held) == len(request.tokens) - 1 or catching_up, "a committed token was dropped"
 
     def finish(self) -> list[StepOutput]:

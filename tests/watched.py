@@ -124,8 +124,9 @@ class WatchedDrafter(ModelDrafter):
         """See `Drafter.propose`."""
         trees = super().propose(requests, limits)
         for request, tree, limit in zip(requests, trees, limits, strict=True):
-            require(tree.size <= request.live_tree().size + limit, "a draft beyond its limit")
-            if tree.size and request.beams is not None:
+            live = 0 if request.search is None else request.search.beams.live_tree.size
+            require(tree.size <= live + limit, "a draft beyond its limit")
+            if tree.size and request.search is not None:
                 self._assert_fed(request.seq_id, request.tokens)
             elif tree.size:
                 self._assert_fed(request.seq_id, [*request.tokens, *tree.token_list[:-1]])

@@ -55,7 +55,8 @@ class DrafterNeeds:
     target_inputs: it adds rows of its own to the target's pass; not supported yet.
     max_positions: the longest sequence it can draft for; None = any.
     nodes_per_beam: how many nodes it drafts for each beam of a beam search in each round. For those it is asked to
-    extend `live_tree()`, which its tree then begins with. None = it is never asked, and beam search is plain.
+    extend `search.beams.live_tree`, which its tree then begins with. None = it is never asked, and beam search is
+    plain.
     """
 
     max_nodes: int | None = None
@@ -88,7 +89,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree()`.
+        """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree`.
 
         An empty one is legal.
         """

@@ -79,10 +79,10 @@ class ModelDrafter(StatelessDrafter):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
-        others = [(request, limit) for request, limit in drafting if request.beams is None]
+        others = [(request, limit) for request, limit in drafting if request.search is None]
         made = self._grow_chains(others) if self._topology is None else self._grow_trees(others, self._topology)
         if len(others) < len(drafting):
-            made |= self._search([(request, limit) for request, limit in drafting if request.beams is not None])
+            made |= self._search([(request, limit) for request, limit in drafting if request.search is not None])
         return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
 
     def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
@@ -103,7 +103,9 @@ class ModelDrafter(StatelessDrafter):
         if self._topology is not None:
             level = NODES_PER_BEAM * self._topology.depth
             drafting = [
-                (request, min(limit, level * request.beams.width)) for request, limit in drafting if request.beams
+                (request, min(limit, level * request.search.beams.width))
+                for request, limit in drafting
+                if request.search is not None
             ]
         return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
 

@@ -158,7 +158,8 @@ def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab
     if len(trees) != len(pairs):
         raise DraftError(f"{len(trees)} drafts came for {len(pairs)} sequences", "return one for each.")
     for (request, limit), tree in zip(pairs, trees, strict=True):
-        check_draft(tree, request.live_tree(), limit, vocab_size, drafter.needs)
+        live = request.search.beams.live_tree if request.search else DraftTree.empty()
+        check_draft(tree, live, limit, vocab_size, drafter.needs)
     return {request.seq_id: tree for (request, _), tree in zip(pairs, trees, strict=True)}
 
 
@@ -188,7 +189,7 @@ def check_draft(tree: DraftTree, live: DraftTree, limit: int, vocab_size: int, n
 
 def _check_shape(tree: DraftTree, live: DraftTree, vocab_size: int, needs: DrafterNeeds) -> None:
     if tree.token_list[: live.size] != live.token_list or tree.parent_list[: live.size] != live.parent_list:
-        raise DraftError("a draft of a beam search does not begin with its live hypotheses", "extend `live_tree()`.")
+        raise DraftError("a draft of a beam search does not begin with its live hypotheses", "extend `live_tree`.")
     if not (tree.is_chain or needs.emits_tree or live.size):
         raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
     if tree.probs is not None and tuple(tree.probs.shape) != (tree.size, vocab_size):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from speculant.cache.base import KVCache
 from speculant.config import Limits
-from speculant.engine.commit import Committed, fail
+from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
 from speculant.engine.requests import RequestFactory, RequestRules
 from speculant.engine.step import StepContext, step
@@ -61,7 +61,6 @@ class Engine:
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification
         )
         self._factory = RequestFactory(rules, verifiers, self._drafters)
-        self._requests: dict[int, Request] = {}
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
 
@@ -84,9 +83,9 @@ class Engine:
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(prompt, params, request_id, stop_checker, priority, cache_salt)
-        self._scheduler.add([sample for sample in samples if not sample.is_sibling])
-        self._requests.update({sample.seq_id: sample for sample in samples})
-        self._by_id[request_id] = list(samples)
+        sequences = samples if params.beam_width is None else samples[:1]  # the first is fed for all of a search
+        self._scheduler.add(sequences)
+        self._by_id[request_id] = list(sequences)
         return samples
 
     def accepts(self, n: int) -> bool:
@@ -95,7 +94,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs."""
-        return bool(self._requests)
+        return bool(self._by_id)
 
     def step(self) -> list[StepOutput]:
         """Admit, draft, check, commit; return what was committed in order, nothing if nothing is left to do.
@@ -110,8 +109,8 @@ class Engine:
             self._drafters.end(request)
         committed, draft_s, verify_s = self._run(schedule)
         for each in committed:
-            for ended in each.request.outcomes if each.request.finished else ():
-                self._end(ended)
+            if each.request.finished:
+                self._end(each.request)
         self._count(schedule, committed)
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
@@ -121,7 +120,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End every sequence of a request at once and free what it holds; an unknown id is ignored."""
         for request in list(self._by_id.get(request_id, ())):
-            request.finish_reason = "abort"
+            for sample in ending_with(request):
+                sample.finish_reason = "abort"
             self._end(request)
         self._note_standing()
 
@@ -160,16 +160,15 @@ class Engine:
         return committed, sum(run[1] for run in runs), sum(run[2] for run in runs)
 
     def _end(self, request: Request) -> None:
-        if not request.is_sibling:
-            self._release(request)
-        del self._requests[request.seq_id]
+        self._release(request)
         self._by_id[request.request_id].remove(request)
         if not self._by_id[request.request_id]:
             del self._by_id[request.request_id]
-        self.metrics.finished += request.finish_reason in ("stop", "length")
-        self.metrics.aborted += request.finish_reason == "abort"
-        self.metrics.failed += request.finish_reason == "error"
-        self.metrics.lossy += not request.metrics.lossless
+        for sample in ending_with(request):
+            self.metrics.finished += sample.finish_reason in ("stop", "length")
+            self.metrics.aborted += sample.finish_reason == "abort"
+            self.metrics.failed += sample.finish_reason == "error"
+            self.metrics.lossy += not sample.metrics.lossless
 
     def _release(self, request: Request) -> None:
         self._drafters.end(request)

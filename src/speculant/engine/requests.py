@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from speculant.beams import Beams
+from speculant.beams import Beams, BeamSearch
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
@@ -61,7 +61,7 @@ class RequestFactory:
             sample.priority, sample.cache_salt = priority, cache_salt
             sample.stop_checker = stop_checker() if stop_checker else None
         if params.beam_width is not None:
-            self._begin_search(*samples)
+            self._begin_search(samples, params.beam_width)
         return samples
 
     def _sample(
@@ -97,19 +97,20 @@ class RequestFactory:
         self._drafters.find(method)
         return str(method)
 
-    def _begin_search(self, first: Request, *others: Request) -> None:
-        """Make the first of a prompt's samples the one that searches for all of them."""
-        params, limits = first.params, self._rules.limits
-        assert params.beam_width is not None, "no beam search was asked for"
+    def _begin_search(self, samples: list[Request], width: int) -> None:
+        """Give samples a beam search; the first is fed for all of them."""
+        first, limits = samples[0], self._rules.limits
         longest = limits.max_model_len - len(first.prompt)
-        first.beams = Beams(
-            params.beam_width,
-            params.length_penalty,
+        beams = Beams(
+            width,
+            first.params.length_penalty,
             first.end_token_ids,
-            longest=min(longest, params.max_tokens or longest),
+            longest=min(longest, first.params.max_tokens or longest),
             reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
         )
-        first.siblings = others
+        search = BeamSearch(beams, samples)
+        for sample in samples:
+            sample.search = search
 
     def _choose_verifier(self, request: Request) -> None:
         """Choose what verifies the request's drafts and how long they are; without drafts `match` is plain sampling."""

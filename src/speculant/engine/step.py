@@ -142,7 +142,7 @@ def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Ver
     probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
     verdicts, first = dict[int, Verdict | Beams](), 0
     for fed in ready:
-        end = first + fed.tree.size + 1
+        end = first + len(fed.nodes)
         verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end])
         first = end
     return verdicts
@@ -154,12 +154,13 @@ def _verifier(context: StepContext, fed: TargetOutput) -> Verifier:
 
 def _nodes(fed: TargetOutput, verifier: Verifier) -> list[Node]:
     request, tree = fed.item.request, fed.tree
-    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in range(-1, tree.size)]
+    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in fed.nodes]
 
 
 def _verdict(context: StepContext, fed: TargetOutput, probs: Tensor) -> Verdict | Beams:
     request, tree = fed.item.request, fed.tree
-    if request.beams is not None:
-        texts = [(*request.output, *tree.tokens_to(node)) for node in range(-1, tree.size)]
-        return request.beams.advance(dict(zip(texts, rank(probs, request.beams.num_continuations), strict=True)))
+    if request.search is not None:
+        beams = request.search.beams
+        ranked = dict(zip(fed.nodes, rank(probs, beams.num_continuations), strict=True))
+        return beams.advance(beams.scored_by(tree, ranked))
     return _verifier(context, fed).verify(tree, probs, context.chances.verify(request))

@@ -52,9 +52,8 @@ class Scheduled:
     @property
     def decodes(self) -> bool:
         """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
-        beams = self.request.beams
-        whole = beams is None or (beams.together and self.tree.size == self.request.waiting_tree().size)
-        return self.completes and self.count == 1 and whole
+        search = self.request.search
+        return self.completes and self.count == 1 and (search is None or search.beams.completed_by(self.tree))
 
 
 @dataclass(frozen=True)
@@ -163,15 +162,15 @@ class Scheduler:
         Where not one hypothesis finds room behind it, the newest token waits for a pass that has some.
         """
         item = Scheduled(request, self._target.length(request.seq_id), min(self._backlog(request), most))
-        if item.completes:
-            item = replace(item, tree=request.waiting_tree(most - item.count))
-            if not item.tree.size and request.reached > len(request.tokens):
+        if item.completes and request.search is not None:
+            item = replace(item, tree=request.search.beams.waiting_tree(most - item.count))
+            if not item.tree.size and request.num_positions > len(request.tokens):
                 item = replace(item, count=item.count - 1)
         return item if item.count else None
 
     def _least(self, request: Request) -> int:
         """Return with how few rows a request gets on: the newest token takes one hypothesis with it."""
-        return 1 if self._backlog(request) > 1 else 1 + request.reached - len(request.tokens)
+        return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
 
     def _admit(self) -> list[Request]:
         """Move waiting requests to running while there is room for what they have to feed; return them."""
@@ -212,8 +211,10 @@ class Scheduler:
         """Whether the target's cache can hold what the running requests and this one have to feed, all at once."""
         plan = self._target.plan()
         for other in self.running:
-            plan.take(other.seq_id, min(plan.room(other.seq_id), other.reached - self._target.length(other.seq_id)))
-        return plan.room(request.seq_id) >= request.reached - self._target.length(request.seq_id)
+            plan.take(
+                other.seq_id, min(plan.room(other.seq_id), other.num_positions - self._target.length(other.seq_id))
+            )
+        return plan.room(request.seq_id) >= request.num_positions - self._target.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling still feeds their common prompt: the others start from its cache."""

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.beams import Beams, Hypothesis
+from speculant.beams import Beams
 from speculant.params import SamplingParams
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.scheduling.draft_length.limits import DraftBounds, draft_limits, room
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
+from tests.beams import beams_of, give_search, hypotheses, scored
 from tests.models import make_request
 
 
@@ -98,9 +99,9 @@ def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
 def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:
     """Schedule a search of four beams, two of them alive behind a prompt of five: six nodes."""
     request = make_request([1] * 5, params=SamplingParams(beam_width=4, max_tokens=max_tokens))
-    live = tuple(Hypothesis((token,) * rounds, -1.0) for token in range(2))
-    request.beams = Beams(4, 1.0, frozenset(), max_tokens, 50, rounds, live)
-    return Scheduled(request, 4, 1, request.waiting_tree())
+    live = hypotheses((token,) * rounds for token in range(2))
+    search = give_search(request, Beams(4, 1.0, frozenset(), max_tokens, 50, rounds, live))
+    return Scheduled(request, 4, 1, search.beams.waiting_tree())
 
 
 def test_a_search_wishes_for_rounds() -> None:
@@ -119,11 +120,11 @@ def test_a_search_is_not_drafted_beyond_its_end(max_tokens: int, rounds: int) ->
 def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
     """Then the limit is what is left of budget and memory for the draft itself."""
     item = searching()
-    assert item.request.beams is not None
-    beams = item.request.beams.advance({(0, 0, 0): ((1, -1.0),)})
-    item.request.beams = beams
-    waiting = dataclasses.replace(item, tree=item.request.waiting_tree())
-    assert (waiting.tree.size, item.request.live_tree().size) == (3, 6)
+    beams = beams_of(item.request)
+    beams = beams.advance(scored(beams, {(0, 0, 0): ((1, -1.0),)}))
+    give_search(item.request, beams)
+    waiting = dataclasses.replace(item, tree=beams.waiting_tree())
+    assert (waiting.tree.size, beams.live_tree.size) == (3, 6)
     assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=13) == [10, 0]
     assert limits_of([waiting, decoding()], nodes_per_beam=2, memory=37) == [32, 2]
     assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=3) == [0, 3]
@@ -131,7 +132,7 @@ def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
 
 def test_a_search_that_is_fed_in_parts_gets_no_draft() -> None:
     item = searching()
-    assert limits_of([dataclasses.replace(item, tree=item.request.waiting_tree(3))], nodes_per_beam=2) == [0]
+    assert limits_of([dataclasses.replace(item, tree=beams_of(item.request).waiting_tree(3))], nodes_per_beam=2) == [0]
     assert limits_of([dataclasses.replace(item, start=3, count=2)], nodes_per_beam=2) == [0]
 
 

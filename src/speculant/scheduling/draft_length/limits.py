@@ -39,13 +39,13 @@ def draft_limits(
     """
     limits, budget, plan = [], min(schedule.spare_tokens, most_nodes), schedule.plan
     for item, wanted, bound in zip(schedule.items, wishes, bounds, strict=True):
-        wish, beams = min(wanted, room(item.request, bound.max_len)), item.request.beams
-        if beams is not None:
-            wish *= beams.width * bound.nodes_per_beam
+        wish, search = min(wanted, room(item.request, bound.max_len)), item.request.search
+        if search is not None:
+            wish *= search.beams.width * bound.nodes_per_beam
         elif bound.max_nodes is not None:
             wish = min(wish, bound.max_nodes)
         wish = wish if item.decodes else 0
-        also = item.request.live_tree().size - item.tree.size if wish > 0 else 0
+        also = search.beams.live_tree.size - item.tree.size if search and wish > 0 else 0
         limits.append(max(0, min(wish, min(budget, plan.room(item.request.seq_id)) - also)))
         taken = limits[-1] + also if limits[-1] else 0
         plan.take(item.request.seq_id, taken)
@@ -55,7 +55,7 @@ def draft_limits(
 
 def room(request: Request, max_len: int) -> int:
     """Return the longest chain whose acceptance and one more token stay within max_tokens and max_len."""
-    left = max_len - request.reached - 1
+    left = max_len - request.num_positions - 1
     if request.params.max_tokens is not None:
-        left = min(left, request.params.max_tokens - (request.reached - len(request.prompt)) - 1)
+        left = min(left, request.params.max_tokens - (request.num_positions - len(request.prompt)) - 1)
     return left
