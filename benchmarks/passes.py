@@ -19,7 +19,7 @@ from shapes import COMMON, TARGET, VOCABULARY, tensors
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.factory import paged_cache
 from speculant.kernels.native import Code, Op, open_kernels
 from speculant.models.base import Batch, SequenceInput, build_batch
 from speculant.models.decoder import Decoder
@@ -52,14 +52,14 @@ def row_after(cache: KVCache, seq_id: int, count: int) -> Batch:
 def some(model: NativeDecoder, batch: Batch, cache: KVCache, wanted: Callable[[Op], bool]) -> Callable[[], None]:
     """Return a run of those operations of a pass."""
     chosen = [op for op in model.program.ops if wanted(op)]
-    ops, layout = (Op * len(chosen))(*chosen), model.layout(batch, cache)
+    ops, layout = (Op * len(chosen))(*chosen), model.layout(batch, cache.storage)
     return lambda: model.kernels.run(ops, layout.on)
 
 
 def prompt_pass(model: Decoder | NativeDecoder, tokens: list[int], cache: KVCache) -> Tensor:
     """Feed a prompt to an empty sequence, and forget it."""
     batch = build_batch([SequenceInput(9, tokens, DraftTree.empty())], cache, torch.device("cpu"))
-    hidden = model.forward(batch, cache)
+    hidden = model.forward(batch, cache.storage)
     cache.release(9)
     return hidden
 
@@ -74,10 +74,10 @@ def main() -> None:
     kernels = open_kernels()
     assert kernels is not None, "the native kernels are not built"
     reference, native = make_decoder(), NativeDecoder(make_decoder(), kernels)
-    caches = [PagedKVCache(native.cache_shape, (LONG + 4 * PROMPT) // BLOCK, BLOCK) for _ in range(2)]
+    caches = [paged_cache(native.cache_shape, (LONG + 4 * PROMPT) // BLOCK, BLOCK) for _ in range(2)]
     for cache in caches:
         for layer in range(TARGET["num_hidden_layers"]):
-            for stored in cache.layer(layer):
+            for stored in cache.storage.layer(layer):
                 stored.normal_()
     short, long = row_after(caches[0], 1, SHORT), row_after(caches[0], 2, LONG)
     tokens = torch.randint(VOCABULARY, (PROMPT,)).tolist()

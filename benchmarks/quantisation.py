@@ -18,7 +18,7 @@ from measuring import write
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.source import resolve_source
 from speculant.models.weights import load_model
@@ -41,9 +41,9 @@ PREDICTED = (
 
 def distributions_of(model: CausalLM, window: Tensor) -> Tensor:
     """Return the log-distributions [n, V] after each token of a window but the last."""
-    cache = SlottedKVCache(model.cache_shape, 1, LENGTH)
+    cache = slotted_cache(model.cache_shape, 1, LENGTH)
     batch = build_batch([SequenceInput(0, window[:-1].tolist(), DraftTree.empty())], cache, torch.device("cpu"))
-    return model.logits(model.forward(batch, cache)).double().log_softmax(-1)
+    return model.logits(model.forward(batch, cache.storage)).double().log_softmax(-1)
 
 
 def measure(windows: list[Tensor], target: CausalLM, draft: CausalLM, exact: CausalLM) -> dict[str, float]:

@@ -32,7 +32,7 @@ from speculant import SamplingParams
 from speculant.bench.measuring import Spread, interleave, ratios
 from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload, WorkloadConfig, make_workload
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.factory import paged_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.metrics import SpeculationMetrics
@@ -140,10 +140,9 @@ def measure_rates(texts: Sequence[tuple[int, Sequence[int]]], target: CausalLM, 
 @torch.inference_mode()
 def distributions_along(model: CausalLM, tokens: Sequence[int]) -> Tensor:
     """Return the distributions [T, V] at temperature 1 after each token of a text."""
-    cache = PagedKVCache(model.cache_shape, 1 + len(tokens) // 16, 16)
-    hidden = model.forward(
-        build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, model.cache_shape.device), cache
-    )
+    cache = paged_cache(model.cache_shape, 1 + len(tokens) // 16, 16)
+    batch = build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, model.cache_shape.device)
+    hidden = model.forward(batch, cache.storage)
     return torch.softmax(model.logits(hidden).double(), -1).cpu()
 
 

@@ -16,7 +16,7 @@ import torch
 from measuring import interleave, spread, write
 
 from speculant import SamplingParams
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.decoder import Decoder
@@ -65,15 +65,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     model = make_target()
-    cache = SlottedKVCache(model.cache_shape, 1, 256)
+    cache = slotted_cache(model.cache_shape, 1, 256)
     device = torch.device("cpu")
-    model.forward(build_batch([SequenceInput(1, [1] * 128, DraftTree.empty())], cache, device), cache)
+    model.forward(build_batch([SequenceInput(1, [1] * 128, DraftTree.empty())], cache, device), cache.storage)
     peaked = torch.randn(6, SHAPE["vocab_size"]) * 2
     peaked[:, :20] += torch.linspace(14, 8, 20)  # as peaked as real text: a few tokens hold most of the mass
 
     def run_pass() -> None:
         batch = build_batch([SequenceInput(1, [1], DraftTree.chain([2] * 5))], cache, device)
-        model.logits(model.forward(batch, cache))
+        model.logits(model.forward(batch, cache.storage))
         cache.truncate_to(1, 128)
 
     subjects: dict[str, Any] = {"pass": run_pass}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
+from tests.blocks import held_slots
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float64, device=torch.device("cpu"))
 
@@ -23,23 +24,27 @@ def feed(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Reserve positions for tokens and write them to every layer."""
     slots = cache.reserve(seq_id, len(tokens))
     for layer in range(SHAPE.num_layers):
-        cache.write(layer, slots.rows, *contents(tokens, layer))
+        cache.storage.write(layer, torch.tensor(slots.slots, dtype=torch.int64), *contents(tokens, layer))
+
+
+def read(cache: KVCache, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values [length, heads, dim] of a sequence."""
+    return cache.storage.read(layer, torch.tensor(held_slots(cache, seq_id), dtype=torch.int64))
 
 
 def walk(cache: KVCache, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
     """Read a sequence as a kernel does that walks its table."""
-    table, positions = cache.table(seq_id), torch.arange(cache.length(seq_id))
-    rows = table.blocks[positions // table.block_size] * table.block_size + positions % table.block_size
-    keys, values = cache.layer(layer)
-    return keys[rows], values[rows]
+    keys, values = cache.storage.layer(layer)
+    slots = held_slots(cache, seq_id)
+    return keys[slots], values[slots]
 
 
 def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Assert that a sequence reads back as exactly these tokens, by either way of reading."""
     assert cache.length(seq_id) == len(tokens)
     for layer in range(SHAPE.num_layers):
-        for read, walked, expected in zip(
-            cache.read(layer, seq_id), walk(cache, layer, seq_id), contents(tokens, layer), strict=True
+        for found, walked, expected in zip(
+            read(cache, layer, seq_id), walk(cache, layer, seq_id), contents(tokens, layer), strict=True
         ):
-            assert torch.equal(read, expected)
+            assert torch.equal(found, expected)
             assert torch.equal(walked, expected)

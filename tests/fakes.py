@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
@@ -27,6 +26,7 @@ from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 from tests.beams import is_fed
+from tests.caches import read
 
 MakeCache = Callable[[CacheShape, Limits], KVCache]
 
@@ -79,17 +79,17 @@ def sometimes_right(continuation: Callable[[Request], Sequence[int]], vocab_size
 
 def slotted(shape: CacheShape, limits: Limits) -> KVCache:
     """Make a cache of one slot for each sequence."""
-    return SlottedKVCache(shape, limits.max_num_seqs, limits.max_model_len)
+    return slotted_cache(shape, limits.max_num_seqs, limits.max_model_len)
 
 
 def paged(shape: CacheShape, limits: Limits) -> KVCache:
     """Make a cache of small blocks, as many as there may be need for."""
-    return PagedKVCache(shape, limits.max_num_seqs * -(-limits.max_model_len // BLOCK), BLOCK)
+    return paged_cache(shape, limits.max_num_seqs * -(-limits.max_model_len // BLOCK), BLOCK)
 
 
 def few_blocks(num_blocks: int, keep_prefixes: bool = True) -> MakeCache:
     """Return what makes a cache of so many small blocks: too few for all."""
-    return lambda shape, limits: PagedKVCache(shape, num_blocks, BLOCK, keep_prefixes)
+    return lambda shape, limits: paged_cache(shape, num_blocks, BLOCK, keep_prefixes)
 
 
 both_caches = pytest.mark.parametrize("cache", [paged, slotted], ids=lambda make: make.__name__)
@@ -97,7 +97,7 @@ both_caches = pytest.mark.parametrize("cache", [paged, slotted], ids=lambda make
 
 def stored_tokens(cache: KVCache, request: int) -> list[int]:
     """Return the tokens that a table model stored for a sequence, in order."""
-    return [int(token) for token in cache.read(0, request)[0].flatten().tolist()] if cache.length(request) else []
+    return [int(token) for token in read(cache, 0, request)[0].flatten().tolist()]
 
 
 def watch_releases(cache: KVCache) -> dict[int, list[int]]:

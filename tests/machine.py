@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from speculant.cache.base import KVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
+from speculant.cache.storage import TensorStorage
 from speculant.drafting.base import Drafter
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
@@ -37,7 +38,7 @@ from tests.oracle import (
     prefix_hashes,
 )
 from tests.schedules import MAX_LEN, Digits, Kind, Setup, drawn_params, drawn_prompt, read_schedule
-from tests.watched import CountedCache, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
+from tests.watched import CountedBlocks, Fault, FragileModel, Guesser, InjectedError, Raised, WatchedDrafter
 
 PATIENCE = 3000  # steps in which whoever is left at the end must end
 VERIFIERS = load_verifiers()
@@ -146,9 +147,10 @@ class Machine:
         """Make a cache in which one sequence finds room for certain."""
         setup, shape = self.setup, self.target.cache_shape
         if setup.kind.cache == "slotted":
-            return SlottedKVCache(shape, setup.limits.max_num_seqs, MAX_LEN)
+            return slotted_cache(shape, setup.limits.max_num_seqs, MAX_LEN)
         size = (-(-MAX_LEN // setup.block_size) + spare_blocks, setup.block_size)
-        return CountedCache(shape, size, setup.keep_prefixes, self.ledger.live, self.tally)
+        manager = CountedBlocks(size, setup.keep_prefixes, self.ledger.live, self.tally)
+        return KVCache(manager, TensorStorage(shape, size[0] * size[1], "lower the test's size."))
 
     def _make_drafter(self) -> Drafter | None:
         setup = self.setup
@@ -277,7 +279,7 @@ class Machine:
     def _check_memory(self, running: Sequence[Request]) -> None:
         """Assert that just the running requests hold blocks, and one of them its own slots; a leak stays till seen."""
         for cache in self.caches:
-            tables = [cache.table(request.seq_id).blocks.tolist() for request in running]
+            tables = [cache.table(request.seq_id) for request in running]
             held = {block for table in tables for block in table}
             assert cache.free_tokens() == (cache.num_blocks - len(held)) * cache.block_size, "a block is lost"
         if running:

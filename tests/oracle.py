@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.models.attention import visible_keys
+from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.models.attention import context_slots, visible_keys
 from speculant.models.base import Batch, Segment
 from speculant.sampling.chance import Chance
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import Request
+from tests.caches import read
 
 V = 8
 END = 0
@@ -91,24 +92,23 @@ class OracleModel:
         self.astray = astray
         self.fed: dict[int, tuple[int, int]] = {}
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `CausalLM.forward`: [T, 1]."""
         tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
         require(max(positions) < self.max_positions, "beyond the model's positions")
         hashes: list[int] = []
-        for segment in batch.segments:
+        for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
             rows = slice(len(hashes), len(hashes) + segment.num_rows)
-            hashes += self._hashes(segment, tokens[rows], positions[rows], cache)
+            before = stored_prefix(*storage.read(0, slots), segment.seq_id, segment.start)
+            hashes += self._hashes(segment, tokens[rows], positions[rows], before)
         keys = torch.tensor([tokens, positions, hashes], dtype=torch.float64).T[:, None]
-        require(len(set(batch.rows.tolist())) == len(tokens), "two rows of a pass share a slot")
-        cache.write(0, batch.rows, keys, -keys)
+        require(len(set(batch.slot_mapping.tolist())) == len(tokens), "two rows of a pass share a slot")
+        storage.write(0, batch.slot_mapping, keys, -keys)
         return torch.tensor(hashes, dtype=torch.float64)[:, None]
 
-    def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], cache: KVCache) -> list[int]:
-        seq_id, start = segment.slots.seq_id, segment.slots.start
-        held = held_slots(cache, seq_id, start)
-        hashes = _row_hashes(segment, tokens, positions, int(held.prefixes[-1]) if start else NOTHING)
-        self.fed[seq_id] = start + segment.num_committed, hashes[segment.num_committed - 1]
+    def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], before: Prefix) -> list[int]:
+        hashes = _row_hashes(segment, tokens, positions, int(before.hashes[-1]) if segment.start else NOTHING)
+        self.fed[segment.seq_id] = segment.start + segment.num_committed, hashes[segment.num_committed - 1]
         return hashes
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class OracleModel:
 
 def _row_hashes(segment: Segment, tokens: list[int], positions: list[int], before: int) -> list[int]:
     """Return the hash after each row of a sequence, which goes on from the last slot that the row sees but itself."""
-    start = segment.slots.start
-    if not segment.tree.size:
+    start = segment.start
+    if not segment.parents:
         require(positions == list(range(start, start + len(tokens))), "rows that are no prefix in order")
         return prefix_hashes(tokens, before)
     seen = visible_keys(segment, torch.tensor(positions), None).numpy()
@@ -139,29 +139,29 @@ def _row_hashes(segment: Segment, tokens: list[int], positions: list[int], befor
     return hashes
 
 
-class Slots(NamedTuple):
+class Prefix(NamedTuple):
     """What the positions of a sequence hold, in order: whole numbers, though the storage makes floats of them."""
 
     tokens: list[float]
     positions: list[float]
-    prefixes: list[float]
+    hashes: list[float]
 
 
-def held_slots(cache: KVCache, seq_id: int, end: int) -> Slots:
-    """Return what the first `end` positions of a sequence hold: the slots of one prefix, in order."""
+def stored_prefix(keys: Tensor, values: Tensor, seq_id: int, end: int) -> Prefix:
+    """Return what the first `end` positions of a sequence hold, of all it holds: one prefix, in order."""
     if not end:
-        return Slots([], [], [])
-    keys, values = (part[:end, 0].T.numpy() for part in cache.read(0, seq_id))
-    held = Slots(*keys.tolist())
+        return Prefix([], [], [])
+    keys, values = (part[:end, 0].T.numpy() for part in (keys, values))
+    held = Prefix(*keys.tolist())
     require(bool((keys == -values).all()), "keys and values were parted")
     require(held.positions == list(range(end)), f"sequence {seq_id} holds the positions {held.positions}")
-    require(held.prefixes == prefix_hashes(map(int, held.tokens)), f"sequence {seq_id} holds slots of several prefixes")
+    require(held.hashes == prefix_hashes(map(int, held.tokens)), f"sequence {seq_id} holds slots of several prefixes")
     return held
 
 
 def assert_holds(cache: KVCache, seq_id: int, tokens: Sequence[int]) -> None:
     """Assert that a sequence holds exactly the slots of these tokens."""
-    held = held_slots(cache, seq_id, cache.length(seq_id))
+    held = stored_prefix(*read(cache, 0, seq_id), seq_id, cache.length(seq_id))
     assert held.tokens == list(tokens), f"sequence {seq_id} holds {held.tokens} and not {list(tokens)}"
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, Slots
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.base import KVStorage, Moves, Slots
+from speculant.cache.paged import PagedBlockManager
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.models.base import Batch
@@ -44,11 +44,11 @@ class FragileModel(OracleModel):
         self.num_passes = 0
         self._raised = raised
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `CausalLM.forward`."""
         self.num_passes += 1
         self._strike(batch, early=True)
-        hidden = super().forward(batch, cache)
+        hidden = super().forward(batch, storage)
         self._strike(batch, early=False)
         return hidden
 
@@ -56,7 +56,7 @@ class FragileModel(OracleModel):
         fault = self.fault
         if fault is None or fault.early != early:
             return
-        requests = [segment.slots.seq_id for segment in batch.segments]
+        requests = [segment.seq_id for segment in batch.segments]
         if fault.victim is None or fault.victim in requests:
             fault.times -= 1
             self.fault = fault if fault.times else None
@@ -64,16 +64,14 @@ class FragileModel(OracleModel):
             raise self._raised[-1][0]
 
 
-class CountedCache(PagedKVCache):
-    """A paged cache that counts what happens in it, and knows which prefixes may be adopted: committed ones.
+class CountedBlocks(PagedBlockManager):
+    """A paged block manager that counts what happens in it, and knows which prefixes may be adopted: committed ones.
 
     `live` has the requests by sequence.
     """
 
-    def __init__(
-        self, shape: CacheShape, size: tuple[int, int], keeps: bool, live: Mapping[int, Request], tally: Counter[str]
-    ) -> None:
-        super().__init__(shape, *size, keeps)
+    def __init__(self, size: tuple[int, int], keeps: bool, live: Mapping[int, Request], tally: Counter[str]) -> None:
+        super().__init__(*size, keeps)
         self._live, self._tally = live, tally
         self._committed: set[tuple[str, tuple[int, ...]]] = set()  # whole blocks of tokens, by salt
         self._forget = self._index.remove
@@ -84,32 +82,32 @@ class CountedCache(PagedKVCache):
         return self._forget(block)
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """See `KVCache.reserve`; what it takes beyond new blocks are copies."""
+        """See `BlockManager.reserve`; what it takes beyond new blocks are copies."""
         held = -(-self.length(seq_id) // self.block_size)
         needed = -(-(self.length(seq_id) + n) // self.block_size) if n else held
         self._tally["copies on write"] += self.missing(seq_id, n) - (needed - held)
         return super().reserve(seq_id, n)
 
-    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
-        """See `KVCache.compact`."""
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
+        """See `BlockManager.compact`."""
         self._tally["compactions"] += list(path) != list(range(len(path)))
-        super().compact(seq_id, base, path)
+        return super().compact(seq_id, base, path)
 
-    def fork(self, src: int, dst: int) -> None:
-        """See `KVCache.fork`."""
+    def fork(self, src: int, dst: int) -> Moves:
+        """See `BlockManager.fork`."""
         self._tally["forks"] += self.length(src) > 0
-        super().fork(src, dst)
+        return super().fork(src, dst)
 
-    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
-        """See `KVCache.match_prefix`."""
-        adopted = super().match_prefix(seq_id, tokens, cache_salt)
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
+        """See `BlockManager.match_prefix`."""
+        adopted = super().match_prefix(seq_id, tokens, cache_salt, limit)
         self._tally["prefix hits"] += adopted > 0
         blocks = (self._live[seq_id].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """See `KVCache.insert_prefix`."""
+        """See `BlockManager.insert_prefix`."""
         super().insert_prefix(seq_id, tokens)
         request = self._live[seq_id]
         for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):

@@ -73,19 +73,7 @@ class DraftTree:
     @cached_property
     def depths(self) -> list[int]:
         """Each node's distance from the root, 1 for its children."""
-        depths: list[int] = []
-        for parent in self.parent_list:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
-
-    @cached_property
-    def ancestor_mask(self) -> Tensor:
-        """[n, n] bool: entry (i, j) says that node j is node i or one of its ancestors."""
-        mask = torch.eye(self.size, dtype=torch.bool)
-        for node, parent in enumerate(self.parent_list):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
+        return depths_of(self.parent_list)
 
     def children(self, node: int) -> list[int]:
         """Return the children of a node in drawing order; -1 asks for the root's."""
@@ -123,6 +111,23 @@ def _integers(values: Sequence[int]) -> list[int]:
 def ids(values: Sequence[int]) -> Tensor:
     """Return integers as a tensor [n] int64; much sooner than torch.tensor does."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return each node's distance from the root, 1 for its children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def ancestors_of(parents: Sequence[int]) -> Tensor:
+    """Return [n, n] bool: entry (i, j) says that node j is node i or one of its ancestors."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
 
 
 def tokens_to(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -89,5 +89,11 @@ def test_import_is_cheap(statement: str) -> None:
     assert _heavy_modules_after(statement) == ""
 
 
+@pytest.mark.parametrize("module", ["base", "blocks", "prefix", "paged", "slotted"])
+def test_cache_bookkeeping_imports_no_torch(module: str) -> None:
+    """Tables may live in another process than tensors."""
+    assert _heavy_modules_after(f"import speculant.cache.{module}") == ""
+
+
 def test_a_costly_import_is_seen() -> None:
     assert _heavy_modules_after("import numpy") == "numpy"

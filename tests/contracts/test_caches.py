@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 )
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.caches import SHAPE, assert_holds, feed
 
@@ -31,8 +30,8 @@ SALTS = ["", "tenant"]
 
 # (shape, number of sequences, longest sequence) -> an empty cache with room for that many of that length
 CACHES: dict[str, Callable[[CacheShape, int, int], KVCache]] = {
-    "slotted": SlottedKVCache,
-    "paged": lambda shape, num_seqs, max_len: PagedKVCache(shape, num_seqs * -(-max_len // BLOCK), BLOCK),
+    "slotted": slotted_cache,
+    "paged": lambda shape, num_seqs, max_len: paged_cache(shape, num_seqs * -(-max_len // BLOCK), BLOCK),
 }
 SHARING = {"paged"}  # those that find prefixes again, in full blocks
 
@@ -209,29 +208,35 @@ class CacheMachine(RuleBasedStateMachine):
         self.known.update((self.cache_salt[seq_id], tuple(tokens[: full(m)])) for m in range(n + 1))
 
     @precondition(lambda self: len(self.held) < NUM_NAMES)
-    @rule(data=st.data(), cache_salt=st.sampled_from(SALTS), own=st.just(0) | st.integers(1, 9), goes_on=st.booleans())
-    def adopt(self, data: st.DataObject, cache_salt: str, own: int, goes_on: bool) -> None:
+    @rule(
+        data=st.data(),
+        cache_salt=st.sampled_from(SALTS),
+        own=st.just(0) | st.integers(1, 9),
+        goes_on=st.booleans(),
+        limit=st.none() | st.integers(0, MAX_LEN),
+    )
+    def adopt(self, data: st.DataObject, cache_salt: str, own: int, goes_on: bool, limit: int | None) -> None:
         """A prompt like one before, but for its end: adopt what is known of it, then maybe feed and index the rest."""
         seq_id = data.draw(st.sampled_from(self._unknown()))
         past = data.draw(st.sampled_from(self.past or [()]))
         common = data.draw(st.sampled_from([len(past), full(len(past))]) | st.integers(0, len(past)))
         tokens = [*past[:common], *self._new(own)]
-        n = self.cache.match_prefix(seq_id, tokens, cache_salt)
-        self._check_adopted(tokens, cache_salt, n)
+        n = self.cache.match_prefix(seq_id, tokens, cache_salt, limit)
+        self._check_adopted(tokens, cache_salt, n, len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1))
         self._hold(seq_id, tokens[:n], cache_salt, full(n))
         if goes_on and self.cache.plan().room(seq_id) >= len(tokens) - n:
             self._feed(seq_id, tokens[n:])
             self._index(seq_id, tokens)
 
-    def _check_adopted(self, tokens: list[int], cache_salt: str, n: int) -> None:
-        """No more than was indexed under this salt, and no less than what is held and indexed now."""
+    def _check_adopted(self, tokens: list[int], cache_salt: str, n: int, most: int) -> None:
+        """No more than was indexed under this salt, and no less than what is held and indexed now, as far as `most`."""
         used = -(-n // BLOCK) * BLOCK
-        assert n == max(0, min(used, len(tokens) - 1)), "the last token has to be fed, and no other of a full block"
+        assert n == max(0, min(used, most)), "the last token has to be fed, and no other of a full block"
         assert n == 0 or (cache_salt, tuple(tokens[:used])) in self.known
         sure = [
             num_common(tokens, self.held[s][: self.indexed[s]]) for s in self.held if self.cache_salt[s] == cache_salt
         ]
-        least = min(full(max(sure, default=0)), len(tokens) - 1) if self.name in SHARING else 0
+        least = min(full(max(sure, default=0)), most) if self.name in SHARING else 0
         assert n >= least, "less than what a live sequence has indexed"
         assert n == 0 or self.name in SHARING
 
@@ -286,13 +291,13 @@ def test_content_survives_any_use(name: str) -> None:
 def test_slots_continue_where_the_sequence_ends(cache: KVCache) -> None:
     feed(cache, 7, [1, 2])
     slots = cache.reserve(7, 3)
-    assert (slots.seq_id, slots.start, slots.end, len(slots.rows)) == (7, 2, 5, 3)
+    assert (slots.seq_id, slots.start, slots.end, len(slots.slots)) == (7, 2, 5, 3)
     assert cache.length(7) == 5
 
 
-def test_rows_of_different_sequences_never_meet(cache: KVCache) -> None:
-    rows = [row for seq_id in range(NUM_SEQS) for row in cache.reserve(seq_id, MAX_LEN).rows.tolist()]
-    assert len(set(rows)) == NUM_SEQS * MAX_LEN
+def test_slots_of_different_sequences_never_meet(cache: KVCache) -> None:
+    slots = [slot for seq_id in range(NUM_SEQS) for slot in cache.reserve(seq_id, MAX_LEN).slots]
+    assert len(set(slots)) == NUM_SEQS * MAX_LEN
 
 
 def test_every_promised_position_can_be_used(cache: KVCache) -> None:
@@ -408,4 +413,4 @@ def test_writing_one_sequence_leaves_its_neighbours_alone(cache: KVCache) -> Non
 def test_slotted_memory_that_does_not_fit_says_what_to_lower() -> None:
     huge = CacheShape(1000, 1000, 1000, torch.float64, torch.device("cpu"))
     with pytest.raises(CapacityError, match=r"GiB.*\n.*max_num_seqs"):
-        SlottedKVCache(huge, 1_000, 1_000_000)
+        slotted_cache(huge, 1_000, 1_000_000)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from speculant import LLM, SamplingParams, plugins
 from speculant.beams import Beams, Scored
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.factory import paged_cache
 from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
@@ -67,7 +67,7 @@ class Workshop:
         return drafter
 
     def _make_cache(self, shape: CacheShape) -> KVCache:
-        self.caches.append(PagedKVCache(shape, NUM_SEQS * MAX_LEN // BLOCK, BLOCK))
+        self.caches.append(paged_cache(shape, NUM_SEQS * MAX_LEN // BLOCK, BLOCK))
         return self.caches[-1]
 
     def check(self) -> None:

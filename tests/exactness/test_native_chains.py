@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.growth import chains as chains_module
 from speculant.drafting.growth.chains import grow
 from speculant.kernels.native import QUANTIZED
@@ -30,8 +29,8 @@ DISTRIBUTIONS = [
 LIMITS = [3, 0, 5, 1, 4]  # tokens to draw; 0 = a backlog that is only fed
 COUPLED = [[True] * 5, [False] * 5, [True, False, True, False, False]]
 CACHES = {
-    "slotted": lambda shape: SlottedKVCache(shape, 8, 64),
-    "paged": lambda shape: PagedKVCache(shape, 100, 4),
+    "slotted": lambda shape: slotted_cache(shape, 8, 64),
+    "paged": lambda shape: paged_cache(shape, 100, 4),
 }
 
 
@@ -60,7 +59,7 @@ def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None
         SequenceInput(chain.request.seq_id, chain.request.tokens[: -len(chain.feed)], DraftTree.empty())
         for chain in made
     ]
-    model.forward(build_batch(feeds, cache, torch.device("cpu")), cache)
+    model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage)
 
 
 @torch.inference_mode()
@@ -81,11 +80,9 @@ def grown(
 def assert_same(some: list[Chain], others: list[Chain]) -> None:
     assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
     for one, other in zip(some, others, strict=True):
-        assert (
-            (one.distributions is None) == (other.distributions is None) == (one.request.shared_noise or not one.tokens)
-        )
-        if one.distributions is not None and other.distributions is not None:
-            assert torch.equal(one.distributions, other.distributions)
+        assert (one.probs is None) == (other.probs is None) == (one.request.shared_noise or not one.tokens)
+        if one.probs is not None and other.probs is not None:
+            assert torch.equal(one.probs, other.probs)
 
 
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
@@ -140,5 +137,5 @@ def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatc
         text = [*chain.request.tokens, *whole.tokens]
         sound = text.index(poison) + 1 if poison in text else len(text)
         assert chain.tokens == whole.tokens[: max(0, sound - len(chain.request.tokens))]
-        assert not chain.tokens or (chain.distributions is not None and len(chain.distributions) == len(chain.tokens))
+        assert not chain.tokens or (chain.probs is not None and len(chain.probs) == len(chain.tokens))
     assert 0 < len(failing[2].tokens) < len(healthy[2].tokens)

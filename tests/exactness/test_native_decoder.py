@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.config import DecoderConfig, RopeConfig
@@ -32,9 +31,9 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 MakeCache = Callable[[CacheShape], KVCache]
 CACHES: dict[str, MakeCache] = {
-    "slotted": lambda shape: SlottedKVCache(shape, 4, 1024),
-    "paged": lambda shape: PagedKVCache(shape, 4 * 1024 // 16, 16),
-    "paged by 5": lambda shape: PagedKVCache(shape, 1024, 5),
+    "slotted": lambda shape: slotted_cache(shape, 4, 1024),
+    "paged": lambda shape: paged_cache(shape, 4 * 1024 // 16, 16),
+    "paged by 5": lambda shape: paged_cache(shape, 1024, 5),
 }
 
 
@@ -76,7 +75,7 @@ def feed(
     rows, first = [], 0
     for count in chunks:
         batch = build_batch([SequenceInput(seq_id, tokens[first : first + count], DraftTree.empty())], cache, CPU)
-        rows.append(model.logits(model.forward(batch, cache)))
+        rows.append(model.logits(model.forward(batch, cache.storage)))
         first += count
     return torch.cat(rows)
 
@@ -125,19 +124,19 @@ def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Typ
     native = make_native(quantization=quantization, dtype=torch.bfloat16)
     shape, tokens = native.cache_shape, tokens_of(3)
     expected = feed(native, CACHES["slotted"](shape), 1, tokens[:40], [39, 1])[39:]
-    cache = PagedKVCache(shape, 1024, 16)
+    cache = paged_cache(shape, 1024, 16)
     feeds = [
         SequenceInput(seq_id, tokens_of(seq_id)[: 1 + seq_id % 7], DraftTree.empty())
         for seq_id in range(10, 10 + num_others)
     ]
     batch = build_batch([SequenceInput(1, tokens[:39], DraftTree.empty())], cache, CPU)
-    native.forward(batch, cache)
+    native.forward(batch, cache.storage)
     place = num_others // 2
     batch = build_batch(
         [*feeds[:place], SequenceInput(1, tokens[39:40], DraftTree.empty()), *feeds[place:]], cache, CPU
     )
     row = sum(len(other.tokens) for other in feeds[:place])
-    assert torch.equal(native.logits(native.forward(batch, cache))[row : row + 1], expected)
+    assert torch.equal(native.logits(native.forward(batch, cache.storage))[row : row + 1], expected)
 
 
 @pytest.mark.parametrize("committed", [1, 3])
@@ -157,10 +156,10 @@ def test_a_path_of_a_tree_is_a_chain(variant: str, context: int, committed: int)
     )
     nodes = (1, 3, 5, 6)
     chain = feed(native, CACHES["slotted"](shape), 1, tokens, [context + committed, 4, 1])
-    cache = PagedKVCache(shape, 256, 5)
+    cache = paged_cache(shape, 256, 5)
     feed(native, cache, 1, tokens, [context])
     batch = build_batch([SequenceInput(1, tokens[context : context + committed], tree)], cache, CPU)
-    logits = native.logits(native.forward(batch, cache))
+    logits = native.logits(native.forward(batch, cache.storage))
     seen = logits[[committed - 1, *(committed + node for node in nodes)]]
     assert torch.equal(seen, chain[context + committed - 1 : context + committed + 4])
     cache.compact(1, context + committed, nodes)

@@ -156,7 +156,7 @@ def test_samples_share_the_blocks_of_their_prompt(drafter: str) -> None:
     samples = rig.add(PROMPT, params)
     rig.step()
     rig.step()
-    tables = [rig.cache.table(sample.seq_id).blocks.tolist() for sample in samples]
+    tables = [rig.cache.table(sample.seq_id).tolist() for sample in samples]
     assert len({tuple(table[:2]) for table in tables}) == 1
     rig.finish()
     together = [sample.output for sample in samples]

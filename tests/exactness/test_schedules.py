@@ -18,8 +18,10 @@ import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from speculant.cache.base import NO_MOVES, Moves
 from speculant.cache.blocks import BlockPool
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.factory import paged_cache
+from speculant.cache.paged import PagedBlockManager
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.models.base import SequenceInput, build_batch
 from speculant.types import DraftTree, Request
@@ -70,8 +72,8 @@ def test_nothing_is_lost_leaked_or_mixed_up(shard: int) -> None:
 # --- the machine notices what it is there for
 
 
-def keep_one_too_many(cache: PagedKVCache, seq_id: int, n: int, original: Callable[..., None]) -> None:
-    original(cache, seq_id, min(n + 1, cache.length(seq_id)))
+def keep_one_too_many(manager: PagedBlockManager, seq_id: int, n: int, original: Callable[..., None]) -> None:
+    original(manager, seq_id, min(n + 1, manager.length(seq_id)))
 
 
 def never_copy(pool: BlockPool, block: int, original: Callable[..., bool]) -> bool:
@@ -88,15 +90,21 @@ def free_twice(pool: BlockPool, block: int, original: Callable[..., None]) -> No
 
 
 def move_nothing(
-    cache: PagedKVCache, seq_id: int, base: int, path: Sequence[int], original: Callable[..., None]
-) -> None:
-    cache.truncate_to(seq_id, base + len(path))
+    manager: PagedBlockManager, seq_id: int, base: int, path: Sequence[int], original: Callable[..., Moves]
+) -> Moves:
+    manager.truncate_to(seq_id, base + len(path))
+    return NO_MOVES
 
 
 def share_across_salts(
-    cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: str, original: Callable[..., int]
+    manager: PagedBlockManager,
+    seq_id: int,
+    tokens: Sequence[int],
+    cache_salt: str,
+    limit: int | None,
+    original: Callable[..., int],
 ) -> int:
-    return original(cache, seq_id, tokens, "")
+    return original(manager, seq_id, tokens, "", limit)
 
 
 def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, original: Callable[..., None]) -> None:
@@ -105,9 +113,9 @@ def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, origin
 
 
 FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
-    (PagedKVCache, "truncate_to", keep_one_too_many, "chain"),
-    (PagedKVCache, "compact", move_nothing, "tree"),
-    (PagedKVCache, "match_prefix", share_across_salts, "none"),
+    (PagedBlockManager, "truncate_to", keep_one_too_many, "chain"),
+    (PagedBlockManager, "compact", move_nothing, "tree"),
+    (PagedBlockManager, "match_prefix", share_across_salts, "none"),
     (BlockPool, "is_writable", never_copy, "tree"),
     (BlockPool, "free", never_free, "none"),
     (BlockPool, "free", free_twice, "none"),
@@ -137,11 +145,11 @@ def run_some_schedules(kind: Kind) -> None:
 @pytest.mark.parametrize("place", [0, 3, 5])
 def test_the_oracle_objects_to_a_wrong_slot(part: str, place: int) -> None:
     model = OracleModel(max_positions=16)
-    cache: Any = PagedKVCache(model.cache_shape, 8, 4)
+    cache: Any = paged_cache(model.cache_shape, 8, 4)
     device = torch.device("cpu")
-    model.forward(build_batch([SequenceInput(1, [1, 2, 3, 4, 5, 6], DraftTree.empty())], cache, device), cache)
-    keys, values = cache.layer(0)
-    row = int(cache.table(1).blocks[place // 4]) * 4 + place % 4
+    model.forward(build_batch([SequenceInput(1, [1, 2, 3, 4, 5, 6], DraftTree.empty())], cache, device), cache.storage)
+    keys, values = cache.storage.layer(0)
+    row = cache.table(1)[place // 4] * 4 + place % 4
     (values if part == "value" else keys)[row, 0, ("token", "position", "prefix", "value").index(part) % 3] += 1
     with pytest.raises(Mismatch):
-        model.forward(build_batch([SequenceInput(1, [7 % V], DraftTree.empty())], cache, device), cache)
+        model.forward(build_batch([SequenceInput(1, [7 % V], DraftTree.empty())], cache, device), cache.storage)

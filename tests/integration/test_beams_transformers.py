@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
@@ -54,7 +54,7 @@ def ours(pair: Pair, prompt: list[int], params: SamplingParams, ends: Sequence[i
     engine = Engine(
         EngineOptions(LIMITS, 0, frozenset(ends)),
         model,
-        PagedKVCache(model.cache_shape, 32, 4),
+        paged_cache(model.cache_shape, 32, 4),
         KeyedChances(),
         load_verifiers(),
         Fixed(0),

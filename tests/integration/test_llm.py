@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant import LLM, RequestOutput, SamplingParams
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.engine import step as step_module
 from speculant.errors import ConfigError, RequestError
 from speculant.models.base import SequenceInput, build_batch
@@ -209,11 +209,10 @@ def table_of(checkpoints: Checkpoints) -> Any:
     model = load_model(checkpoints.target, "float64", "cpu").model
 
     def log_softmax(tokens: Sequence[int]) -> Tensor:
-        cache = SlottedKVCache(model.cache_shape, 1, 256)
+        cache = slotted_cache(model.cache_shape, 1, 256)
         with torch.inference_mode():
-            hidden = model.forward(
-                build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, torch.device("cpu")), cache
-            )
+            batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, torch.device("cpu"))
+            hidden = model.forward(batch, cache.storage)
             return torch.log_softmax(model.logits(hidden), -1)
 
     return log_softmax

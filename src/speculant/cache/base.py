@@ -1,26 +1,27 @@
-"""What every KV cache does.
+"""What a KV cache is made of: a block manager that keeps the books, and a storage that holds the keys and values.
 
-A cache holds, per sequence, one key and one value per layer for each position that has been fed.
-Storage is flat: a position lives in a *row*. A sequence's rows come in blocks of consecutive ones:
+A cache holds, per sequence, one key and one value per layer for each position of its tokens. The storage is flat: a
+position lives in a *slot*. A sequence's slots come in blocks of consecutive ones, which its block table lists:
 
-    position p   lives in row   blocks[p // block_size] * block_size + p % block_size
+    position p   lives in slot   table[p // block_size] * block_size + p % block_size
 
     sequence   [ committed positions | reserved by this pass ]
                 0 .. start-1            start .. start+n-1
+
+The block manager works with plain integers and owns no tensor; the storage obeys slots and moves. So the two may live
+in different processes, and this module does not import torch.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
-from speculant.tree import ids
-
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,55 +41,63 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """Slots to copy within the storage, in every layer: what `sources[i]` holds goes to `targets[i]`.
+
+    All sources are read before any target is written, and no target occurs twice. A block manager's moves have to be
+    applied in the order in which it returned them, before the slots are written or read again.
+    """
+
+    sources: Sequence[int] = ()
+    targets: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+NO_MOVES = Moves()
+
+
+@dataclass(frozen=True)
 class Slots:
-    """Where the next positions of one sequence go: `places[i]` is the storage row of `start + i`."""
+    """Where the next positions of one sequence go: `slots[i]` is the slot of position `start + i`.
+
+    `moves` are copies on write: what has to be copied before the slots are written.
+    """
 
     seq_id: int
     start: int
-    places: Sequence[int]
-    device: torch.device = CPU
-
-    @property
-    def rows(self) -> Tensor:
-        """The storage rows [n] int64, beside the storage."""
-        return ids(self.places).to(self.device)
+    slots: Sequence[int]
+    moves: Moves = field(default=NO_MOVES)
 
     @property
     def end(self) -> int:
         """The sequence's length once these positions are written."""
-        return self.start + len(self.places)
-
-
-@dataclass(frozen=True)
-class BlockTable:
-    """Where a sequence's positions live, for kernels that walk it; see the module's text."""
-
-    blocks: Tensor  # [b] int64
-    block_size: int
+        return self.start + len(self.slots)
 
 
 class ReservationPlan(Protocol):
     """What one step is going to reserve, counted before anything is reserved."""
 
     def room(self, seq_id: int) -> int:
-        """Return how many positions more could be taken for `seq`."""
+        """Return how many positions more could be taken for a sequence."""
         ...
 
     def take(self, seq_id: int, n: int) -> bool:
-        """Count n positions (n >= 0) for `seq` if it has room for them; say whether it has."""
+        """Count n positions (n >= 0) for a sequence if there is room for them; say whether there is."""
         ...
 
 
-class KVCache(Protocol):
-    """Keys and values of many sequences.
+class BlockManager(Protocol):
+    """Which sequence holds which slots: block tables, reference counts, prefixes. Plain integers, no tensor.
 
     The rollback contract is seed 001 D6: after a pass, `truncate_to` or `compact` drops what was
-    not accepted, and stale rows are overwritten by the next pass.
+    not accepted, and stale slots are overwritten by the next pass.
     """
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are, free and held."""
+        """How many blocks there are, free and held; they are numbered from 0."""
         ...
 
     @property
@@ -97,30 +106,21 @@ class KVCache(Protocol):
         ...
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """Extend `seq` by n positions (n >= 0) and say where they go. An unknown sequence starts empty.
+        """Extend a sequence by n positions (n >= 0) and say where they go. An unknown sequence starts empty.
 
-        Raises CapacityError when there is no room; the cache is then unchanged. So it is when n is 0.
+        Raises CapacityError when there is no room; nothing is changed then. Nor is it when n is 0.
         """
         ...
 
     def plan(self) -> ReservationPlan:
-        """Return an empty plan; it is good until the cache changes. What it has room for, `reserve` grants."""
+        """Return an empty plan; it is good until a sequence changes. What it has room for, `reserve` grants."""
         ...
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [T, kv_heads, head_dim] in the given rows [T]."""
-        ...
+    def table(self, seq_id: int) -> array[int]:
+        """Return a sequence's block table [b] of 64-bit integers, empty for an unknown one.
 
-    def read(self, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [length, kv_heads, head_dim] of a sequence, in position order."""
-        ...
-
-    def table(self, seq_id: int) -> BlockTable:
-        """Return where a sequence's positions live; rows are those of `layer`."""
-        ...
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's whole storage, keys and values [rows, kv_heads, head_dim], without copying."""
+        It must not be changed, and later changes of the sequence make a new one.
+        """
         ...
 
     def length(self, seq_id: int) -> int:
@@ -131,7 +131,7 @@ class KVCache(Protocol):
         """Forget every position from n on (rollback, seed 001 D6)."""
         ...
 
-    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
         """Keep positions below `base` and, of the tree nodes behind it, those on `path`.
 
         Node i was written at position base + i; the kept ones are moved to base, base + 1, ... Parents come
@@ -140,22 +140,22 @@ class KVCache(Protocol):
         """
         ...
 
-    def fork(self, src: int, dst: int) -> None:
+    def fork(self, src: int, dst: int) -> Moves:
         """Give the new sequence `dst` everything that `src` holds; raises CapacityError when there is no room."""
         ...
 
-    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
-        """Give the new sequence `seq` the positions of `tokens` that are known already; return how many.
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
+        """Give a new sequence the positions of `tokens` that are known already; return how many.
 
-        The last token is never among them: it has to be fed for there to be a next one. Prefixes are
-        shared among sequences of the same salt alone.
+        `limit` is the most positions to take over; None = any number. The last token is never among them: it has to
+        be computed for there to be a next one. Prefixes are shared among sequences of the same salt alone.
         """
         ...
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Let others adopt the positions of `seq` that hold the committed `tokens`: its first ones, in order.
+        """Let other sequences take over the positions that hold the committed `tokens`: the first ones, in order.
 
-        Where the same tokens are known already, `seq` may go on with their positions instead of its own.
+        Where the same tokens are known already, the sequence may go on with their positions instead of its own.
         """
         ...
 
@@ -172,7 +172,95 @@ class KVCache(Protocol):
         ...
 
 
+class KVStorage(Protocol):
+    """Memory for keys and values, by slot; it knows no sequence.
+
+    It may live in another process or on another device.
+    """
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [T, kv_heads, head_dim] in the given slots [T] int64."""
+        ...
+
+    def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values [n, kv_heads, head_dim] of slots [n] int64; consecutive ones are read in place."""
+        ...
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's whole storage, keys and values [slots, kv_heads, head_dim], without copying."""
+        ...
+
+    def move(self, moves: Moves) -> None:
+        """Copy slots in every layer."""
+        ...
+
+
+class KVCache:
+    """A block manager and the storage that it manages. Moves are applied at once.
+
+    `manager` and `storage` may be used by themselves: a model needs the storage alone.
+    """
+
+    def __init__(self, manager: BlockManager, storage: KVStorage) -> None:
+        self.manager, self.storage = manager, storage
+        self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
+
+    def reserve(self, seq_id: int, n: int) -> Slots:
+        """See `BlockManager.reserve`."""
+        slots = self.manager.reserve(seq_id, n)
+        self._move(slots.moves)
+        return slots
+
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
+        """See `BlockManager.compact`."""
+        self._move(self.manager.compact(seq_id, base, path))
+
+    def fork(self, src: int, dst: int) -> None:
+        """See `BlockManager.fork`."""
+        self._move(self.manager.fork(src, dst))
+
+    def _move(self, moves: Moves) -> None:
+        if moves:
+            self.storage.move(moves)
+
+    def plan(self) -> ReservationPlan:
+        """See `BlockManager.plan`."""
+        return self.manager.plan()
+
+    def table(self, seq_id: int) -> array[int]:
+        """See `BlockManager.table`."""
+        return self.manager.table(seq_id)
+
+    def length(self, seq_id: int) -> int:
+        """See `BlockManager.length`."""
+        return self.manager.length(seq_id)
+
+    def truncate_to(self, seq_id: int, n: int) -> None:
+        """See `BlockManager.truncate_to`."""
+        self.manager.truncate_to(seq_id, n)
+
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
+        """See `BlockManager.match_prefix`."""
+        return self.manager.match_prefix(seq_id, tokens, cache_salt, limit)
+
+    def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """See `BlockManager.insert_prefix`."""
+        self.manager.insert_prefix(seq_id, tokens)
+
+    def release(self, seq_id: int) -> None:
+        """See `BlockManager.release`."""
+        self.manager.release(seq_id)
+
+    def free_tokens(self) -> int:
+        """See `BlockManager.free_tokens`."""
+        return self.manager.free_tokens()
+
+    def check(self) -> None:
+        """See `BlockManager.check`."""
+        self.manager.check()
+
+
 def require_path(seq_id: int, length: int, base: int, path: Sequence[int]) -> None:
-    """Raise ValueError unless `compact(seq, base, path)` makes sense for a sequence of that length."""
+    """Raise ValueError unless `compact(seq_id, base, path)` makes sense for a sequence of that length."""
     if not 0 <= base <= length or list(path) != sorted(set(path).intersection(range(length - base))):
         raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id} with {length} positions")

@@ -47,9 +47,9 @@ class PrefixIndex:
                 found.append(node)
         return found
 
-    def insert(self, parent: PrefixNode, tokens: Sequence[int], place: int, block: int) -> PrefixNode:
-        """Return the node of the `place`-th block of `tokens` behind `parent`; it is `block`'s if it is new."""
-        own = self._tokens_of(tokens, place)
+    def insert(self, parent: PrefixNode, tokens: Sequence[int], index: int, block: int) -> PrefixNode:
+        """Return the node of the `index`-th block of `tokens` behind `parent`; it is `block`'s if it is new."""
+        own = self._tokens_of(tokens, index)
         known = parent.children.get(own)
         if known is not None:
             return known
@@ -74,8 +74,8 @@ class PrefixIndex:
         if node.parent is None and not node.children:
             del self._roots[node.cache_salt]
 
-    def _tokens_of(self, tokens: Sequence[int], place: int) -> tuple[int, ...]:
-        return tuple(tokens[place * self._block_size : (place + 1) * self._block_size])
+    def _tokens_of(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self._block_size : (index + 1) * self._block_size])
 
     def check(self) -> None:
         """Assert that the tree and the table by block agree."""

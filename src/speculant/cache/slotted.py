@@ -1,140 +1,121 @@
-"""A cache of equal slots: each sequence owns `max_len` consecutive rows."""
+"""A block manager with one block per sequence: each owns `max_len` consecutive slots."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from speculant.cache.base import BlockTable, CacheShape, Slots, require_path
-from speculant.cache.storage import Storage
+from speculant.cache.base import NO_MOVES, Moves, Slots, require_path
 from speculant.errors import CapacityError
 
 
-class SlottedKVCache:
-    """`num_slots` sequences of at most `max_len` positions, allocated once.
+class SlottedBlockManager:
+    """A `BlockManager` for `num_seqs` sequences of at most `max_len` positions.
 
-    Reading is a view, never a copy. Nothing is shared: prefixes are not kept, and a fork is a copy.
+    A sequence's slots are consecutive, so it is read without a copy. Nothing is shared: prefixes are not kept, and
+    a fork is a copy.
     """
 
-    def __init__(self, shape: CacheShape, num_slots: int, max_len: int) -> None:
+    def __init__(self, num_seqs: int, max_len: int) -> None:
         self.max_len = self.block_size = max_len
-        self.num_blocks = num_slots
-        self._storage = Storage(shape, num_slots * max_len, "lower max_num_seqs or max_model_len.")
-        self._rows = torch.arange(num_slots * max_len, device=shape.device)
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._slot: dict[int, int] = {}
+        self.num_blocks = num_seqs
+        self._free = list(range(num_seqs - 1, -1, -1))
+        self._block: dict[int, int] = {}
         self._length: dict[int, int] = {}
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """See `KVCache.reserve`."""
+        """See `BlockManager.reserve`."""
         start = self.length(seq_id)
         if start + n > self.max_len:
             raise CapacityError(
-                f"sequence {seq_id} would hold {start + n} positions but a cache slot has {self.max_len}",
+                f"sequence {seq_id} would hold {start + n} positions but its cache block has {self.max_len}",
                 "raise max_model_len or send a shorter prompt.",
             )
         if n == 0:
-            return Slots(seq_id, start, (), self._rows.device)
-        first = self._slot_of(seq_id) * self.max_len + start
+            return Slots(seq_id, start, ())
+        first = self._block_of(seq_id) * self.max_len + start
         self._length[seq_id] = start + n
-        return Slots(seq_id, start, range(first, first + n), self._rows.device)
+        return Slots(seq_id, start, range(first, first + n))
 
     def plan(self) -> SlottedPlan:
-        """See `KVCache.plan`."""
+        """See `BlockManager.plan`."""
         room = {seq_id: self.max_len - length for seq_id, length in self._length.items()}
         return SlottedPlan(room, self.max_len, len(self._free))
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `KVCache.write`."""
-        self._storage.write(layer, rows, keys, values)
-
-    def read(self, layer: int, seq_id: int) -> tuple[Tensor, Tensor]:
-        """See `KVCache.read`."""
-        first = self._slot[seq_id] * self.max_len
-        keys, values = self._storage.layer(layer)
-        return keys[first : first + self._length[seq_id]], values[first : first + self._length[seq_id]]
-
-    def table(self, seq_id: int) -> BlockTable:
-        """See `KVCache.table`: a slot is one block."""
-        slot = self._slot.get(seq_id)
-        blocks = torch.tensor([] if slot is None else [slot], dtype=torch.int64, device=self._rows.device)
-        return BlockTable(blocks, self.max_len)
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """See `KVCache.layer`."""
-        return self._storage.layer(layer)
+    def table(self, seq_id: int) -> array[int]:
+        """See `BlockManager.table`."""
+        return array("q", [self._block[seq_id]] if seq_id in self._block else [])
 
     def length(self, seq_id: int) -> int:
-        """See `KVCache.length`."""
+        """See `BlockManager.length`."""
         return self._length.get(seq_id, 0)
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """See `KVCache.truncate_to`."""
+        """See `BlockManager.truncate_to`."""
         if not 0 <= n <= self.length(seq_id):
             raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {self.length(seq_id)} positions")
         if seq_id in self._length:
             self._length[seq_id] = n
 
-    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
-        """See `KVCache.compact`."""
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
+        """See `BlockManager.compact`."""
         require_path(seq_id, self.length(seq_id), base, path)
+        moves = NO_MOVES
         if list(path) != list(range(len(path))):
-            first = self._slot[seq_id] * self.max_len + base
-            source = first + torch.tensor(path, device=self._rows.device)
-            self._storage.move(source, self._rows[first : first + len(path)])
+            first = self._block[seq_id] * self.max_len + base
+            moves = Moves([first + node for node in path], range(first, first + len(path)))
         self.truncate_to(seq_id, base + len(path))
+        return moves
 
-    def fork(self, src: int, dst: int) -> None:
-        """See `KVCache.fork`."""
-        if dst in self._slot:
+    def fork(self, src: int, dst: int) -> Moves:
+        """See `BlockManager.fork`."""
+        if dst in self._block:
             raise ValueError(f"fork to sequence {dst}, which is already held")
         n = self.length(src)
         if n == 0:
-            return
-        source = self._slot[src] * self.max_len
-        self._storage.move(self._rows[source : source + n], self.reserve(dst, n).rows)
+            return NO_MOVES
+        first = self._block[src] * self.max_len
+        return Moves(range(first, first + n), self.reserve(dst, n).slots)
 
-    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
-        """See `KVCache.match_prefix`."""
-        if seq_id in self._slot:
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
+        """See `BlockManager.match_prefix`."""
+        if seq_id in self._block:
             raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
         return 0
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """See `KVCache.insert_prefix`."""
+        """See `BlockManager.insert_prefix`."""
 
     def release(self, seq_id: int) -> None:
-        """See `KVCache.release`."""
-        if seq_id in self._slot:
-            self._free.append(self._slot.pop(seq_id))
+        """See `BlockManager.release`."""
+        if seq_id in self._block:
+            self._free.append(self._block.pop(seq_id))
             del self._length[seq_id]
 
     def free_tokens(self) -> int:
-        """See `KVCache.free_tokens`."""
+        """See `BlockManager.free_tokens`."""
         return len(self._free) * self.max_len
 
     def check(self) -> None:
-        """See `KVCache.check`."""
-        used = list(self._slot.values())
-        assert sorted(used + self._free) == list(range(self.num_blocks)), "a slot is lost or doubled"
-        assert self._slot.keys() == self._length.keys(), "a slot without a length"
+        """See `BlockManager.check`."""
+        used = list(self._block.values())
+        assert sorted(used + self._free) == list(range(self.num_blocks)), "a block is lost or doubled"
+        assert self._block.keys() == self._length.keys(), "a block without a length"
         assert all(0 <= n <= self.max_len for n in self._length.values()), "a length out of range"
 
-    def _slot_of(self, seq_id: int) -> int:
-        if seq_id not in self._slot:
+    def _block_of(self, seq_id: int) -> int:
+        if seq_id not in self._block:
             if not self._free:
                 raise CapacityError(
-                    f"all {self.num_blocks} cache slots are taken", "raise max_num_seqs or wait for a request to end."
+                    f"all {self.num_blocks} cache blocks are taken", "raise max_num_seqs or wait for a request to end."
                 )
-            self._slot[seq_id] = self._free.pop()
+            self._block[seq_id] = self._free.pop()
             self._length[seq_id] = 0
-        return self._slot[seq_id]
+        return self._block[seq_id]
 
 
 class SlottedPlan:
-    """A `ReservationPlan`: what is left of each slot, and how many slots are free."""
+    """A `ReservationPlan`: what is left of each sequence's block, and how many blocks are free."""
 
     def __init__(self, room: dict[int, int], max_len: int, num_free: int) -> None:
         self._room, self._max_len, self._num_free = room, max_len, num_free

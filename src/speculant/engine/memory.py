@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
 from speculant.errors import CapacityError
 
@@ -60,13 +59,13 @@ class CacheMemory:
             raise self._too_small(shape, share, 1, size)
         if self._config.kv_memory_bytes() is None:
             num_blocks = min(num_blocks, limits.max_num_seqs * per_sequence)
-        return PagedKVCache(shape, num_blocks, size, self._config.enable_prefix_caching)
+        return paged_cache(shape, num_blocks, size, self._config.enable_prefix_caching)
 
     def _slotted(self, shape: CacheShape, share: int) -> KVCache:
         limits = self._limits
         if limits.max_num_seqs * limits.max_model_len * shape.bytes_per_token > share:
             raise self._too_small(shape, share, limits.max_num_seqs, 1)
-        return SlottedKVCache(shape, limits.max_num_seqs, limits.max_model_len)
+        return slotted_cache(shape, limits.max_num_seqs, limits.max_model_len)
 
     def _too_small(self, shape: CacheShape, share: int, num_seqs: int, block_size: int) -> CapacityError:
         longest, mib = self._limits.max_model_len, 2**20

@@ -10,7 +10,7 @@ import torch
 
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.engine.build import build_verifiers, method_name
@@ -108,7 +108,7 @@ def build_case(
     """Put the real engine together around a case's tables; its caches keep no prefixes."""
 
     def make_cache(shape: CacheShape) -> KVCache:
-        return SlottedKVCache(shape, case.limits.max_num_seqs, case.limits.max_model_len)
+        return slotted_cache(shape, case.limits.max_num_seqs, case.limits.max_model_len)
 
     target = TableModel(case.pair.target, case.pair.vocab_size)
     cache = make_cache(target.cache_shape)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
-from speculant.models.attention import visible_keys
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.models.attention import context_slots, visible_keys
 from speculant.models.base import Batch
 
 History = tuple[int, ...]
@@ -16,7 +16,7 @@ Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of t
 
 
 class TableModel:
-    """A `CausalLM` whose next token's logits are a function of the whole prefix, read back from the cache.
+    """A `CausalLM` whose next token's logits are a function of the whole prefix, read back from the storage.
 
     A position's key is its token and its value is its place. Each row gathers what it may see and
     asserts that this is a whole prefix, in order, that ends with the row's own token: stale rows, a
@@ -31,12 +31,12 @@ class TableModel:
         self._table = table
         self._known: dict[History, Tensor] = {}
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `CausalLM.forward`; the hidden states are the logits themselves."""
         assert int(batch.positions.max()) < self.max_positions, "beyond the model's positions"
-        cache.write(0, batch.rows, _column(batch.tokens), _column(batch.positions))
+        storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(batch.positions))
         self.num_rows.append(len(batch.tokens))
-        return torch.stack([self._logits(history) for history in _histories(batch, cache)])
+        return torch.stack([self._logits(history) for history in _histories(batch, storage)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
@@ -52,13 +52,13 @@ def _column(values: Tensor) -> Tensor:
     return values.to(torch.float64)[:, None, None]
 
 
-def _histories(batch: Batch, cache: KVCache) -> Iterator[History]:
+def _histories(batch: Batch, storage: KVStorage) -> Iterator[History]:
     first = 0
-    for segment in batch.segments:
+    for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
         rows = slice(first, first + segment.num_rows)
         first = rows.stop
         visible = visible_keys(segment, batch.positions[rows], None).tolist()
-        tokens, places = (part.flatten().tolist() for part in cache.read(0, segment.slots.seq_id))
+        tokens, places = (part.flatten().tolist() for part in storage.read(0, slots))
         for own, position, mask in zip(
             batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
         ):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_drafters
 from speculant.errors import SpeculantError
@@ -60,7 +60,7 @@ class Reader:
 
     def __init__(self, runtime: Runtime, num_seqs: int, longest: int) -> None:
         self._model, self._native = runtime.checkpoint.model, runtime.checkpoint.native
-        self._cache = SlottedKVCache(self._model.cache_shape, num_seqs, longest)
+        self._cache = slotted_cache(self._model.cache_shape, num_seqs, longest)
         self._most_rows = runtime.limits.max_num_batched_tokens
 
     @torch.inference_mode()
@@ -82,7 +82,8 @@ class Reader:
             self._feed([SequenceInput(request.seq_id, chunk, DraftTree.empty())])
 
     def _feed(self, feeds: Sequence[SequenceInput]) -> Tensor:
-        return self._model.forward(build_batch(feeds, self._cache, self._model.cache_shape.device), self._cache)
+        batch = build_batch(feeds, self._cache, self._model.cache_shape.device)
+        return self._model.forward(batch, self._cache.storage)
 
 
 class Second:
@@ -93,7 +94,7 @@ class Second:
 
     def __init__(self, config: EngineConfig, runtime: Runtime, num_seqs: int, longest: int) -> None:
         def make_cache(shape: CacheShape) -> KVCache:
-            return SlottedKVCache(shape, num_seqs, longest + 1)
+            return slotted_cache(shape, num_seqs, longest + 1)
 
         drafters = build_drafters(config, runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"

@@ -7,21 +7,24 @@ a draft node sees       the chain, its own ancestors and itself; never a cousin
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.cache.base import KVCache
+from speculant.cache.base import KVStorage
 from speculant.models.base import Batch, Segment
+from speculant.tree import ancestors_of, ids
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Masks of one pass: made once, used by every layer of the same window."""
+    """Slots and masks of one pass: made once, used by every layer, masks by those of the same window."""
 
     batch: Batch
+    slots: list[Tensor | slice]  # of each segment's keys; see `context_slots`
     masks: dict[int | None, list[Tensor | None]]  # window -> per segment [groups * rows, keys], or None = all visible
 
     @classmethod
@@ -31,23 +34,24 @@ class AttentionPlan:
         A mask is added to the scores, so it holds 0 and -inf in the model's dtype; it is repeated for
         the `groups` query heads that share a key head.
         """
-        return cls(batch, {window: _segment_masks(batch, window, groups, dtype) for window in windows})
+        masks = {window: _segment_masks(batch, window, groups, dtype) for window in windows}
+        return cls(batch, context_slots(batch), masks)
 
 
-def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, cache: KVCache) -> Tensor:
-    """Scaled dot-product attention of each row over its sequence's cache.
+def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, storage: KVStorage) -> Tensor:
+    """Scaled dot-product attention of each row over what is stored of its sequence.
 
     query is [T, heads, head_dim]; the result has the same shape. Heads that share a key head are
     folded into rows, so keys and values are read in place and never repeated.
     """
     segments, masks = plan.batch.segments, plan.masks[window]
     if len(segments) == 1:
-        return _attend_one(query, *cache.read(layer, segments[0].slots.seq_id), masks[0])
+        return _attend_one(query, *storage.read(layer, plan.slots[0]), masks[0])
     parts = query.split_with_sizes([segment.num_rows for segment in segments])
     return torch.cat(
         [
-            _attend_one(rows, *cache.read(layer, segment.slots.seq_id), mask)
-            for segment, rows, mask in zip(segments, parts, masks, strict=True)
+            _attend_one(rows, *storage.read(layer, slots), mask)
+            for slots, rows, mask in zip(plan.slots, parts, masks, strict=True)
         ]
     )
 
@@ -63,6 +67,26 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     return out.view(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
+def context_slots(batch: Batch) -> list[Tensor | slice]:
+    """Return, for each segment, the slots [end] int64 of its positions in order, on the batch's device.
+
+    Positions that all lie in one block are a slice, which a storage reads without a copy.
+    """
+    size, device, tables = batch.block_size, batch.positions.device, array("q")
+    for segment in batch.segments:
+        if len(segment.table) > 1:
+            tables.extend(segment.table)
+    every = (ids(tables).to(device)[:, None] * size + torch.arange(size, device=device)).flatten()
+    slots, first = list[Tensor | slice](), 0
+    for segment in batch.segments:
+        if len(segment.table) > 1:
+            slots.append(every[first : first + segment.end])
+            first += len(segment.table) * size
+        else:
+            slots.append(slice(segment.table[0] * size, segment.table[0] * size + segment.end))
+    return slots
+
+
 def _segment_masks(batch: Batch, window: int | None, groups: int, dtype: torch.dtype) -> list[Tensor | None]:
     masks, first = [], 0
     for segment in batch.segments:
@@ -75,7 +99,7 @@ def _segment_masks(batch: Batch, window: int | None, groups: int, dtype: torch.d
 def _segment_mask(
     segment: Segment, positions: Tensor, window: int | None, groups: int, dtype: torch.dtype
 ) -> Tensor | None:
-    if segment.num_rows == 1 and (window is None or segment.slots.end <= window):
+    if segment.num_rows == 1 and (window is None or segment.end <= window):
         return None
     visible = visible_keys(segment, positions, window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
@@ -88,11 +112,11 @@ def visible_keys(segment: Segment, positions: Tensor, window: int | None) -> Ten
     positions [rows] are the rows' positions; with a sliding window a row sees the last `window`
     positions, itself included, counted along its own path.
     """
-    start, end, device = segment.slots.start, segment.slots.end, positions.device
+    start, end, device = segment.start, segment.end, positions.device
     mask = torch.ones(segment.num_rows, end, dtype=torch.bool, device=device).tril(start)
-    if not segment.tree.is_chain:
+    if not segment.is_chain:
         chain = segment.num_committed
-        mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)
+        mask[chain:, start + chain :] = ancestors_of(segment.parents).to(device)
     if window is not None:
         key_positions = torch.cat([torch.arange(start, device=device), positions])
         mask &= key_positions[None, :] > positions[:, None] - window

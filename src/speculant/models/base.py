@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache, Slots
+from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.sampling.chance import Chance
 from speculant.tree import ids
 from speculant.types import DraftTree, Request
@@ -17,36 +19,47 @@ from speculant.types import DraftTree, Request
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's rows in a flat batch: `slots` says where they are stored.
+    """One sequence's rows in a flat batch, at the cache positions start .. end - 1.
 
-    The last `tree.size` rows are draft nodes behind the root, the rest a chain of committed tokens.
+    The last `len(parents)` rows are draft nodes behind the root, the rest a chain of committed tokens. `table` is the
+    sequence's block table; `seq_id` names it in messages.
     """
 
-    slots: Slots
-    tree: DraftTree
+    seq_id: int
+    start: int
+    num_rows: int
+    table: array[int]
+    parents: Sequence[int] = ()  # of each draft node, before it; -1 = the root
 
     @property
-    def num_rows(self) -> int:
-        """Rows of this sequence in the batch."""
-        return len(self.slots.places)
+    def end(self) -> int:
+        """The sequence's length once these rows are written."""
+        return self.start + self.num_rows
 
     @property
     def num_committed(self) -> int:
         """Rows that are committed tokens (not draft nodes)."""
-        return self.num_rows - self.tree.size
+        return self.num_rows - len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no draft node has a sibling, so that all rows are one chain."""
+        return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
 
 @dataclass(frozen=True)
 class Batch:
     """Prompt chunks, last tokens and draft trees of many sequences, side by side.
 
-    T is the number of rows over all segments. There is no padding and no batch dimension.
+    T is the number of rows over all segments. There is no padding and no batch dimension. It is plain data that says
+    all a model has to know: it can be sent to another process, which holds the model and the storage.
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64; a draft node's position is its depth, not its row
-    rows: Tensor  # [T] int64, storage rows in the cache
+    slot_mapping: Tensor  # [T] int64; the slot that each row's key and value are written to
     segments: tuple[Segment, ...]
+    block_size: int  # of the segments' block tables
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class Chain:
 
 
 class CausalLM(Protocol):
-    """A decoder whose cache is an argument."""
+    """A decoder whose storage of keys and values is an argument."""
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -97,8 +110,8 @@ class CausalLM(Protocol):
         """The longest context the model was made for."""
         ...
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Return hidden states [T, hidden], writing the batch's keys and values to the cache."""
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """Return hidden states [T, hidden], writing the batch's keys and values to the storage."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,20 +120,22 @@ class CausalLM(Protocol):
 
 
 def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
-    """Reserve cache rows for every feed and lay the sequences side by side (seed 001 D4)."""
-    segments, tokens, positions, places = list[Segment](), list[int](), list[int](), list[int]()
+    """Reserve slots for every feed and lay the sequences side by side (seed 001 D4)."""
+    segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
     for feed in feeds:
         slots = cache.reserve(feed.seq_id, len(feed.tokens) + feed.tree.size)
         root = slots.start + len(feed.tokens) - 1
-        segments.append(Segment(slots, feed.tree))
+        table, parents = cache.table(feed.seq_id), feed.tree.parent_list
+        segments.append(Segment(feed.seq_id, slots.start, len(slots.slots), table, parents))
         tokens += [*feed.tokens, *feed.tree.token_list]
         positions += [*range(slots.start, root + 1), *(root + depth for depth in feed.tree.depths)]
-        places += slots.places
+        slot_mapping += slots.slots
     return Batch(
         ids(tokens).to(device),
         ids(positions).to(device),
-        ids(places).to(device),
+        ids(slot_mapping).to(device),
         tuple(segments),
+        cache.block_size,
     )
 
 

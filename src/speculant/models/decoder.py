@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape, KVStorage
 from speculant.kernels import reference
 from speculant.models.attention import AttentionPlan, attend
 from speculant.models.base import Batch
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped heads over the cache."""
+    """Self-attention with grouped heads over what is stored."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         self._qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
         """Map x [T, hidden] to [T, hidden], writing this layer's keys and values on the way."""
         query = self.q_proj(x).view(-1, self._heads, self._dim)
         key = self.k_proj(x).view(-1, self._kv_heads, self._dim)
@@ -52,8 +52,8 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         rotated = reference.rotate(torch.cat((query, key), dim=1), *angles)
         query, key = rotated.split_with_sizes((self._heads, self._kv_heads), dim=1)
-        cache.write(self._layer, plan.batch.rows, key, value)
-        out = attend(query, self._layer, self._window, plan, cache)
+        storage.write(self._layer, plan.batch.slot_mapping, key, value)
+        out = attend(query, self._layer, self._window, plan, storage)
         projected: Tensor = self.o_proj(out.flatten(1))
         return projected
 
@@ -83,9 +83,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, plan, cache)
+        x = x + self.self_attn(self.input_layernorm(x), angles, plan, storage)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -133,13 +133,13 @@ class Decoder(nn.Module):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `CausalLM.forward`."""
         x: Tensor = self.model.embed_tokens(batch.tokens)
         angles = self._rotary.angles(batch.positions, x.dtype)
         plan = AttentionPlan.build(batch, self._windows, self._groups, x.dtype)
         for layer in self.model.layers:
-            x = layer(x, angles, plan, cache)
+            x = layer(x, angles, plan, storage)
         out: Tensor = self.model.norm(x)
         return out
 

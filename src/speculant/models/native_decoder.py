@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.errors import CapacityError
 from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
 from speculant.models.base import Batch, Chain, Segment
@@ -18,6 +18,7 @@ from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import PackedDecoder, Program, linear
 from speculant.models.replay import ChainRows, Drawn, address
 from speculant.models.rotary import Rotary
+from speculant.tree import depths_of
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
 
@@ -51,32 +52,34 @@ class NativeDecoder:
         """How many bytes of weights a pass reads."""
         return self._weights.bytes_per_pass
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `CausalLM.forward`; hidden states are float32."""
-        layout = self.layout(batch, cache)
+        layout = self.layout(batch, storage)
         self.kernels.run(self.program.ops, layout.on)
         return self.program.hidden[: batch.tokens.shape[0]].clone()
 
-    def layout(self, batch: Batch, cache: KVCache) -> Layout:
+    def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Say what the program is run on."""
-        segments, parents, tables = _segments(batch, cache)
-        on = self._pass(cache, batch.tokens.shape[0], max(segment.slots.end for segment in batch.segments))
-        on.tokens, on.positions, on.slots = batch.tokens.data_ptr(), batch.positions.data_ptr(), batch.rows.data_ptr()
+        segments, parents = _segments(batch)
+        end = max(segment.end for segment in batch.segments)
+        on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
+        on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
+        on.slots = batch.slot_mapping.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
-        return Layout(on, (batch, segments, parents, tables))
+        return Layout(on, (batch, segments, parents))
 
-    def _pass(self, cache: KVCache, rows: int, end: int) -> Pass:
-        """Make a pass over a cache's storage, with room for so many rows and angles for positions below `end`."""
+    def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
+        """Make a pass over a storage, with room for so many rows and angles for positions below `end`."""
         if rows > self.program.room:
             self.program = Program(self._weights, _next_power(rows))
         if end > len(self._cosines):
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2
             self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-        keys, values = (stored.data_ptr() for stored in cache.layer(0))
+        keys, values = (stored.data_ptr() for stored in storage.layer(0))
         return Pass(
             rows=rows,
-            block=cache.block_size,
+            block=block_size,
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
             keys=keys,
@@ -98,7 +101,7 @@ class NativeDecoder:
         rows = ChainRows()
         for chain in chains:
             rows.add(chain, self.vocab_size, cache)
-        on = self._pass(cache, len(rows.tokens), rows.end)
+        on = self._pass(cache.storage, cache.block_size, len(rows.tokens), rows.end)
         on.tokens, on.positions, on.slots = address(rows.tokens), address(rows.positions), address(rows.slots)
         on.num_segments, on.segments = len(chains), address(rows.segments)
         drawing = [chain for chain in chains if chain.limit]
@@ -123,29 +126,26 @@ def why_not_native(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     return None
 
 
-def _segments(batch: Batch, cache: KVCache) -> tuple[array[int], array[int], list[Tensor]]:
-    """Lay out the batch's segments as csrc/speculant.h has them; the block tables have to outlive the pass."""
+def _segments(batch: Batch) -> tuple[array[int], array[int]]:
+    """Lay out the batch's segments as csrc/speculant.h has them; they point to the block tables in the batch."""
     fields: list[int] = []
     parents: list[int] = []
-    tables: list[Tensor] = []
     first = 0
     for segment in batch.segments:
-        tables.append(cache.table(segment.slots.seq_id).blocks)
         chain, tree = segment.num_rows, -1
-        if not segment.tree.is_chain:
+        if not segment.is_chain:
             _check_depth(segment)
             chain, tree = segment.num_committed, len(parents)
-            parents += segment.tree.parent_list
-        fields += (first, segment.num_rows, segment.slots.start, chain, tree, tables[-1].data_ptr())
+            parents += segment.parents
+        fields += (first, segment.num_rows, segment.start, chain, tree, address(segment.table))
         first += segment.num_rows
-    return array("q", fields), array("q", parents), tables
+    return array("q", fields), array("q", parents)
 
 
 def _check_depth(segment: Segment) -> None:
-    if max(segment.tree.depths) > MOST_DEPTH:
-        raise CapacityError(
-            f"a draft tree is {max(segment.tree.depths)} deep and the kernels go to {MOST_DEPTH}", "draft fewer tokens."
-        )
+    deepest = max(depths_of(segment.parents))
+    if deepest > MOST_DEPTH:
+        raise CapacityError(f"a draft tree is {deepest} deep and the kernels go to {MOST_DEPTH}", "draft fewer tokens.")
 
 
 def _next_power(n: int) -> int:

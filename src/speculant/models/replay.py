@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.kernels.native import NO_TOKEN, Draft, SamplingSettings
@@ -29,16 +28,16 @@ class ChainRows:
     def __init__(self) -> None:
         self.tokens, self.positions, self.slots, self.segments = array("q"), array("q"), array("q"), array("q")
         self.end = 0  # of the longest sequence
-        self._tables: list[Tensor] = []
+        self._tables: list[array[int]] = []
 
     def add(self, chain: Chain, vocab_size: int, cache: KVCache) -> None:
         """Reserve what a chain needs and lay out what it feeds: tokens that the model knows."""
         seq_id, fed = chain.request.seq_id, len(chain.feed)
-        slots, table = cache.reserve(seq_id, chain.num_positions), cache.table(seq_id).blocks
-        self.segments.extend((len(self.tokens), fed, slots.start, fed, -1, table.data_ptr()))
+        slots, table = cache.reserve(seq_id, chain.num_positions), cache.table(seq_id)
+        self.segments.extend((len(self.tokens), fed, slots.start, fed, -1, address(table)))
         self.tokens.extend(known(chain.feed, vocab_size))
         self.positions.extend(range(slots.start, slots.start + fed))
-        self.slots.extend(slots.places[:fed])
+        self.slots.extend(slots.slots[:fed])
         self.end = max(self.end, slots.end)
         self._tables.append(table)
 

@@ -191,19 +191,17 @@ class Scheduler:
         return admitted
 
     def _start(self, request: Request) -> None:
-        """Take over what is known of the tokens: a sibling's prompt, else any prefix that was fed before."""
+        """Take over what is known of the tokens: a sibling's prompt, else a prefix that was fed before."""
         sibling = next(
             (r for r in self._siblings(request) if self._target.length(r.seq_id) >= len(request.prompt)), None
         )
+        most = min(self._most_matched(request), len(request.tokens) - 1)
         if sibling is not None and not request.num_output:
             self._target.fork(sibling.seq_id, request.seq_id)
-            self._target.truncate_to(request.seq_id, len(request.prompt) - 1)
-        elif request.wants_prompt_logits:
-            self._target.match_prefix(request.seq_id, (), request.cache_salt)
+            self._target.truncate_to(request.seq_id, min(most, len(request.prompt) - 1))
         else:
-            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt)
-        if (most := self._most_matched(request)) < self._target.length(request.seq_id):
-            self._target.truncate_to(request.seq_id, most)
+            limit = 0 if request.wants_prompt_logits else most
+            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)
         if not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
 
@@ -211,9 +209,8 @@ class Scheduler:
         """Whether the target's cache can hold what the running requests and this one have to feed, all at once."""
         plan = self._target.plan()
         for other in self.running:
-            plan.take(
-                other.seq_id, min(plan.room(other.seq_id), other.num_positions - self._target.length(other.seq_id))
-            )
+            behind = other.num_positions - self._target.length(other.seq_id)
+            plan.take(other.seq_id, min(plan.room(other.seq_id), behind))
         return plan.room(request.seq_id) >= request.num_positions - self._target.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:

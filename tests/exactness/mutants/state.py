@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.exactness.mutants.mutant import (
     ATTENTION,
+    CACHE,
     CACHES,
     CHAINS,
     COMMIT,
@@ -64,14 +65,28 @@ BLOCKS = [
     Mutant(
         "shared blocks written to",
         CACHES["paged"],
-        "if not self._pool.is_writable(held.blocks[place])]",
+        "if not self._pool.is_writable(held.blocks[index])]",
         "if False]",
         "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
     ),
     Mutant(
+        "copies on write not made",
+        CACHE,
+        "        self._move(slots.moves)\n",
+        "",
+        "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
+    ),
+    Mutant(
+        "the accepted path not moved",
+        CACHE,
+        "self._move(self.manager.compact(seq_id, base, path))",
+        "self.manager.compact(seq_id, base, path)",
+        OWN_TOKENS.format("greedy-tree-paged"),
+    ),
+    Mutant(
         "a known prompt's last token not fed",
         CACHES["paged"],
-        "min(len(nodes) * self.block_size, len(tokens) - 1)",
+        "min(len(nodes) * self.block_size, most)",
         "len(nodes) * self.block_size",
         "test_prefixes.py::test_the_last_token_of_a_prompt_is_fed_whatever_is_known[8]",
     ),
@@ -224,7 +239,7 @@ BATCH = [
     Mutant(
         "draft nodes see their cousins",
         ATTENTION,
-        "mask[chain:, start + chain :] = segment.tree.ancestor_mask.to(device)",
+        "mask[chain:, start + chain :] = ancestors_of(segment.parents).to(device)",
         "pass",
         OWN_TOKENS.format("greedy-tree-paged"),
     ),

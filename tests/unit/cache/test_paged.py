@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
-import torch
 
-from speculant.cache.base import CacheShape
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.base import KVCache
+from speculant.cache.paged import PagedBlockManager
 from speculant.errors import CapacityError
-from tests.caches import SHAPE, assert_holds, feed
+from tests.blocks import assert_holds, feed, token_cache
 
 BLOCK = 4
 PROBE = 1000  # a sequence that only looks
 
 
-def cache_of(num_blocks: int, keep_prefixes: bool = True) -> PagedKVCache:
-    return PagedKVCache(SHAPE, num_blocks, BLOCK, keep_prefixes)
+def cache_of(num_blocks: int, keep_prefixes: bool = True) -> KVCache:
+    return token_cache(PagedBlockManager(num_blocks, BLOCK, keep_prefixes))
 
 
-def serve(cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
+def serve(cache: KVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
     """Feed what is not known of the tokens and index them all; return how many were known."""
     known = cache.match_prefix(seq_id, tokens, cache_salt)
     feed(cache, seq_id, tokens[known:])
@@ -30,13 +28,13 @@ def serve(cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: s
     return known
 
 
-def serve_and_leave(cache: PagedKVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
+def serve_and_leave(cache: KVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
     known = serve(cache, seq_id, tokens, cache_salt)
     cache.release(seq_id)
     return known
 
 
-def num_known(cache: PagedKVCache, tokens: Sequence[int], cache_salt: str = "") -> int:
+def num_known(cache: KVCache, tokens: Sequence[int], cache_salt: str = "") -> int:
     """Return how many of the tokens are found, all of them if need be, and that they are theirs."""
     known = cache.match_prefix(PROBE, [*tokens, -1], cache_salt)
     assert_holds(cache, PROBE, tokens[:known])
@@ -45,19 +43,18 @@ def num_known(cache: PagedKVCache, tokens: Sequence[int], cache_salt: str = "") 
     return known
 
 
-def blocks(cache: PagedKVCache, seq_id: int) -> list[int]:
-    return cache.table(seq_id).blocks.tolist()
+def blocks(cache: KVCache, seq_id: int) -> list[int]:
+    return cache.table(seq_id).tolist()
 
 
-def test_an_empty_table_is_on_its_own_cache_s_device() -> None:
+def test_an_unknown_sequence_has_an_empty_table() -> None:
     """What one cache knows of a sequence that nobody fed is nothing to another cache."""
-    for device in ("cpu", "meta"):
-        cache = PagedKVCache(replace(SHAPE, device=torch.device(device)), 2, BLOCK)
-        assert cache.table(PROBE).blocks.device.type == device
-        assert len(cache.table(PROBE).blocks) == 0
+    tables = [cache_of(2).table(PROBE) for _ in range(2)]
+    assert [len(table) for table in tables] == [0, 0]
+    assert tables[0] is not tables[1]
 
 
-def num_free(cache: PagedKVCache) -> int:
+def num_free(cache: KVCache) -> int:
     return cache.free_tokens() // BLOCK
 
 
@@ -207,7 +204,7 @@ def test_exactly_the_blocks_that_begin_behind_a_cut_are_freed(n: int) -> None:
 
 
 @pytest.mark.parametrize("drop", [lambda cache: cache.truncate_to(1, 3), lambda cache: cache.compact(1, 3, [])])
-def test_a_cut_across_a_boundary_leaves_no_stale_block(drop: Callable[[PagedKVCache], None]) -> None:
+def test_a_cut_across_a_boundary_leaves_no_stale_block(drop: Callable[[KVCache], None]) -> None:
     cache = cache_of(4)
     feed(cache, 1, range(10))
     given_back = blocks(cache, 1)[1:]
@@ -248,15 +245,15 @@ def test_the_prefix_used_longest_ago_is_evicted_first() -> None:
     assert {name: num_known(cache, tokens) for name, tokens in prompts.items()} == {1: 4, 2: 0, 3: 4}
 
 
-def leave(cache: PagedKVCache) -> None:
+def leave(cache: KVCache) -> None:
     cache.release(1)
 
 
-def cut(cache: PagedKVCache) -> None:
+def cut(cache: KVCache) -> None:
     cache.truncate_to(1, 0)
 
 
-def move_and_leave(cache: PagedKVCache) -> None:
+def move_and_leave(cache: KVCache) -> None:
     cache.compact(1, 0, range(1, 12))
     cache.check()
     cache.release(1)
@@ -264,7 +261,7 @@ def move_and_leave(cache: PagedKVCache) -> None:
 
 @pytest.mark.parametrize("go", [leave, cut, move_and_leave])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-def test_the_end_of_a_prefix_is_evicted_before_its_start(go: Callable[[PagedKVCache], None], taken: int) -> None:
+def test_the_end_of_a_prefix_is_evicted_before_its_start(go: Callable[[KVCache], None], taken: int) -> None:
     cache = cache_of(7)
     serve(cache, 1, range(12))
     go(cache)
@@ -319,9 +316,3 @@ def test_keeping_shared_positions_as_they_are_needs_no_room() -> None:
     cache.compact(2, 3, [0, 1])
     assert_holds(cache, 2, range(5))
     assert_holds(cache, 1, range(8))
-
-
-def test_memory_that_does_not_fit_says_what_to_lower() -> None:
-    huge = CacheShape(1000, 1000, 1000, torch.float64, torch.device("cpu"))
-    with pytest.raises(CapacityError, match=r"238418579101.56 GiB for 16000000000 .*\n.*Fix: lower kv_memory"):
-        PagedKVCache(huge, 1_000_000_000, 16)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.base import KVStorage
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.models.base import Batch, CausalLM
@@ -28,7 +27,7 @@ PROMPT = list(range(40, 60))
 def drafter_of(model: CausalLM, budget: int = 256, num_blocks: int | None = None) -> ModelDrafter:
     """Make a drafter over slots, or over so many blocks of four positions."""
     shape = model.cache_shape
-    cache = PagedKVCache(shape, num_blocks, 4) if num_blocks else SlottedKVCache(shape, 4, 64)
+    cache = paged_cache(shape, num_blocks, 4) if num_blocks else slotted_cache(shape, 4, 64)
     return ModelDrafter(model, cache, KeyedChances(), VOCAB_SIZE, budget)
 
 
@@ -200,8 +199,8 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         self.rows.append(len(batch.tokens))
         if len(self.rows) == self.fail_at:
             raise RuntimeError("out of luck")
-        return self.model.forward(batch, cache)
+        return self.model.forward(batch, storage)

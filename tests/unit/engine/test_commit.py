@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.factory import slotted_cache
 from speculant.engine.commit import Committed, commit, fail, record_prompt, roll_back, token_logprobs
 from speculant.engine.runner import TargetOutput
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request, Verdict
+from tests.caches import read
 from tests.models import make_request
 
 PROMPT = [1, 2, 3]
@@ -48,7 +49,7 @@ class Round:
 
     request: Request
     tree: DraftTree
-    cache: SlottedKVCache
+    cache: KVCache
 
     def commit(self, path: tuple[int, ...], token: int, max_model_len: int = 100, now: float = 1.0) -> Committed:
         logits = random_logits(self.tree.size + 1)
@@ -61,15 +62,15 @@ def a_round(tree: DraftTree = TREE, output: Sequence[int] = (), **fields: Any) -
     """Set up what a pass leaves behind: root and draft nodes in the cache, the row number as content."""
     params = fields.pop("params", SamplingParams(max_tokens=50))
     request = make_request(PROMPT, output, params, **fields)
-    cache = SlottedKVCache(SHAPE, 1, 100)
+    cache = slotted_cache(SHAPE, 1, 100)
     slots = cache.reserve(request.seq_id, len(request.tokens) + tree.size)
-    marks = torch.arange(len(slots.rows), dtype=torch.float64).view(-1, 1, 1)
-    cache.write(0, slots.rows, marks, marks)
+    marks = torch.arange(len(slots.slots), dtype=torch.float64).view(-1, 1, 1)
+    cache.storage.write(0, torch.tensor(slots.slots), marks, marks)
     return Round(request, tree, cache)
 
 
 def held(a: Round) -> list[int]:
-    return [int(mark) for mark in a.cache.read(0, a.request.seq_id)[0].flatten().tolist()]
+    return [int(mark) for mark in read(a.cache, 0, a.request.seq_id)[0].flatten().tolist()]
 
 
 def test_the_accepted_path_and_the_token_behind_it_are_appended() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.beams import Hypothesis
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
@@ -56,7 +56,7 @@ class LastTokenModel:
 def search(model: LastTokenModel, width: int, longest: int) -> list[Request]:
     """Search to the end, in one pass for each token."""
     limits = Limits(max_model_len=4 * DEEP, max_num_seqs=1, max_num_batched_tokens=4 * DEEP)
-    cache = SlottedKVCache(model.cache_shape, 1, limits.max_model_len)
+    cache = slotted_cache(model.cache_shape, 1, limits.max_model_len)
     options = EngineOptions(limits, 0, frozenset())
     engine = Engine(options, model, cache, KeyedChances(), load_verifiers(), Fixed(0))
     samples = engine.add_request([START], SamplingParams(beam_width=width, n=width, max_tokens=longest), "search")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from speculant.cache.base import KVCache
-from speculant.cache.paged import PagedKVCache
+from speculant.cache.base import KVCache, KVStorage
+from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.draft_model import ModelDrafter
@@ -39,8 +39,8 @@ class Fallible:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        hidden = self.model.forward(batch, cache)
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+        hidden = self.model.forward(batch, storage)
         if self.fails:
             raise KeyboardInterrupt
         return hidden
@@ -56,8 +56,8 @@ def draft(checkpoints: Checkpoints) -> CausalLM:
     return load_model(checkpoints.near, "float64", "cpu").model
 
 
-def cache_of(model: CausalLM) -> PagedKVCache:
-    return PagedKVCache(model.cache_shape, NUM_BLOCKS, 8)
+def cache_of(model: CausalLM) -> KVCache:
+    return paged_cache(model.cache_shape, NUM_BLOCKS, 8)
 
 
 def engine_of(target: Any, drafter: Drafter | None = None, verification: str = "auto") -> Engine:

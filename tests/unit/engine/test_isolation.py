@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.base import KVStorage
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.engine import Engine
@@ -229,11 +229,11 @@ def test_all_may_fail_at_once(steps: int) -> None:
 class Unsociable(TableModel):
     """A model that serves nobody beside anybody else."""
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
         """See `CausalLM.forward`."""
         if len(batch.segments) > 1:
             raise TroubleError
-        return super().forward(batch, cache)
+        return super().forward(batch, storage)
 
 
 def drain(engine: Engine) -> None:

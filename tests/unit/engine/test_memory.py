@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.paged import PagedBlockManager
+from speculant.cache.slotted import SlottedBlockManager
 from speculant.config import EngineConfig, Limits
 from speculant.engine import memory as memory_module
 from speculant.engine.memory import FALLBACK, CacheMemory, free_memory
@@ -92,11 +92,11 @@ def test_without_a_budget_a_share_of_what_is_free_is_the_limit(monkeypatch: pyte
     assert positions(memory_of(block_size=10, kv_memory=10**6).make_target()) > 200, "who names a budget gets it"
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("paged", PagedKVCache), ("slotted", SlottedKVCache)])
+@pytest.mark.parametrize(("backend", "kind"), [("paged", PagedBlockManager), ("slotted", SlottedBlockManager)])
 def test_the_configured_kind_is_made(backend: str, kind: type) -> None:
     memory = memory_of(kv_cache_backend=backend)
-    assert isinstance(memory.make(DRAFT), kind)
-    assert isinstance(memory.make_target(), kind)
+    assert isinstance(memory.make(DRAFT).manager, kind)
+    assert isinstance(memory.make_target().manager, kind)
 
 
 @pytest.mark.parametrize("keep", [True, False])

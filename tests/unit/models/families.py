@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from speculant import plugins
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.weights import load_model
 from speculant.types import DraftTree
@@ -132,13 +132,13 @@ class Session:
 
     def __init__(self, model: CausalLM, num_slots: int = 4, max_len: int = 128) -> None:
         self.model = model
-        self.cache = SlottedKVCache(model.cache_shape, num_slots, max_len)
+        self.cache = slotted_cache(model.cache_shape, num_slots, max_len)
 
     @torch.inference_mode()
     def feed(self, *feeds: SequenceInput) -> Tensor:
         """Run one pass and return the logits [T, V] of all its rows."""
         batch = build_batch(feeds, self.cache, torch.device("cpu"))
-        logits = self.model.logits(self.model.forward(batch, self.cache))
+        logits = self.model.logits(self.model.forward(batch, self.cache.storage))
         self.cache.check()
         return logits
 

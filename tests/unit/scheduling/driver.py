@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.cache.paged import PagedKVCache
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Schedule, Scheduler
@@ -19,12 +18,12 @@ SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
 BLOCK = 4
 
 
-def slots(num_slots: int, max_len: int = 100) -> SlottedKVCache:
-    return SlottedKVCache(SHAPE, num_slots, max_len)
+def slots(num_slots: int, max_len: int = 100) -> KVCache:
+    return slotted_cache(SHAPE, num_slots, max_len)
 
 
-def blocks(num_blocks: int, keep_prefixes: bool = False) -> PagedKVCache:
-    return PagedKVCache(SHAPE, num_blocks, BLOCK, keep_prefixes)
+def blocks(num_blocks: int, keep_prefixes: bool = False) -> KVCache:
+    return paged_cache(SHAPE, num_blocks, BLOCK, keep_prefixes)
 
 
 class Driver:

@@ -116,7 +116,7 @@ def test_samples_share_blocks() -> None:
     samples = [driver.add(9, max_tokens=9, request_id="same", token=5) for _ in range(4)]
     driver.step()
     driver.step()
-    tables = [driver.cache.table(sample.seq_id).blocks.tolist() for sample in samples]
+    tables = [driver.cache.table(sample.seq_id).tolist() for sample in samples]
     assert [table[:2] for table in tables] == [tables[0][:2]] * 4
     assert len({table[2] for table in tables}) == 4, "each one writes to a block of its own"
     assert driver.cache.free_tokens() == (20 - 2 - 4) * BLOCK

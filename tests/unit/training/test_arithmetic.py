@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.cache.slotted import SlottedKVCache
+from speculant.cache.factory import slotted_cache
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.decoder import Decoder
 from speculant.training.config import TrainingConfig
@@ -31,10 +31,10 @@ def randoms(*shape: int) -> Tensor:
 
 def test_a_training_pass_is_the_decoders_own_arithmetic(config: TrainingConfig) -> None:
     model, tokens = network(config, 1), randoms(3, 32)
-    cache = SlottedKVCache(model.cache_shape, num_slots=3, max_len=32)
+    cache = slotted_cache(model.cache_shape, num_seqs=3, max_len=32)
     feeds = [SequenceInput(seq, row.tolist(), DraftTree.empty()) for seq, row in enumerate(tokens)]
     with torch.no_grad():
-        expected = model.forward(build_batch(feeds, cache, torch.device("cpu")), cache)
+        expected = model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage)
         torch.testing.assert_close(hidden_states(model, tokens), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -1,0 +1,174 @@
+"""Tables, scheduler, drafters and verifiers here, models and storages in another process: the texts are the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.cache.base import BlockManager, CacheShape, KVCache, KVStorage, Moves
+from speculant.cache.paged import PagedBlockManager
+from speculant.cache.slotted import SlottedBlockManager
+from speculant.cache.storage import TensorStorage
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.drafting.draft_model import ModelDrafter
+from speculant.drafting.growth.topology import StaticTree
+from speculant.engine.engine import Engine, EngineOptions
+from speculant.kernels.native import open_kernels
+from speculant.models.base import CausalLM
+from speculant.models.weights import load_model
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedChances
+from speculant.scheduling.draft_length import Fixed
+from speculant.types import Request
+from tests.fakes import known_verifiers
+from tests.models import PRINTABLE, Checkpoints
+from tests.remote import RemoteModel, RemoteStorage, Worker, started_worker
+
+LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=40)
+BLOCK, NUM_BLOCKS = 4, 14  # one sequence needs up to eight
+SPEC_LENGTH = 6
+BACKENDS = {"reference": ("float64", "reference"), "native": ("float32", "native")}  # dtype, kernels
+MANAGERS: dict[str, Callable[[], BlockManager]] = {
+    "paged": lambda: PagedBlockManager(NUM_BLOCKS, BLOCK),
+    "slotted": lambda: SlottedBlockManager(LIMITS.max_num_seqs, LIMITS.max_model_len),
+}
+TOPOLOGIES = {"chain": None, "tree": StaticTree.of_widths([2, 1, 2])}
+
+PROMPT = PRINTABLE[:10]  # two blocks and a half
+WAVES: list[list[tuple[list[int], dict[str, Any]]]] = [
+    [(PROMPT, {"temperature": 0.0}), (PROMPT[::-1], {"seed": 3, "n": 3})],
+    [
+        ([*PROMPT, 40, 41], {"temperature": 0.0, "n": 2}),
+        (PROMPT, {"seed": 5, "temperature": 0.7}),
+        (PROMPT[:9], {"beam_width": 3, "n": 2, "temperature": 0.0}),
+        (PROMPT[5:], {"seed": 6, "repetition_penalty": 1.2}),
+        (PROMPT[3:], {"seed": 7, "speculation": False}),
+    ],
+]
+
+MakeStorage = Callable[[CacheShape, int], KVStorage]
+
+
+@dataclass(eq=False)
+class Site:
+    """Where an engine's models and storages are. `storages` are those that were made: the target's, the draft's."""
+
+    target: CausalLM
+    draft: CausalLM
+    make_storage: MakeStorage
+    native: bool
+
+    def engine(self, kind: str, drafts: str) -> tuple[Engine, list[KVStorage]]:
+        """Put an engine together; return the storages of its target and its draft model, too."""
+        kernels = open_kernels() if self.native else None
+        caches = [self._cache(MANAGERS[kind](), model.cache_shape) for model in (self.target, self.draft)]
+        drafter: Drafter | None = None
+        if drafts != "none":
+            drafter = ModelDrafter(
+                self.draft, caches[1], KeyedChances(kernels), self.target.vocab_size, LIMITS.max_num_batched_tokens,
+                kernels, TOPOLOGIES[drafts],
+            )  # fmt: skip
+        engine = Engine(
+            EngineOptions(LIMITS, 0, frozenset(), kernels=kernels), self.target, caches[0], KeyedChances(kernels),
+            known_verifiers(), Fixed(SPEC_LENGTH), drafter, caches[1:] if drafter else (),
+        )  # fmt: skip
+        return engine, [cache.storage for cache in caches]
+
+    def _cache(self, manager: BlockManager, shape: CacheShape) -> KVCache:
+        return KVCache(manager, self.make_storage(shape, manager.num_blocks * manager.block_size))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with started_worker() as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def sites(request: pytest.FixtureRequest, worker: Worker, checkpoints: Checkpoints) -> dict[str, Site]:
+    dtype, kernels = BACKENDS[request.param]
+    if kernels == "native" and open_kernels() is None:
+        pytest.skip("the native kernels are not built")
+    folders, native = (checkpoints.target, checkpoints.near), kernels == "native"
+    here = [load_model(folder, dtype, "cpu", kernels=kernels).model for folder in folders]
+    there = [RemoteModel(worker, folder, dtype, kernels) for folder in folders]
+    return {
+        "here": Site(*here, lambda shape, n: TensorStorage(shape, n, "lower the test's size."), native),
+        "there": Site(*there, lambda shape, n: RemoteStorage(worker, shape, n), native),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+Texts = list[tuple[list[int], str | None, float | None]]
+
+
+def run(engine: Engine) -> Texts:
+    """Run all waves of requests; return what each sequence is and scores."""
+    requests: list[Request] = []
+    for wave in WAVES:
+        for prompt, values in wave:
+            params = SamplingParams(max_tokens=16, **values)
+            requests += engine.add_request(prompt, params, str(len(requests)))
+        while engine.has_unfinished():
+            engine.step()
+            engine.check()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [(request.output, request.finish_reason, request.cumulative_logprob) for request in requests]
+
+
+@functools.cache
+def local_texts(site: Site, kind: str, drafts: str) -> Texts:
+    """Return what an engine says whose models and storages are in this process."""
+    return run(site.engine(kind, drafts)[0])
+
+
+@pytest.mark.parametrize("drafts", ["none", "chain", "tree"])
+@pytest.mark.parametrize("kind", MANAGERS)
+def test_remote_storage_changes_no_text(sites: dict[str, Site], kind: str, drafts: str) -> None:
+    engine, storages = sites["there"].engine(kind, drafts)
+    assert run(engine) == local_texts(sites["here"], kind, drafts)
+    assert isinstance(storages[0], RemoteStorage)
+    assert storages[0].num_moved > 0, "nothing was copied: a weak test"
+    if kind == "paged":
+        assert engine.metrics.preemptions > 0, "there was room for all: a weak test"
+        assert engine.metrics.prefix_hit_tokens > 0, "no prefix was found: a weak test"
+
+
+class Unmoved(RemoteStorage):
+    """A storage of zeros that ignores moves."""
+
+    def __init__(self, worker: Worker, shape: CacheShape, num_slots: int) -> None:
+        super().__init__(worker, shape, num_slots)
+        zeros = torch.zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+        for layer in range(shape.num_layers):
+            self.write(layer, torch.arange(num_slots), zeros, zeros)
+
+    def move(self, moves: Moves) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("kind", MANAGERS)
+def test_storage_that_ignores_moves_is_noticed(sites: dict[str, Site], worker: Worker, kind: str) -> None:
+    there = sites["there"]
+    site = Site(there.target, there.draft, lambda shape, n: Unmoved(worker, shape, n), there.native)
+    assert run(site.engine(kind, "none")[0]) != local_texts(sites["here"], kind, "none")
+
+
+def test_remote_errors_come_back(sites: dict[str, Site], worker: Worker) -> None:
+    with pytest.raises(IndexError):
+        worker.ask("move", 10**6, Moves([0], [1]))
