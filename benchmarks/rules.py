@@ -143,7 +143,7 @@ def distributions_along(model: CausalLM, tokens: Sequence[int]) -> Tensor:
     cache = PagedKVCache(model.cache_shape, 1 + len(tokens) // 16, 16)
     hidden = model.forward(
         build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, model.cache_shape.device), cache
-    )
+    ).last
     return torch.softmax(model.logits(hidden).double(), -1).cpu()
 
 

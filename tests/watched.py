@@ -13,7 +13,7 @@ from speculant.cache.base import CacheShape, KVCache, Slots
 from speculant.cache.paged import PagedKVCache
 from speculant.drafting.base import DrafterNeeds
 from speculant.drafting.draft_model import ModelDrafter
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.types import DraftTree, Request
 from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled
 
@@ -44,11 +44,11 @@ class FragileModel(OracleModel):
         self.num_passes = 0
         self._raised = raised
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         self.num_passes += 1
         self._strike(batch, early=True)
-        hidden = super().forward(batch, cache)
+        hidden = super().forward(batch, cache, taps)
         self._strike(batch, early=False)
         return hidden
 

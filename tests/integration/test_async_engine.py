@@ -259,11 +259,11 @@ def break_target(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, request_i
     target, requests = core(engine)._context.target, core(engine)._requests
     forward = target.forward
 
-    def failing(batch: Any, cache: Any) -> Any:
+    def failing(batch: Any, cache: Any, taps: Any = ()) -> Any:
         for segment in batch.segments:
             if requests[segment.slots.seq_id].request_id == request_id and segment.slots.end > position:
                 raise ArithmeticError("this sequence breaks the target")
-        return forward(batch, cache)
+        return forward(batch, cache, taps)
 
     monkeypatch.setattr(target, "forward", failing)
 

@@ -213,7 +213,7 @@ def table_of(checkpoints: Checkpoints) -> Any:
         with torch.inference_mode():
             hidden = model.forward(
                 build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, torch.device("cpu")), cache
-            )
+            ).last
             return torch.log_softmax(model.logits(hidden), -1)
 
     return log_softmax

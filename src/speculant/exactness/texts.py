@@ -83,7 +83,8 @@ class Reader:
             self._feed([SequenceInput(request.seq_id, chunk, DraftTree.empty())])
 
     def _feed(self, feeds: Sequence[SequenceInput]) -> Tensor:
-        return self._model.forward(build_batch(feeds, self._cache, self._model.cache_shape.device), self._cache)
+        batch = build_batch(feeds, self._cache, self._model.cache_shape.device)
+        return self._model.forward(batch, self._cache).last
 
 
 class Second:

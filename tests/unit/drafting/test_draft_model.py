@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.chains import fit_vocabulary
-from speculant.models.base import Batch, CausalLM
+from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -200,8 +200,8 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, taps: Sequence[int] = ()) -> Hidden:
         self.rows.append(len(batch.tokens))
         if len(self.rows) == self.fail_at:
             raise RuntimeError("out of luck")
-        return self.model.forward(batch, cache)
+        return self.model.forward(batch, cache, taps)

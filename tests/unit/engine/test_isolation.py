@@ -17,7 +17,7 @@ from speculant.engine.engine import Engine
 from speculant.errors import SpeculantError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, Table, TableModel
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Request, Verdict
@@ -220,11 +220,11 @@ def test_all_may_fail_at_once(steps: int) -> None:
 class Unsociable(TableModel):
     """A model that serves nobody beside anybody else."""
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         if len(batch.segments) > 1:
             raise TroubleError
-        return super().forward(batch, cache)
+        return super().forward(batch, cache, taps)
 
 
 def drain(engine: Engine) -> None:

@@ -114,7 +114,7 @@ def _take_round(
         for text in search.tips if search.grows else ():
             rows.append(root + 1 + [-1, *tree.path_along(text)][-1])
             nodes.append(Node(search.request, text))
-    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache)
+    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache).last
     if rows:
         probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, kernels)
         for search in growing:
