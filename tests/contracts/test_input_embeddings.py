@@ -79,6 +79,8 @@ def test_embed_is_what_enters_the_first_layer(name: str) -> None:
         assert torch.equal(model.forward(batch, cache, (0,)).taps[0], seen)
     assert seen.shape == (5, model.hidden_size)
     assert torch.equal(model.embed(tokens[:0]), seen[:0])
+    assert torch.equal(model.embed(tokens.int()), seen)
+    assert torch.equal(model.embed(tokens[::2]), seen[::2])
     assert torch.equal(seen.double(), make_model(REFERENCE).embed(tokens).to(model.cache_shape.dtype).double())
 
 

@@ -131,7 +131,7 @@ class CausalLM(Protocol):
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for a token without one."""
+        """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for an unknown token."""
         ...
 
     def forward(self, batch: Batch, cache: KVCache, taps: Sequence[int] = ()) -> Hidden:

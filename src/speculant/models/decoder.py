@@ -148,8 +148,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """See `CausalLM.embed`; in the model's own type."""
         check_tokens(tokens, self.vocab_size)
-        out: Tensor = self.model.embed_tokens(tokens)
-        return out
+        return self._look_up(tokens)
 
     def forward(self, batch: Batch, cache: KVCache, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
@@ -169,10 +168,13 @@ class Decoder(nn.Module):
         """Return the input embeddings [T, hidden] of a batch: its tokens', but for the rows that bring their own."""
         check_embeddings(batch, self.hidden_size)
         if batch.embeddings is None:
-            looked_up: Tensor = self.model.embed_tokens(batch.tokens)
-            return looked_up
-        known: Tensor = self.model.embed_tokens(batch.tokens.index_fill(0, batch.embedded_rows, 0))
-        return known.index_copy(0, batch.embedded_rows, batch.embeddings.to(known.dtype))
+            return self._look_up(batch.tokens)
+        x = self._look_up(batch.tokens.index_fill(0, batch.embedded_rows, 0))
+        return x.index_copy(0, batch.embedded_rows, batch.embeddings.to(x.dtype))
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.model.embed_tokens(tokens)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""

@@ -67,7 +67,7 @@ class NativeDecoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """See `CausalLM.embed`; float32."""
         check_tokens(tokens, self.vocab_size)
-        tokens, out = tokens.contiguous(), torch.empty(len(tokens), self.hidden_size)
+        tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
         ops = (Op * 1)(embedding(self._weights.table, out))
         self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
         return out
