@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from speculant.cache.base import KVStorage, Moves, Slots
 from speculant.cache.paged import PagedBlockManager
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.types import DraftTree, Request
 from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled
 
@@ -44,11 +43,11 @@ class FragileModel(OracleModel):
         self.num_passes = 0
         self._raised = raised
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         self.num_passes += 1
         self._strike(batch, early=True)
-        hidden = super().forward(batch, storage)
+        hidden = super().forward(batch, storage, taps)
         self._strike(batch, early=False)
         return hidden
 

@@ -51,7 +51,7 @@ def forward_target(
 ) -> list[TargetOutput]:
     """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them."""
     feeds = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in zip(scheduled, trees, strict=True)]
-    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage)
+    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
     spans: list[tuple[int, int]] = []
     rows: list[int] = []
     first = 0

@@ -83,7 +83,7 @@ class Reader:
 
     def _feed(self, feeds: Sequence[SequenceInput]) -> Tensor:
         batch = build_batch(feeds, self._cache, self._model.cache_shape.device)
-        return self._model.forward(batch, self._cache.storage)
+        return self._model.forward(batch, self._cache.storage).last
 
 
 class Second:

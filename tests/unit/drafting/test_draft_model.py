@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from speculant.cache.base import KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.chains import fit_vocabulary
-from speculant.models.base import Batch, CausalLM
+from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -199,8 +199,8 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         self.rows.append(len(batch.tokens))
         if len(self.rows) == self.fail_at:
             raise RuntimeError("out of luck")
-        return self.model.forward(batch, storage)
+        return self.model.forward(batch, storage, taps)

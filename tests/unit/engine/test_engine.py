@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from speculant.cache.base import KVCache, KVStorage
 from speculant.cache.factory import paged_cache
@@ -17,7 +17,7 @@ from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import ConfigError, RequestError
-from speculant.models.base import Batch, CausalLM
+from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -39,8 +39,8 @@ class Fallible:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
-        hidden = self.model.forward(batch, storage)
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        hidden = self.model.forward(batch, storage, taps)
         if self.fails:
             raise KeyboardInterrupt
         return hidden

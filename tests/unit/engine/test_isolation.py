@@ -17,7 +17,7 @@ from speculant.engine.engine import Engine
 from speculant.errors import SpeculantError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, Table, TableModel
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import CommittedRows, DraftTree, Request, Verdict
@@ -229,11 +229,11 @@ def test_all_may_fail_at_once(steps: int) -> None:
 class Unsociable(TableModel):
     """A model that serves nobody beside anybody else."""
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         if len(batch.segments) > 1:
             raise TroubleError
-        return super().forward(batch, storage)
+        return super().forward(batch, storage, taps)
 
 
 def drain(engine: Engine) -> None:

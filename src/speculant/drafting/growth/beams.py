@@ -112,7 +112,7 @@ def _take_round(
         for tip in search.tips if search.grows else ():
             rows.append(root + 1 + tip)
             nodes.append(Node(search.request, tree.tokens_to(tip)))
-    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage)
+    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
     if rows:
         probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, kernels)
         for search in growing:

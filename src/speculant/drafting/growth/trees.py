@@ -119,7 +119,7 @@ class _Grower:
         if not feeds:
             return {}
         model, cache = source.model, source.cache
-        hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage)
+        hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
         places, rows, end = list[_Place](), list[int](), 0
         for feed, wanted in zip(feeds, asked, strict=True):
             end += len(feed.tokens) + feed.tree.size
