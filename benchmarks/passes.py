@@ -59,7 +59,7 @@ def some(model: NativeDecoder, batch: Batch, cache: KVCache, wanted: Callable[[O
 def prompt_pass(model: Decoder | NativeDecoder, tokens: list[int], cache: KVCache) -> Tensor:
     """Feed a prompt to an empty sequence, and forget it."""
     batch = build_batch([SequenceInput(9, tokens, DraftTree.empty())], cache, torch.device("cpu"))
-    hidden = model.forward(batch, cache.storage)
+    hidden = model.forward(batch, cache.storage).last
     cache.release(9)
     return hidden
 

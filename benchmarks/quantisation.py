@@ -43,7 +43,7 @@ def distributions_of(model: CausalLM, window: Tensor) -> Tensor:
     """Return the log-distributions [n, V] after each token of a window but the last."""
     cache = slotted_cache(model.cache_shape, 1, LENGTH)
     batch = build_batch([SequenceInput(0, window[:-1].tolist(), DraftTree.empty())], cache, torch.device("cpu"))
-    return model.logits(model.forward(batch, cache.storage)).double().log_softmax(-1)
+    return model.logits(model.forward(batch, cache.storage).last).double().log_softmax(-1)
 
 
 def measure(windows: list[Tensor], target: CausalLM, draft: CausalLM, exact: CausalLM) -> dict[str, float]:

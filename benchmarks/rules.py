@@ -142,7 +142,7 @@ def distributions_along(model: CausalLM, tokens: Sequence[int]) -> Tensor:
     """Return the distributions [T, V] at temperature 1 after each token of a text."""
     cache = paged_cache(model.cache_shape, 1 + len(tokens) // 16, 16)
     batch = build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, model.cache_shape.device)
-    hidden = model.forward(batch, cache.storage)
+    hidden = model.forward(batch, cache.storage).last
     return torch.softmax(model.logits(hidden).double(), -1).cpu()
 
 

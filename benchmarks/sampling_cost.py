@@ -73,7 +73,7 @@ def main() -> None:
 
     def run_pass() -> None:
         batch = build_batch([SequenceInput(1, [1], DraftTree.chain([2] * 5))], cache, device)
-        model.logits(model.forward(batch, cache.storage))
+        model.logits(model.forward(batch, cache.storage).last)
         cache.truncate_to(1, 128)
 
     subjects: dict[str, Any] = {"pass": run_pass}

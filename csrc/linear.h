@@ -178,13 +178,19 @@ static inline void put_sums(const SpOp &op, int64_t panel, int64_t row, int64_t 
   }
 }
 
+static inline Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp(sub(zero(), x)))); }
+
 static inline void put_gated(const SpOp &op, int64_t panel, int64_t row, int64_t rows, const float *gates, const float *ups) {
   int64_t first = panel * WIDTH, count = op.n - first < WIDTH ? op.n - first : WIDTH;
+  float biases[2][WIDTH] = {{0}};  // the gate's and up's
+  if (op.bias)
+    for (int half = 0; half < 2; half++) memcpy(biases[half], op.bias + half * op.n + first, count * sizeof(float));
   for (int64_t r = 0; r < rows; r++) {
     float gated[WIDTH];
     for (int v = 0; v < VECS; v++) {
-      Vec gate = load(gates + r * WIDTH + v * LANES);
-      store(gated + v * LANES, mul(divide(gate, add(splat(1.0f), exp(sub(zero(), gate)))), load(ups + r * WIDTH + v * LANES)));
+      Vec gate = load(gates + r * WIDTH + v * LANES), up = load(ups + r * WIDTH + v * LANES);
+      if (op.bias) gate = add(gate, load(biases[0] + v * LANES)), up = add(up, load(biases[1] + v * LANES));
+      store(gated + v * LANES, mul(silu(gate), up));
     }
     memcpy(op.out + (row + r) * op.n + first, gated, count * sizeof(float));
   }
@@ -224,9 +230,14 @@ static void pack_panel(int type, int source, const void *weight, int64_t n, int6
   }
 }
 
-// A row of the packed table: what pack_panel put there.
+// The input embedding that a row brings, or a row of the packed table: what pack_panel put there.
 static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
-  const int64_t token = pass.tokens[t], width = op.n;  // the table is [vocabulary, n]: packed with k = n
+  const int64_t width = op.n;  // the table is [vocabulary, n]: packed with k = n
+  if (pass.inputs && pass.inputs[t]) {
+    memcpy(op.out + t * width, pass.inputs[t], width * sizeof(float));
+    return;
+  }
+  const int64_t token = pass.tokens[t];
   const char *panel = (const char *)op.weight + token / WIDTH * panel_bytes(op.type, width);
   const int64_t i = token % WIDTH;
   const Steps steps = steps_of(op.type, width);

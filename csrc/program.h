@@ -21,6 +21,7 @@ static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQue
 static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Tiles &x, WorkQueue *stages) {
   switch (op.code) {
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
+    case SP_COPY: return stages[0].run(pass.rows, [&](int64_t t) { run_copy(op, t); });
     case SP_NORM: return stages[0].run(pass.rows, [&](int64_t t) { run_norm(op, t); });
     case SP_LINEAR: return run_linear_op(op, pass.rows, x, stages);
     case SP_ROTATE: return stages[0].run(pass.rows, [&](int64_t t) { run_rotate(op, pass, t); });
@@ -107,6 +108,7 @@ struct Drafting {
       segments[from + s] = {s, 1, position, 1, -1, segment.table};
     }
     pass.rows = pass.num_segments = drawing;
+    pass.inputs = nullptr;
     pass.tokens = &tokens[from], pass.positions = &positions[from], pass.slots = &slots[from], pass.segments = &segments[from];
     return pass;
   }

@@ -23,6 +23,8 @@ static inline void norm_row(const float *x, const float *scale, float eps, int64
   if (i < n) store_part(out + i, mul(load_part(scale + i, n - i), mul(load_part(x + i, n - i), factor)), n - i);
 }
 
+static void run_copy(const SpOp &op, int64_t t) { memcpy(op.out + t * op.n, op.in + t * op.n, op.n * sizeof(float)); }
+
 static void run_norm(const SpOp &op, int64_t t) { norm_row(op.in + t * op.n, op.scale, op.eps, op.n, op.out + t * op.n); }
 
 // Dimension i is paired with i + dim / 2.

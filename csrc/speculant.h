@@ -22,16 +22,17 @@ extern "C" {
 enum SpType { SP_F32 = 0, SP_BF16 = 1, SP_INT8 = 2, SP_INT4 = 3 };
 
 enum SpCode {
-  SP_EMBED = 0,    /* out[T, n] = rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens */
+  SP_EMBED = 0,    /* out[T, n] = rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens, or its inputs */
   SP_NORM = 1,     /* out[T, n] = in[T, n] / rms(in) * scale[n] */
   SP_LINEAR = 2,   /* out[T, n] (+)= in[T, k] weight[n, k]^T + bias[n] */
   SP_ROTATE = 3,   /* qkv[T, (heads + 2 kv_heads) dim]: norm and rotate queries and keys; store keys and values */
   SP_ATTEND = 4,   /* out[T, heads dim] = attention of the queries in `in` (= qkv) over each row's own keys */
+  SP_COPY = 5,     /* out[T, n] = in[T, n] */
 };
 
 enum SpFlag {
   SP_ADD = 1,      /* SP_LINEAR: add to out (a residual) */
-  SP_SILU = 2,     /* SP_LINEAR: weight holds gate and up in turn; out[T, n] = silu(gate) * up */
+  SP_SILU = 2,     /* SP_LINEAR: weight holds gate and up in turn; out[T, n] = silu(gate) * up, each with its bias */
 };
 
 typedef struct {
@@ -40,7 +41,7 @@ typedef struct {
   int64_t n, k;
   const void *weight;        /* packed by sp_pack */
   const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim, or NULL */
-  const float *bias;         /* SP_LINEAR: n; SP_ROTATE: the keys' norm, dim, or NULL */
+  const float *bias;         /* SP_LINEAR: n (SP_SILU: [2, n], gate and up); SP_ROTATE: the keys' norm, dim; or NULL */
   const float *in;
   float *out;
   int32_t heads, kv_heads, dim, window; /* window 0 = none */
@@ -63,6 +64,7 @@ typedef struct {
   const float *cosines, *sines;              /* [positions, dim / 2] */
   void *keys, *values;                       /* layer 0's storage [rows, kv_heads, dim] */
   int64_t layer_stride;                      /* bytes from a layer's keys to the next one's; the same for values */
+  const float *const *inputs;                /* [T] input embeddings in the place of tokens, NULL = look it up; or NULL: look all up */
 } SpPass;
 
 /* How a row's distribution is made of its logits: temperature 0 = everything on the best; top_k 0, top_p 1, min_p 0 = not used. */

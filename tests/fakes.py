@@ -8,22 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.topology import TreeTopology
 from speculant.engine.build import load_verifiers
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.base import DraftLength
+from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
+from tests.beams import is_fed
 from tests.caches import read
 
 MakeCache = Callable[[CacheShape, Limits], KVCache]
@@ -33,7 +35,7 @@ MANY_STEPS = 10_000
 ROOMY = Limits(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=32)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(StatelessDrafter):
     """Proposes whatever a function of the request says, within the limit: a chain of tokens or a tree."""
 
     def __init__(
@@ -41,9 +43,6 @@ class ScriptedDrafter:
     ) -> None:
         self.needs = needs or DrafterNeeds()
         self._propose = propose
-
-    def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
@@ -54,12 +53,6 @@ class ScriptedDrafter:
         if not isinstance(proposal, DraftTree):
             return DraftTree.chain(list(proposal)[:limit])
         return proposal if proposal.size <= limit else DraftTree.empty()
-
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`."""
-
-    def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
 
 
 def always_right(continuation: Callable[[Request], Sequence[int]]) -> ScriptedDrafter:
@@ -124,7 +117,8 @@ def watch_releases(cache: KVCache) -> dict[int, list[int]]:
 class Rig:
     """An engine over fakes, within reach of the test: every step checks the invariants of its parts.
 
-    A request's error is raised, for it may be an assertion of a fake, unless it is of the `expected` kind.
+    A request's error is raised, for it may be an assertion of a fake, unless it is of the `expected` kind. An error
+    of the drafter fails the test unless `drafter_may_fail`.
     """
 
     engine: Engine
@@ -132,6 +126,7 @@ class Rig:
     released: dict[int, list[int]]
     requests: list[Request] = field(default_factory=list)  # all that are not over
     expected: type[Exception] | tuple[()] = ()
+    drafter_may_fail: bool = False
 
     @property
     def cache(self) -> KVCache:
@@ -164,11 +159,12 @@ class Rig:
         with warnings.catch_warnings(action="error"):  # else what fails in a batch is tried again for each alone
             outputs = self.engine.step()
         self.engine.check()
+        assert self.drafter_may_fail or not self.engine.metrics.drafter_errors, "the drafter failed; see the log"
         gained = {(output.request_id, output.index) for output in outputs if output.token is not None}
         for request in self.requests:
             if request.error is not None and not isinstance(request.error, self.expected):
                 raise request.error
-            if not request.is_sibling:
+            if is_fed(request):
                 self._check_held(request, (request.request_id, request.index) in gained)
         self.requests = [request for request in self.requests if not request.finished]
         return outputs
@@ -183,7 +179,7 @@ class Rig:
         held = self.released[request.seq_id] if request.finished else stored_tokens(self.cache, request.seq_id)
         assert held == request.tokens[: len(held)], "something was kept that was not committed"
         assert len(held) < len(request.tokens), "the newest token was fed"
-        catching_up = not has_gained or request.beams is not None
+        catching_up = not has_gained or request.search is not None
         assert len(held) == len(request.tokens) - 1 or catching_up, "a committed token was dropped"
 
     def finish(self) -> list[StepOutput]:
@@ -201,7 +197,7 @@ class Rig:
 
 def build_rig(
     target: TableModel,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Drafters | None = None,
     *,
     length: int = 0,
     verification: str = "auto",
@@ -210,13 +206,15 @@ def build_rig(
     ends: frozenset[int] = frozenset(),
     seed: int = 0,
     cache: MakeCache = paged,
+    draft_length: DraftLength | None = None,
 ) -> Rig:
-    """Put the real engine together around fakes; `length` is the number of draft nodes."""
-    caches = (cache(target.cache_shape, limits), *([drafter.cache] if isinstance(drafter, ModelDrafter) else []))
+    """Put the real engine together around fakes; `length` is the number of draft nodes unless a policy chooses it."""
+    drafters = drafter if isinstance(drafter, Drafters) else Drafters.of(drafter)
+    caches = (cache(target.cache_shape, limits), *drafters.caches)
     options = EngineOptions(limits, seed, ends, verification)
     released = watch_releases(caches[0])
-    chances, verifier = chances or KeyedChances(), Fixed(length)
-    engine = Engine(options, target, caches[0], chances, known_verifiers(), verifier, drafter, caches[1:])
+    chances = chances or KeyedChances()
+    engine = Engine(options, target, caches[0], chances, known_verifiers(), draft_length or Fixed(length), drafters)
     return Rig(engine, caches, released)
 
 

@@ -18,11 +18,13 @@ from speculant.cache.factory import slotted_cache
 from speculant.cache.storage import TensorStorage
 from speculant.drafting.base import Drafter
 from speculant.engine.build import load_verifiers
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import CapacityError, RequestError
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import Request, StepOutput
+from tests.beams import found_by, is_fed
 from tests.exactness.plain_beams import Found, exact_distribution, plain_beams
 from tests.oracle import (
     END,
@@ -74,7 +76,7 @@ class Ledger:
             ends = request.finished and len(said) == request.num_output
             assert output.finish_reason == (request.finish_reason if ends else None), "an end in the wrong place"
         for request in list(self.live.values()):
-            searches = request.beams is not None and not request.finished
+            searches = request.search is not None and not request.finished
             assert self._told[request.seq_id] == ([] if searches else request.output), "the caller heard something else"
             if request.finished:
                 self.close(request)
@@ -91,7 +93,7 @@ class Ledger:
             assert (ends[-1], ends[-1] or full) == (reason == "stop", True), f"it ended for no {reason}"
         elif reason == "error":
             blame = [seq_ids for error, seq_ids in self.raised if error is request.error]
-            culprit = request.seq_id - request.index if request.is_sibling else request.seq_id
+            culprit = request.seq_id if is_fed(request) else request.seq_id - request.index
             assert blame == [[culprit]], f"ended by another's error, or by one of its own: {request.error!r}"
         self.tally[f"ended by {reason}"] += 1
         self.tally["preemptions"] += request.metrics.num_preemptions
@@ -104,7 +106,7 @@ def assert_own_beam(request: Request) -> None:
         longest = min(longest, params.max_tokens or longest)
         assert params.beam_width is not None
         found = found_beams(request.prompt, params.beam_width, longest, request.end_token_ids, params.length_penalty)
-        told = (tuple(request.output), request.cumulative_logprob, request.score)
+        told = (tuple(request.output), *found_by(request))
         assert told == found[request.index], "not the beams of this prompt alone"
     elif request.finish_reason == "error":
         assert not request.output, "a search that failed said something"
@@ -130,8 +132,7 @@ class Machine:
         self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray)
         self.num_added = self.num_actions = 0
         drafter = self._make_drafter()
-        drafter_caches = (drafter.cache,) if isinstance(drafter, WatchedDrafter) else ()
-        self.caches = (self._make_cache(setup.spare_blocks[0]), *drafter_caches)
+        self.caches = (self._make_cache(setup.spare_blocks[0]), *(drafter.caches if drafter else ()))
         self.engine = Engine(
             EngineOptions(setup.limits, 0, frozenset({END}), setup.verification),
             self.target,
@@ -139,8 +140,7 @@ class Machine:
             PlainChances(),
             VERIFIERS,
             Fixed(setup.spec_length),
-            drafter,
-            drafter_caches,
+            Drafters.of(drafter),
         )
 
     def _make_cache(self, spare_blocks: int) -> KVCache:
@@ -194,7 +194,7 @@ class Machine:
             assert prefix_hashes(before[seq_id][:count])[-1:] == [prefix], "a request was fed another text than its own"
         for seq_id in before.keys() & self.live.keys():
             tokens = self.live[seq_id].tokens
-            grown = len(tokens) > len(before[seq_id]) and self.live[seq_id].beams is None
+            grown = len(tokens) > len(before[seq_id]) and self.live[seq_id].search is None
             assert not grown or self.caches[0].length(seq_id) == len(tokens) - 1, (
                 "not all but the newest token are held"
             )
@@ -270,7 +270,7 @@ class Machine:
         self.engine.check()
         scheduler = self.engine._scheduler
         present = [request.seq_id for request in (*scheduler.waiting, *scheduler.running)]
-        fed = [seq_id for seq_id, request in self.live.items() if not request.is_sibling]
+        fed = [seq_id for seq_id, request in self.live.items() if is_fed(request)]
         assert sorted(present) == sorted(fed), "a request was lost, doubled or kept"
         assert len(scheduler.running) <= self.setup.limits.max_num_seqs
         if self.num_actions % 4 == 0:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.attention import context_slots, visible_keys
-from speculant.models.base import Batch, Segment
+from speculant.models.base import Batch, Hidden, Segment
 from speculant.sampling.chance import Chance
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import Request
@@ -85,6 +85,7 @@ class OracleModel:
     """
 
     vocab_size = V
+    num_layers, hidden_size = 1, 1
     cache_shape = CacheShape(1, 1, 3, torch.float64, torch.device("cpu"))
 
     def __init__(self, max_positions: int, astray: int = 0) -> None:
@@ -92,10 +93,11 @@ class OracleModel:
         self.astray = astray
         self.fed: dict[int, tuple[int, int]] = {}
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
-        """See `CausalLM.forward`: [T, 1]."""
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`: [T, 1], in every layer."""
         tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
         require(max(positions) < self.max_positions, "beyond the model's positions")
+        require(batch.embeddings is None, "a row that is no token has no hash")
         hashes: list[int] = []
         for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
             rows = slice(len(hashes), len(hashes) + segment.num_rows)
@@ -104,7 +106,8 @@ class OracleModel:
         keys = torch.tensor([tokens, positions, hashes], dtype=torch.float64).T[:, None]
         require(len(set(batch.slot_mapping.tolist())) == len(tokens), "two rows of a pass share a slot")
         storage.write(0, batch.slot_mapping, keys, -keys)
-        return torch.tensor(hashes, dtype=torch.float64)[:, None]
+        last = torch.tensor(hashes, dtype=torch.float64)[:, None]
+        return Hidden(last, tuple(last for _ in taps))
 
     def _hashes(self, segment: Segment, tokens: list[int], positions: list[int], before: Prefix) -> list[int]:
         hashes = _row_hashes(segment, tokens, positions, int(before.hashes[-1]) if segment.start else NOTHING)

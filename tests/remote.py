@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, Moves
 from speculant.cache.storage import TensorStorage
-from speculant.models.base import Batch, CausalLM
+from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights import load_model
 
 SECONDS = 120  # that an answer may take
@@ -43,9 +43,9 @@ class Held:
         self._storages.append(TensorStorage(shape, num_slots, "lower the test's size."))
         return len(self._storages) - 1
 
-    def forward(self, model: int, batch: Batch, storage: int) -> Tensor:
+    def forward(self, model: int, batch: Batch, storage: int, taps: Sequence[int]) -> Hidden:
         """See `CausalLM.forward`."""
-        return self._models[model].forward(batch, self._storages[storage])
+        return self._models[model].forward(batch, self._storages[storage], taps)
 
     def logits(self, model: int, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
@@ -145,9 +145,9 @@ class RemoteModel:
         self._worker = worker
         self._number, self.cache_shape, self.vocab_size, self.max_positions = worker.ask("load", folder, dtype, kernels)
 
-    def forward(self, batch: Batch, storage: RemoteStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: RemoteStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
-        hidden: Tensor = self._worker.ask("forward", self._number, batch, storage.number)
+        hidden: Hidden = self._worker.ask("forward", self._number, batch, storage.number, tuple(taps))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

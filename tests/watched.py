@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from speculant.cache.base import KVStorage, Moves, Slots
 from speculant.cache.paged import PagedBlockManager
-from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.types import DraftTree, Request
 from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled
 
@@ -44,11 +43,11 @@ class FragileModel(OracleModel):
         self.num_passes = 0
         self._raised = raised
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         self.num_passes += 1
         self._strike(batch, early=True)
-        hidden = super().forward(batch, storage)
+        hidden = super().forward(batch, storage, taps)
         self._strike(batch, early=False)
         return hidden
 
@@ -81,36 +80,36 @@ class CountedBlocks(PagedBlockManager):
         self._tally["evictions"] += 1
         return self._forget(block)
 
-    def reserve(self, request: int, n: int) -> Slots:
+    def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`; what it takes beyond new blocks are copies."""
-        held = -(-self.length(request) // self.block_size)
-        needed = -(-(self.length(request) + n) // self.block_size) if n else held
-        self._tally["copies on write"] += self.missing(request, n) - (needed - held)
-        return super().reserve(request, n)
+        held = -(-self.length(seq_id) // self.block_size)
+        needed = -(-(self.length(seq_id) + n) // self.block_size) if n else held
+        self._tally["copies on write"] += self.missing(seq_id, n) - (needed - held)
+        return super().reserve(seq_id, n)
 
-    def compact(self, request: int, base: int, path: Sequence[int]) -> Moves:
+    def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
         """See `BlockManager.compact`."""
         self._tally["compactions"] += list(path) != list(range(len(path)))
-        return super().compact(request, base, path)
+        return super().compact(seq_id, base, path)
 
     def fork(self, src: int, dst: int) -> Moves:
         """See `BlockManager.fork`."""
         self._tally["forks"] += self.length(src) > 0
         return super().fork(src, dst)
 
-    def match_prefix(self, request: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
+    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
         """See `BlockManager.match_prefix`."""
-        adopted = super().match_prefix(request, tokens, cache_salt, limit)
+        adopted = super().match_prefix(seq_id, tokens, cache_salt, limit)
         self._tally["prefix hits"] += adopted > 0
-        blocks = (self._live[request].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
+        blocks = (self._live[seq_id].cache_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted
 
-    def insert_prefix(self, request: int, tokens: Sequence[int]) -> None:
+    def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """See `BlockManager.insert_prefix`."""
-        super().insert_prefix(request, tokens)
-        request = self._live[request]
-        for end in range(self.block_size, min(self.length(request), len(tokens)) + 1, self.block_size):
+        super().insert_prefix(seq_id, tokens)
+        request = self._live[seq_id]
+        for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):
             require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
             self._committed.add((request.cache_salt, tuple(tokens[:end])))
 
@@ -122,28 +121,27 @@ class WatchedDrafter(ModelDrafter):
         """See `Drafter.propose`."""
         trees = super().propose(requests, limits)
         for request, tree, limit in zip(requests, trees, limits, strict=True):
-            require(tree.size <= request.live_tree().size + limit, "a draft beyond its limit")
-            if tree.size and request.beams is not None:
+            live = 0 if request.search is None else request.search.beams.live_tree.size
+            require(tree.size <= live + limit, "a draft beyond its limit")
+            if tree.size and request.search is not None:
                 self._assert_fed(request.seq_id, request.tokens)
             elif tree.size:
                 self._assert_fed(request.seq_id, [*request.tokens, *tree.token_list[:-1]])
         return trees
 
-    def _assert_fed(self, request: int, tokens: Sequence[int]) -> None:
+    def _assert_fed(self, seq_id: int, tokens: Sequence[int]) -> None:
         model = self._runner.model
         assert isinstance(model, OracleModel)
-        require(self.cache.length(request) == len(tokens), "the draft cache holds more or less than was drafted from")
-        require(model.fed[request] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
+        held = self.caches[0].length(seq_id)
+        require(held == len(tokens), "the draft cache holds more or less than was drafted from")
+        require(model.fed[seq_id] == (len(tokens), prefix_hashes(tokens)[-1]), "a draft from another text")
 
 
-class Guesser:
+class Guesser(StatelessDrafter):
     """Proposes the greedy text with errors; if it branches, siblings stand before and behind the child that goes on."""
 
     def __init__(self, branches: bool) -> None:
         self.needs = DrafterNeeds(emits_tree=branches)
-
-    def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
@@ -169,9 +167,3 @@ class Guesser:
             return [token], 0
         before, behind = whim // 5 % 3, whim // 15 % 2
         return [(token + 3 * place) % V for place in range(-before, behind + 1)], before
-
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`."""
-
-    def end(self, request: Request) -> None:
-        """See `Drafter.end`."""

@@ -1,4 +1,4 @@
-"""Beam search as a value: hypotheses, and how the target's distributions advance them [002 A.4]. No model, no cache.
+"""Beam search as a value: hypotheses, and how the target's distributions advance them (arXiv:2211.17192, A.4).
 
 A round takes the likeliest continuations of all live hypotheses, over all of them:
 
@@ -7,27 +7,111 @@ A round takes the likeliest continuations of all live hypotheses, over all of th
 
 Scores are sums of log-probabilities divided by length ** length_penalty. The search is over when `width` are finished
 and no live one has a better score, as it stands, than the worst of them.
+
+Hypotheses are linked: each names the one that it continues by a token. So those that begin alike share what they begin
+with, a round costs width * continuations, and all else at most one visit to each hypothesis behind the trunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import Generic, TypeVar
 
-Text = tuple[int, ...]  # tokens behind the prompt
+from speculant.tree import DraftTree
+
 Continuations = Sequence[tuple[int, float]]  # a text's likeliest next tokens and their log-probabilities, best first
+Sample = TypeVar("Sample")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Hypothesis:
-    """One text of a beam search, and the sum of its tokens' log-probabilities."""
+    """A text behind the prompt: `parent` and one more token. The empty one, where a search begins, has neither.
 
-    tokens: Text = ()
+    length: how many tokens it has; logprob: the sum of their log-probabilities. Two of a search are equal if they are
+    the same object.
+    """
+
+    parent: Hypothesis | None = field(default=None, repr=False)
+    token: int = 0
     logprob: float = 0.0
+    length: int = 0
+
+    def continued(self, token: int, logprob: float) -> Hypothesis:
+        """Return the text with one more token; `logprob` is that of the whole."""
+        return Hypothesis(self, token, logprob, self.length + 1)
+
+    def lineage(self, behind: int = 0) -> Iterator[Hypothesis]:
+        """Yield the text and those that it continues, longest first, as far as they have more than `behind` tokens."""
+        each = self
+        while each.parent is not None and each.length > behind:
+            yield each
+            each = each.parent
+
+    def tokens(self, behind: int = 0) -> list[int]:
+        """Return its tokens but for the first `behind`."""
+        return [each.token for each in self.lineage(behind)][::-1]
+
+    def prefix(self, length: int) -> Hypothesis:
+        """Return what it begins with: at most so many tokens."""
+        each = self
+        while each.parent is not None and each.length > length:
+            each = each.parent
+        return each
 
     def score(self, length_penalty: float) -> float:
         """Return what finished hypotheses are compared by; there is at least one token."""
-        return float(self.logprob / len(self.tokens) ** length_penalty)
+        return float(self.logprob / self.length**length_penalty)
+
+
+def common_prefix(hypotheses: Collection[Hypothesis]) -> Hypothesis:
+    """Return the longest text that all of these, of one search, begin with."""
+    shortest = min(each.length for each in hypotheses)
+    texts = {each.prefix(shortest) for each in hypotheses}
+    while len(texts) > 1:
+        texts = {each.parent for each in texts if each.parent is not None}
+    return texts.pop()
+
+
+def texts_behind(trunk: Hypothesis, tips: Iterable[Hypothesis], most: float = math.inf) -> list[Hypothesis]:
+    """Return the tips and what they continue, behind the trunk, parents first.
+
+    Tips that do not continue the trunk are left out, and so are those for which `most` texts are too few.
+    """
+    found: dict[Hypothesis, None] = {}
+    for tip in tips:
+        missing = list(takewhile(lambda text: text not in found, tip.lineage(trunk.length)))
+        start = missing[-1].parent if missing else tip
+        if (start is trunk or start in found) and len(found) + len(missing) <= most:
+            found.update(dict.fromkeys(reversed(missing)))
+    return list(found)
+
+
+def tree_of(texts: Collection[Hypothesis]) -> DraftTree:
+    """Return texts as a tree, in their order: parents come first, and the root's children have a parent elsewhere."""
+    nodes: dict[Hypothesis | None, int] = {text: node for node, text in enumerate(texts)}
+    return DraftTree.of([text.token for text in texts], [nodes.get(text.parent, -1) for text in texts])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text's continuations; `behind` has those of the longer texts, by their next token, that are known too."""
+
+    continuations: Continuations
+    behind: Mapping[int, Scored] = field(default_factory=dict)
+
+
+def _linked(tree: DraftTree, ranked: Mapping[int, Continuations]) -> dict[int, Scored]:
+    """Return what is known of a tree's nodes, -1 = the root, and of the nodes behind them."""
+    behind: dict[int, dict[int, Scored]] = {node: {} for node in ranked}
+    known = {node: Scored(continuations, behind[node]) for node, continuations in ranked.items()}
+    for node, scored in known.items():
+        if node >= 0 and (parent := tree.parent_list[node]) in behind:
+            behind[parent].setdefault(tree.token_list[node], scored)
+    return known
 
 
 @dataclass(frozen=True)
@@ -47,62 +131,128 @@ class Beams:
     rounds: int = 0
     live: tuple[Hypothesis, ...] = (Hypothesis(),)
     finished: tuple[Hypothesis, ...] = ()
-    scored: Mapping[Text, Continuations] = field(default_factory=dict)
+    scored: Mapping[Hypothesis, Scored] = field(default_factory=dict)
 
     @property
     def num_continuations(self) -> int:
         """How many continuations of a text can matter: those that end it, and `width` others."""
         return self.width + len(self.end_token_ids)
 
-    @property
-    def trunk(self) -> Text:
+    @cached_property
+    def trunk(self) -> Hypothesis:
         """The tokens to feed before the tree of hypotheses: those that all live ones begin with.
 
         Where these lie apart by more than `reach`, it is longer, and only those behind it can be fed with it.
         """
-        return self.unscored[0][: max(self._num_common, self.rounds - self.reach)]
+        return self.unscored[0].prefix(max(self._shared.length, self.rounds - self.reach))
 
     @property
     def together(self) -> bool:
         """Whether all live hypotheses lie behind the trunk."""
-        return self.rounds - self._num_common <= self.reach
+        return self.rounds - self._shared.length <= self.reach
 
-    @property
-    def _num_common(self) -> int:
-        texts = [hypothesis.tokens for hypothesis in self.live]
-        agreed = [mine == theirs for mine, theirs in zip(min(texts), max(texts), strict=True)]
-        return [*agreed, False].index(False)
+    @cached_property
+    def _shared(self) -> Hypothesis:
+        return common_prefix(self.live)
 
-    @property
-    def unscored(self) -> list[Text]:
+    @cached_property
+    def unscored(self) -> tuple[Hypothesis, ...]:
         """The live hypotheses that wait for their continuations, best first."""
-        return [hypothesis.tokens for hypothesis in self.live if hypothesis.tokens not in self.scored]
+        return tuple(each for each in self.live if each not in self.scored)
 
-    def advance(self, scored: Mapping[Text, Continuations]) -> Beams:
-        """Return the search after all rounds that can be taken when these texts' continuations are known too."""
-        beams = replace(self, scored={**self.scored, **scored})
+    @cached_property
+    def live_texts(self) -> list[Hypothesis]:
+        """The live hypotheses and what they continue, behind the trunk, parents first."""
+        return texts_behind(self.trunk, self.live)
+
+    @cached_property
+    def live_tree(self) -> DraftTree:
+        """The tree of `live_texts`; its root is the trunk's newest token."""
+        return tree_of(self.live_texts)
+
+    @cached_property
+    def _waiting_tree(self) -> DraftTree:
+        return tree_of(texts_behind(self.trunk, self.unscored)) if self.scored else self.live_tree
+
+    def waiting_tree(self, most: float = math.inf) -> DraftTree:
+        """Return the tree of those among them that wait to be scored, as far as `most` nodes hold them."""
+        whole = self._waiting_tree
+        return whole if whole.size <= most else tree_of(texts_behind(self.trunk, self.unscored, most))
+
+    def completed_by(self, tree: DraftTree) -> bool:
+        """Whether no live hypothesis is unscored when a pass has fed the trunk and this `waiting_tree`."""
+        return self.together and tree.size == self._waiting_tree.size
+
+    def scored_by(self, tree: DraftTree, ranked: Mapping[int, Continuations]) -> dict[Hypothesis, Scored]:
+        """Return what a pass says of live hypotheses: `ranked` are the continuations of the tree's nodes, -1 = root.
+
+        The tree hangs behind the trunk, and may go on behind the hypotheses.
+        """
+        known, nodes = _linked(tree, ranked), self._nodes_in(tree)
+        return {each: known[nodes[each]] for each in self.live if each in nodes and nodes[each] in known}
+
+    def _nodes_in(self, tree: DraftTree) -> dict[Hypothesis | None, int]:
+        """Return where the live hypotheses and what they continue are in a tree behind the trunk."""
+        nodes: dict[Hypothesis | None, int] = {self.trunk: -1}
+        for text in self.live_texts:
+            node = tree.child(nodes[text.parent], text.token) if text.parent in nodes else None
+            if node is not None:
+                nodes[text] = node
+        return nodes
+
+    def advance(self, scored: Mapping[Hypothesis, Scored]) -> Beams:
+        """Return the search after all rounds that can be taken when these hypotheses are scored too."""
+        known = {**self.scored, **scored}
+        beams = replace(self, scored={each: known[each] for each in self.live if each in known})
         while beams.live and not beams.unscored:
             beams = beams._next()
-        known = {each.tokens: beams.scored[each.tokens] for each in beams.live if each.tokens in beams.scored}
-        return replace(beams, scored=known)
+        return beams
 
     def _next(self) -> Beams:
         """Take one round; ties go to the better hypothesis, then to its better continuation."""
         candidates = [
-            Hypothesis((*each.tokens, token), each.logprob + logprob)
+            (each, token, each.logprob + logprob)
             for each in self.live
-            for token, logprob in self.scored[each.tokens]
+            for token, logprob in self.scored[each].continuations
         ]
-        candidates.sort(key=lambda candidate: -candidate.logprob)
-        ended = [each for each in candidates[: self.width] if self._ends(each)]
+        candidates.sort(key=lambda candidate: -candidate[2])
+        ended = [each.continued(token, total) for each, token, total in candidates[: self.width] if self._ends(token)]
         finished = sorted([*self.finished, *ended], key=lambda each: -each.score(self.length_penalty))[: self.width]
-        live = [each for each in candidates if not self._ends(each)][: self.width]
-        if len(finished) == self.width and live:
-            live = live if self._may_improve(live[0], finished[-1]) else []
-        return replace(self, rounds=self.rounds + 1, live=tuple(live), finished=tuple(finished))
+        going_on = [candidate for candidate in candidates if not self._ends(candidate[1])][: self.width]
+        live = tuple(each.continued(token, total) for each, token, total in going_on)
+        if len(finished) == self.width and live and not self._may_improve(live[0], finished[-1]):
+            live = ()
+        return replace(self, rounds=self.rounds + 1, live=live, finished=tuple(finished), scored=self._known_of(live))
 
-    def _ends(self, hypothesis: Hypothesis) -> bool:
-        return hypothesis.tokens[-1] in self.end_token_ids or len(hypothesis.tokens) == self.longest
+    def _known_of(self, live: Iterable[Hypothesis]) -> dict[Hypothesis, Scored]:
+        """Return what is known of the next round's hypotheses."""
+        parents = [(each, self.scored[each.parent]) for each in live if each.parent is not None]
+        return {each: scored.behind[each.token] for each, scored in parents if each.token in scored.behind}
+
+    def _ends(self, token: int) -> bool:
+        """Whether a live hypothesis is finished by this token."""
+        return token in self.end_token_ids or self.rounds + 1 == self.longest
 
     def _may_improve(self, best: Hypothesis, worst: Hypothesis) -> bool:
         return best.score(self.length_penalty) > worst.score(self.length_penalty)
+
+
+@dataclass(eq=False)
+class BeamSearch(Generic[Sample]):
+    """The search that a prompt's samples share: the first is fed for all, and each gets one hypothesis in the end.
+
+    results: what the samples got, in their order; empty before the search is over, and if it failed.
+    """
+
+    beams: Beams
+    samples: Sequence[Sample]
+    results: tuple[Hypothesis, ...] = ()
+
+    def result(self, index: int) -> Hypothesis | None:
+        """Return the hypothesis of the sample with this index, if it has one."""
+        return self.results[index] if index < len(self.results) else None
+
+    def score(self, index: int) -> float | None:
+        """Return the score of that hypothesis."""
+        result = self.result(index)
+        return None if result is None else result.score(self.beams.length_penalty)

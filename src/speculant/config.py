@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from speculant.errors import ConfigError, suggest
+from speculant.params import MAX_SPECULATIVE_TOKENS
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
 BACKENDS = ("auto", "native", "reference")
@@ -75,8 +76,8 @@ class EngineConfig:
             _check_flag("use_speculative_decoding", self.use_speculative_decoding)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "spec_length"):
-            _check_optional(name, getattr(self, name))
+        _check_optional("max_model_len", self.max_model_len)
+        _check_length("spec_length", self.spec_length)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
@@ -129,18 +130,25 @@ class SpeculativeConfig:
     """How drafts are made and checked. `options` are the method's own keys.
 
     method None = the one that drafts with `model`; num_speculative_tokens None = the method's usual
-    length; verification "auto" picks by request (algorithms of match and ratio rules).
+    length; verification "auto" picks by request (algorithms of match and ratio rules). draft_length names a policy, or
+    is a mapping with the key `policy` and the policy's own. methods: further ones that requests may name.
     """
 
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
     verification: str = "auto"
-    draft_length: str = "fixed"
+    draft_length: str | Mapping[str, Any] = "fixed"
+    methods: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_optional("num_speculative_tokens", self.num_speculative_tokens)
+        _check_length("num_speculative_tokens", self.num_speculative_tokens)
+        given: tuple[object, ...] = self.draft_length, self.methods
+        if not isinstance(given[0], str | Mapping):
+            raise ConfigError(f"draft_length={self.draft_length!r} is not a policy", 'use for example "fixed".')
+        if isinstance(given[1], str) or not isinstance(given[1], Sequence):
+            raise ConfigError(f"methods={self.methods!r} is not a list", 'use for example ["ngram"].')
         if self.method is None and self.model is None:
             raise ConfigError(
                 "speculative_config names neither a method nor a model",
@@ -216,6 +224,12 @@ def _check_flag(name: str, value: object) -> None:
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")
+
+
+def _check_length(name: str, value: object) -> None:
+    _check_optional(name, value)
+    if isinstance(value, int) and value > MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(f"{name}={value} is more than a draft can have", f"use at most {MAX_SPECULATIVE_TOKENS}.")
 
 
 def _check_optional(name: str, value: object) -> None:

@@ -34,6 +34,10 @@ class DistributionError(SpeculantError, ValueError):
     """Weights that are not those of a distribution, or two distributions over different outcomes."""
 
 
+class DraftError(SpeculantError, ValueError):
+    """A draft that breaks the contract of `Drafter.propose`; it costs the draft and fails no request."""
+
+
 class RequestError(SpeculantError, ValueError):
     """A prompt or request that can't be served."""
 

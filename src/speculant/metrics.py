@@ -64,6 +64,25 @@ class SpeculationMetrics:
 _RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
 
 
+@dataclass(frozen=True)
+class StepTiming:
+    """Where a step's time went: readings of `time.perf_counter`, in seconds."""
+
+    started: float
+    drafted: float
+    verified: float
+
+    @property
+    def draft_s(self) -> float:
+        """Time to propose drafts."""
+        return self.drafted - self.started
+
+    @property
+    def verify_s(self) -> float:
+        """Time of the target's pass and of the verdicts."""
+        return self.verified - self.drafted
+
+
 @dataclass
 class TimingMetrics:
     """Wall-clock figures of one request, in seconds since `arrival` unless said otherwise."""
@@ -159,9 +178,10 @@ class EngineMetrics:
     """An engine's totals since it was made, and how it stands after its last step.
 
     Requests are counted per sample. draft_s, verify_s and other_s say where the steps' time went, in
-    seconds. lossy samples were verified by a rule that is not lossless. repeated_steps failed, and were repeated for
-    each sequence alone. Of the prompt tokens of ended
-    requests, prefix_hit_tokens were found in the cache. Blocks are those of the target's cache.
+    seconds. lossy samples were verified by a rule that is not lossless. repeated_steps failed and were repeated for
+    each sequence alone. drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none
+    of them fails a request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
+    are those of the target's cache.
     """
 
     steps: int = 0
@@ -175,6 +195,7 @@ class EngineMetrics:
     failed: int = 0
     lossy: int = 0
     repeated_steps: int = 0
+    drafter_errors: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     waiting: int = 0

@@ -16,6 +16,7 @@ MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
+MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
 MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 
 
@@ -28,7 +29,7 @@ class SamplingParams:
     penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all that.
 
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
-    `speculation` overrides the engine per request: False turns it off, a mapping may set
+    `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
     `num_speculative_tokens` and `verification`.
 
     With `beam_width` nothing is sampled: the `n` best texts that a beam search of that width finds are returned,
@@ -169,7 +170,7 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "length_penalty": (-10, 10),
     }
 )
-_SPECULATION = ("num_speculative_tokens", "verification")
+_SPECULATION = ("method", "num_speculative_tokens", "verification")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
@@ -236,8 +237,13 @@ def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
         if key not in _SPECULATION:
             raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION))
     tokens, verifier = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-        raise ConfigError(f"num_speculative_tokens={tokens!r} is not a whole number from 0", "use for example 4.")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"num_speculative_tokens={tokens!r} is not a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
+            "use for example 4.",
+        )
+    if not isinstance(given.get("method", ""), str):
+        raise ConfigError(f"method={given['method']!r} is not the name of a drafter", "leave it out for the usual one.")
     if not isinstance(verifier, str):
         raise ConfigError(f"verification={verifier!r} is not the name of a rule", 'use for example "auto".')
     return dict(given)

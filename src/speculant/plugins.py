@@ -24,6 +24,7 @@ from speculant.errors import ConfigError, suggest
 ATTRIBUTES = {
     "speculant.drafting": "build",
     "speculant.models": "read_config",
+    "speculant.scheduling.draft_length": "build",
     "speculant.verification": "build",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,18 +50,6 @@ class DraftTree:
         """Return the tree of no nodes: plain decoding."""
         return DraftTree.chain([])
 
-    @classmethod
-    def of_paths(cls, paths: Iterable[Sequence[int]], most: float = math.inf) -> DraftTree:
-        """Make the prefix tree of paths, leaving out those for which `most` nodes are too few."""
-        nodes: dict[tuple[int, ...], int] = {(): -1}
-        for path in paths:
-            prefixes = [tuple(path[: end + 1]) for end in range(len(path))]
-            missing = [prefix for prefix in prefixes if prefix not in nodes]
-            if len(nodes) - 1 + len(missing) <= most:
-                nodes.update({prefix: len(nodes) - 1 + place for place, prefix in enumerate(missing)})
-        del nodes[()]
-        return cls.of([path[-1] for path in nodes], [nodes.get(path[:-1], -1) for path in nodes])
-
     @property
     def size(self) -> int:
         """The number of nodes."""
@@ -96,14 +83,23 @@ class DraftTree:
         """Return the tokens from the root's child down to `node`; empty for the root (-1)."""
         return tokens_to(node, self.token_list, self.parent_list)
 
+    def child(self, node: int, token: int) -> int | None:
+        """Return the first child of a node that has a token, if there is one; -1 asks for the root's."""
+        return self._nodes_by_edge.get((node, token))
+
+    @cached_property
+    def _nodes_by_edge(self) -> dict[tuple[int, int], int]:
+        edges = list(zip(self.parent_list, self.token_list, strict=True))
+        return {edges[node]: node for node in reversed(range(self.size))}
+
     def path_along(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes that tokens lead through from the root on, as far as there are any."""
         path: list[int] = []
         for token in tokens:
-            found = [child for child in self.children(path[-1] if path else -1) if self.token_list[child] == token]
-            if not found:
+            found = self.child(path[-1] if path else -1, token)
+            if found is None:
                 break
-            path.append(found[0])
+            path.append(found)
         return path
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from speculant.beams import Beams, Hypothesis, Text
+from torch import Tensor
+
+from speculant.beams import BeamSearch
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.tree import DraftTree as DraftTree
@@ -38,6 +39,20 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True)
+class CommittedRows:
+    """What a pass computed of one sequence and is committed: `tokens` at positions start, start + 1, ...
+
+    hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens
+    that the sequence has more than before the pass; the newest of them is not among `tokens`, as it was not fed yet.
+    """
+
+    start: int
+    tokens: Sequence[int]
+    gained: Sequence[int] = ()
+    hidden: tuple[Tensor, ...] = ()
+
+
 Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id
 
 
@@ -48,9 +63,9 @@ class Request:
     `commit` is the only place that changes it. `shared_noise` says that draft and target draws share
     keyed noise, which the `match` rule wants and ratio rules forbid.
 
-    A beam search is one sequence too. Its `tokens` are the trunk, what all live hypotheses begin with if one
-    pass can hold them; what lies behind is fed anew in every pass, as a tree. In the end its best hypothesis
-    becomes its tokens.
+    A beam search is one sequence too, the first of its samples. Its `tokens` are the prompt and the trunk, what all
+    live hypotheses begin with if one pass can hold them; what lies behind is fed anew in every pass, as a tree. In the
+    end each sample gets a hypothesis.
     """
 
     seq_id: int
@@ -62,6 +77,8 @@ class Request:
     end_token_ids: frozenset[int]
     metrics: RequestMetrics
     verifier: str = "match"  # the verification rule's name
+    drafter: str | None = None  # the drafting method's name; None = no speculation
+    num_speculative_tokens: int | None = None  # the length that the request asks for; None = the engine's
     shared_noise: bool = True
     stop_checker: StopChecker | None = None
     priority: int = 0  # lower is served sooner
@@ -73,9 +90,7 @@ class Request:
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: int | str | None = None  # the end token or stop string
     error: Exception | None = None  # what ended it, if that was an error
-    beams: Beams | None = None  # the beam search, if it is one
-    siblings: tuple[Request, ...] = ()  # get the search's next best hypotheses
-    hypothesis: Hypothesis | None = None  # what it got of a beam search
+    search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
 
     @property
     def output(self) -> list[int]:
@@ -94,44 +109,13 @@ class Request:
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
-    def is_sibling(self) -> bool:
-        """Whether it waits for what the first of a prompt's samples searches, and takes part in no pass."""
-        return self.params.beam_width is not None and self.index > 0
-
-    @property
-    def outcomes(self) -> tuple[Request, ...]:
-        """The requests that end when this one does."""
-        return self, *self.siblings
-
-    @property
-    def reached(self) -> int:
-        """How long the text is that the next token follows: the live hypotheses of a beam search are ahead of it."""
-        return len(self.tokens) if self.beams is None else len(self.prompt) + self.beams.rounds
-
-    def live_tree(self) -> DraftTree:
-        """Return the tree of the live hypotheses behind the trunk, which is empty if it is no beam search."""
-        return self._tree_of([each.tokens for each in self.beams.live] if self.beams else [])
-
-    def waiting_tree(self, most: float = math.inf) -> DraftTree:
-        """Return the tree of those among them that wait to be scored, as far as `most` nodes hold them."""
-        return self._tree_of(self.beams.unscored if self.beams else [], most)
-
-    def _tree_of(self, texts: Sequence[Text], most: float = math.inf) -> DraftTree:
-        if not texts:
-            return DraftTree.empty()
-        trunk = tuple(self.output)
-        return DraftTree.of_paths([text[len(trunk) :] for text in texts if text[: len(trunk)] == trunk], most)
-
-    @property
-    def score(self) -> float | None:
-        """The score of its hypothesis: the sum of log-probabilities / length ** length_penalty."""
-        return None if self.hypothesis is None else self.hypothesis.score(self.params.length_penalty)
+    def num_positions(self) -> int:
+        """The length of the text that the next token follows: the live hypotheses of a search are ahead of `tokens`."""
+        return len(self.tokens) if self.search is None else len(self.prompt) + self.search.beams.rounds
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the output's log-probabilities, where they are known."""
-        if self.hypothesis is not None:
-            return self.hypothesis.logprob
+        """Sum of the output's log-probabilities, where they were asked for."""
         if self.params.logprobs is None:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.output, self.logprobs, strict=True))

@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.beams import Beams, Hypothesis
+from speculant.beams import Beams, Scored
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache
 from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
 from speculant.sampling.chance import KeyedChances
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
+from tests.beams import beams_of, give_search, hypotheses
 from tests.models import END, VOCAB_SIZE, Checkpoints, make_request
 
 KIND = "speculant.drafting"
@@ -84,7 +85,7 @@ def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> Non
     """Let a drafter see a whole request."""
     request = make_request(prompt, output, GREEDY, seq_id=999, finish_reason="length")
     drafter.begin(request)
-    drafter.observe(request, output)
+    drafter.observe(request, CommittedRows(0, request.tokens[:-1], output))
     drafter.end(request)
 
 
@@ -132,7 +133,8 @@ def grow(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
     if tokens:
         request.tokens += tokens
         request.rounds += 1
-        drafter.observe(request, list(tokens))
+        start = len(request.tokens) - len(tokens) - 1
+        drafter.observe(request, CommittedRows(start, request.tokens[start:-1], list(tokens)))
 
 
 def assert_same(tree: DraftTree, expected: DraftTree) -> None:
@@ -183,7 +185,7 @@ def test_requests_are_left_alone(workshop: Workshop, variant: str) -> None:
     before = copy.deepcopy(vars(request))
     drafter.begin(request)
     propose_one(drafter, request, 4)
-    drafter.observe(request, CONTINUATION[:2])
+    drafter.observe(request, CommittedRows(0, request.tokens[:-1], CONTINUATION[:2]))
     drafter.end(request)
     assert vars(request) == before
 
@@ -360,10 +362,12 @@ def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, check
 def a_search(seq_id: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
     """Make a search with three hypotheses behind its trunk, one of which has been scored."""
     behind = {(3, 4): -1.0, (3, 5): -1.5, (6, 4): -2.0}
-    live = tuple(Hypothesis((*trunk, *text), logprob) for text, logprob in behind.items())
-    scored = {live[1].tokens: ((7, -0.1), (8, -2.5))}
-    beams = Beams(3, 1.0, frozenset({END}), 60, 40, rounds=len(trunk) + 2, live=live, scored=scored)
-    return a_request(seq_id, trunk, SamplingParams(beam_width=3, max_tokens=60), beams=beams)
+    live = hypotheses({(*trunk, *text): logprob for text, logprob in behind.items()})
+    known = {live[1]: Scored(((7, -0.1), (8, -2.5)))}
+    beams = Beams(3, 1.0, frozenset({END}), 60, 40, rounds=len(trunk) + 2, live=live, scored=known)
+    request = a_request(seq_id, trunk, SamplingParams(beam_width=3, max_tokens=60))
+    give_search(request, beams)
+    return request
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 6, 7, 15])
@@ -371,7 +375,7 @@ def test_live_hypotheses_are_extended_by_those_that_say_they_can(workshop: Works
     drafter, request = workshop.build(), a_search()
     limit = limit if drafter.needs.nodes_per_beam else 0  # the others are not asked to
     drafter.begin(request)
-    tree, live = propose_one(drafter, request, limit), request.live_tree()
+    tree, live = propose_one(drafter, request, limit), beams_of(request).live_tree
     assert tree.size == live.size + limit if limit else tree.size == 0
     if limit:
         assert (tree.token_list[: live.size], tree.parent_list[: live.size]) == (live.token_list, live.parent_list)

@@ -7,13 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput
-from speculant.models.weights import load_model
 from speculant.types import DraftTree
 from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
 
-CLOSE = {"atol": 1e-4, "rtol": 0}
+MakePair = Callable[[str, str, str], Pair]
+NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+CLOSE = {"atol": 1e-4, "rtol": 0, "check_dtype": False}
 EXACT = {"atol": 1e-10, "rtol": 0}
 PROMPT = random_tokens(24)
 TREE = DraftTree(
@@ -28,23 +31,39 @@ def path_to(node: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    return functools.cache(lambda *case: make_pair(tmp_path_factory.mktemp("checkpoint"), *case))
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
+    """Return what loads a family's variant on a backend, once; "float64" is the reference with wide numbers."""
+
+    @functools.cache
+    def load(backend: str, family: str, variant: str) -> Pair:
+        if backend == "reference":
+            return make_pair(tmp_path_factory.mktemp("checkpoint"), family, variant)
+        if backend == "native":
+            return load("float64", family, variant).on_native()
+        return load("reference", family, variant).in_float64()
+
+    return load
 
 
-@pytest.fixture(params=cases(), ids="-".join)
-def pair(request: pytest.FixtureRequest, pairs: Callable[..., Pair]) -> Pair:
+def on_backends(*backends: object) -> list[object]:
+    """Return the parameters of every variant on every one of these backends."""
+    made = []
+    for backend in backends:
+        marks = [NATIVE] if backend == "native" else []
+        made += [pytest.param((backend, *case), id="-".join([backend, *case]), marks=marks) for case in cases()]
+    return made
+
+
+@pytest.fixture(params=on_backends("reference", "native"))
+def pair(request: pytest.FixtureRequest, pairs: MakePair) -> Pair:
+    """Return a model in float32 on a backend, to be compared with transformers."""
     return pairs(*request.param)
 
 
-@pytest.fixture(scope="module")
-def wide_pairs(pairs: Callable[..., Pair]) -> Callable[..., Pair]:
-    return functools.cache(lambda *case: pairs(*case).in_float64())
-
-
-@pytest.fixture(params=cases(), ids="-".join)
-def wide(request: pytest.FixtureRequest, wide_pairs: Callable[..., Pair]) -> Pair:
-    return wide_pairs(*request.param)
+@pytest.fixture(params=on_backends("float64", "native"))
+def steady(request: pytest.FixtureRequest, pairs: MakePair) -> Pair:
+    """Return a model whose numbers hardly depend on how it is fed: they are wide, or rows are invariant."""
+    return pairs(*request.param)
 
 
 def test_whole_prompt(pair: Pair) -> None:
@@ -79,40 +98,46 @@ def test_truncate_and_replay(pair: Pair, kept: int) -> None:
 
 
 @pytest.mark.parametrize("context", [0, 4, 17])
-def test_each_tree_path_equals_that_path_alone(wide: Pair, context: int) -> None:
-    session = Session(wide.ours)
+def test_each_tree_path_equals_that_path_alone(steady: Pair, context: int) -> None:
+    session = Session(steady.ours)
     if context:
         session.extend(PROMPT[:context])
     logits = session.feed(SequenceInput(0, PROMPT[context : context + 3], TREE))
     for node in range(TREE.size):
         tokens = PROMPT[: context + 3] + [TREE.token_list[step] for step in path_to(node)]
-        alone = Session(wide.ours).extend(tokens)[-1]
+        alone = Session(steady.ours).extend(tokens)[-1]
         torch.testing.assert_close(logits[3 + node], alone, **EXACT)
 
 
 @pytest.mark.parametrize("leaf", [-1, 1, 5, 7])
-def test_after_keep_path_the_next_step_equals_a_fresh_prompt(wide: Pair, leaf: int) -> None:
-    session = Session(wide.ours)
+def test_after_keep_path_the_next_step_equals_a_fresh_prompt(steady: Pair, leaf: int) -> None:
+    session = Session(steady.ours)
     session.feed(SequenceInput(0, PROMPT[:18], TREE))
     path = path_to(leaf)
     session.cache.compact(0, 18, path)
     tokens = PROMPT[:18] + [TREE.token_list[node] for node in path] + [2, 8]
-    fresh = Session(wide.ours).extend(tokens)
+    fresh = Session(steady.ours).extend(tokens)
     torch.testing.assert_close(session.extend([2, 8]), fresh[-2:], **EXACT)
 
 
-def test_greedy_text(wide: Pair) -> None:
+@functools.cache
+def greedy_text(model: PreTrainedModel) -> list[int]:
+    """Return transformers' own continuation, worked out once for all backends."""
     prompt = torch.tensor([PROMPT[:10]])
-    theirs = wide.theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)[
-        0, 10:
-    ].tolist()
-    assert Session(wide.ours).greedy(PROMPT[:10], 40) == theirs
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)
+    return list(tokens[0, 10:].tolist())
+
+
+def test_greedy_text(steady: Pair) -> None:
+    theirs = greedy_text(steady.theirs)
+    assert Session(steady.ours).greedy(PROMPT[:10], 40) == theirs
     assert len(set(theirs)) > 3, "a loop of few tokens proves little"
 
 
 def test_bfloat16_is_close(pair: Pair) -> None:
     """Rounding aside, bfloat16 takes the same path."""
-    narrow = Session(load_model(str(pair.folder), dtype="bfloat16").model).extend(PROMPT)
-    assert narrow.dtype == torch.bfloat16
-    wide = Session(pair.ours).extend(PROMPT)
+    model = pair.in_bfloat16()
+    narrow = Session(model).extend(PROMPT)
+    assert model.cache_shape.dtype == torch.bfloat16
+    wide = pair.reference(PROMPT).float()
     assert torch.nn.functional.cosine_similarity(wide, narrow.float()).mean() > 0.98

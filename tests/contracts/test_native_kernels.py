@@ -82,13 +82,15 @@ def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, typ
         assert torch.equal(alone, together[first : first + rows])
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("type_", list(Type))
-def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type) -> None:
+def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: bool) -> None:
     x, gate, up = random(21, 40), random(50, 40, seed=1), random(50, 40, seed=2)
-    packed = kernels.pack(type_, gate, up)
+    packed, biases = kernels.pack(type_, gate, up), random(2, 50, seed=3) if biased else None
     out = torch.empty(21, 50)
-    kernels.run((Op * 1)(linear(packed, x, out, flags=Flag.SILU)), Pass(rows=21))
-    halves = [run_linear(kernels, type_, x, half) for half in (gate, up)]
+    kernels.run((Op * 1)(linear(packed, x, out, biases, Flag.SILU)), Pass(rows=21))
+    by_half = [None, None] if biases is None else list(biases)
+    halves = [run_linear(kernels, type_, x, half, bias) for half, bias in zip((gate, up), by_half, strict=True)]
     assert torch.allclose(out, reference.silu_gate(*halves), rtol=2e-6, atol=1e-7)
 
 

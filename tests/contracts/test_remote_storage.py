@@ -18,13 +18,14 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.topology import StaticTree
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.kernels.native import open_kernels
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import Request
 from tests.fakes import known_verifiers
 from tests.models import PRINTABLE, Checkpoints
@@ -76,7 +77,7 @@ class Site:
             )  # fmt: skip
         engine = Engine(
             EngineOptions(LIMITS, 0, frozenset(), kernels=kernels), self.target, caches[0], KeyedChances(kernels),
-            known_verifiers(), Fixed(SPEC_LENGTH), drafter, caches[1:] if drafter else (),
+            known_verifiers(), Fixed(SPEC_LENGTH), Drafters.of(drafter),
         )  # fmt: skip
         return engine, [cache.storage for cache in caches]
 

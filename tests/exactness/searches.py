@@ -14,6 +14,7 @@ from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import Request
+from tests.beams import found_by
 from tests.exactness.plain_beams import Found
 from tests.fakes import Rig, build_rig
 
@@ -41,7 +42,7 @@ def add_crowd(rig: Rig) -> list[Request]:
 
 def told(requests: Sequence[Request]) -> list[Any]:
     """Return all that callers are told of requests."""
-    return [(r.output, r.hypothesis, r.score, r.finish_reason, r.logprobs, r.prompt_logprobs) for r in requests]
+    return [(r.output, found_by(r), r.finish_reason, r.logprobs, r.prompt_logprobs) for r in requests]
 
 
 def wide(width: int, longest: int = 6, **settings: Any) -> SamplingParams:
@@ -61,15 +62,14 @@ def assert_found(requests: Sequence[Request], expected: Sequence[Found]) -> None
     there = [request for request in requests if request.error is None]
     best = expected[: len(requests)]
     assert [tuple(request.output) for request in there] == [found.text for found in best]
-    assert [request.cumulative_logprob for request in there] == pytest.approx([found.logprob for found in best])
-    assert [request.score for request in there] == pytest.approx([found.score for found in best])
+    assert [found_by(request) for request in there] == [pytest.approx((found.logprob, found.score)) for found in best]
     for request in there:
         end = request.output[-1]
         expected_end = ("stop", end) if end in request.end_token_ids else ("length", None)
         assert (request.finish_reason, request.stop_reason) == expected_end
     for request in requests[len(there) :]:
         assert isinstance(request.error, RequestError)
-        assert (request.output, request.score, request.finish_reason) == ([], None, "error")
+        assert (request.output, found_by(request), request.finish_reason) == ([], (None, None), "error")
 
 
 @functools.cache

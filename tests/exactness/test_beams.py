@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import RequestError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
+from tests.beams import beams_of, found_by, texts_of
 from tests.exactness.plain_beams import edited_distribution, every_text, exact_distribution, plain_beams
 from tests.exactness.searches import (
     CROWD_ENDS,
@@ -59,7 +59,7 @@ def test_a_beam_that_holds_everything_finds_the_best_text_of_all(longest: int, e
     rig = build_rig(TableModel(pair.target, 3), limits=Limits(24, 1, 64), ends=ends)
     requests = searched(rig, wide(len(texts), longest))
     assert {tuple(request.output) for request in requests} == {found.text for found in texts}
-    assert [request.score for request in requests] == pytest.approx([found.score for found in texts])
+    assert [found_by(request)[1] for request in requests] == pytest.approx([found.score for found in texts])
 
 
 def test_one_beam_is_greedy_decoding() -> None:
@@ -138,8 +138,7 @@ def test_the_cache_holds_the_trunk_but_for_its_newest_token(cache: MakeCache) ->
         trunks.append(tuple(request.output))
         assert request.finished or rig.cache.length(request.seq_id) == len(request.tokens) - 1
         if not request.finished:
-            assert request.beams is not None
-            assert all(each.tokens[: len(trunks[-1])] == trunks[-1] for each in request.beams.live)
+            assert all(text[: len(trunks[-1])] == trunks[-1] for text in texts_of(beams_of(request).live))
     assert len(set(trunks)) > 5, "the hypotheses hardly ever agree: a weak test"
 
 
@@ -163,7 +162,7 @@ def test_a_search_that_was_set_aside_goes_on_where_it_was() -> None:
     requests, rounds = rig.add(PROMPT, wide(3, 16)), set()
     while rig.engine.has_unfinished():
         rig.step()
-        rounds.update(request.beams.rounds for request in rig.engine._scheduler.waiting if request.beams)
+        rounds.update(beams_of(request).rounds for request in rig.engine._scheduler.waiting if request.search)
     assert_found(requests, plain_beams(exact_distribution(CROWDED.target), PROMPT, 3, 16))
     assert max(rounds) > 2, "no search was set aside in its midst"
 
@@ -213,19 +212,19 @@ class Listener(ScriptedDrafter):
         self.known: list[int] = []
         self.beginnings = 0
 
-    def begin(self, seq_id: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self.known, self.beginnings = list(seq_id.tokens), self.beginnings + 1
+        self.known, self.beginnings = list(request.tokens), self.beginnings + 1
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        assert all(seq_id.tokens == self.known for seq_id in seq_ids), "something changed, and it was not told"
-        return super().propose(seq_ids, limits)
+        assert all(request.tokens == self.known for request in requests), "something changed, and it was not told"
+        return super().propose(requests, limits)
 
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
-        self.known += committed
-        assert seq_id.tokens == self.known, "not the tokens that it was told"
+        self.known += rows.gained
+        assert request.tokens == self.known, "not the tokens that it was told"
 
 
 @pytest.mark.parametrize("budget", [2, 4, 64])

@@ -34,20 +34,20 @@ class Checked(ModelDrafter):
     pair: Pair
     sizes: list[int]
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        trees = super().propose(seq_ids, limits)
-        for seq_id, tree in zip(seq_ids, trees, strict=True):
+        trees = super().propose(requests, limits)
+        for request, tree in zip(requests, trees, strict=True):
             self.sizes.append(tree.size)
             if tree.size:
                 assert tree.probs is not None
-                torch.testing.assert_close(tree.probs, self._expected(seq_id, tree), rtol=0, atol=1e-12)
+                torch.testing.assert_close(tree.probs, self._expected(request, tree), rtol=0, atol=1e-12)
         return trees
 
-    def _expected(self, seq_id: Request, tree: DraftTree) -> torch.Tensor:
-        histories = [(*seq_id.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
+    def _expected(self, request: Request, tree: DraftTree) -> torch.Tensor:
+        histories = [(*request.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
         distributions = [
-            transformed(self.pair.draft(h), seq_id.params, h, len(seq_id.prompt), NOTHING) for h in histories
+            transformed(self.pair.draft(h), request.params, h, len(request.prompt), NOTHING) for h in histories
         ]
         return torch.tensor(distributions, dtype=torch.float64)
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 NUM_TOKENS = 640  # beyond one span of 512 keys
 VARIANTS: dict[str, dict[str, object]] = {
     "grouped": {},
-    "biases": {"qkv_bias": True, "output_bias": True},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "normed": {"qk_norm": True, "head_dim": 24},
     "windowed": {"windows": (None, 100)},
     "tied": {"tie_embeddings": True, "num_kv_heads": 4},
@@ -75,7 +75,7 @@ def feed(
     rows, first = [], 0
     for count in chunks:
         batch = build_batch([SequenceInput(seq_id, tokens[first : first + count], DraftTree.empty())], cache, CPU)
-        rows.append(model.logits(model.forward(batch, cache.storage)))
+        rows.append(model.logits(model.forward(batch, cache.storage).last))
         first += count
     return torch.cat(rows)
 
@@ -136,7 +136,7 @@ def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Typ
         [*feeds[:place], SequenceInput(1, tokens[39:40], DraftTree.empty()), *feeds[place:]], cache, CPU
     )
     row = sum(len(other.tokens) for other in feeds[:place])
-    assert torch.equal(native.logits(native.forward(batch, cache.storage))[row : row + 1], expected)
+    assert torch.equal(native.logits(native.forward(batch, cache.storage).last)[row : row + 1], expected)
 
 
 @pytest.mark.parametrize("committed", [1, 3])
@@ -159,7 +159,7 @@ def test_a_path_of_a_tree_is_a_chain(variant: str, context: int, committed: int)
     cache = paged_cache(shape, 256, 5)
     feed(native, cache, 1, tokens, [context])
     batch = build_batch([SequenceInput(1, tokens[context : context + committed], tree)], cache, CPU)
-    logits = native.logits(native.forward(batch, cache.storage))
+    logits = native.logits(native.forward(batch, cache.storage).last)
     seen = logits[[committed - 1, *(committed + node for node in nodes)]]
     assert torch.equal(seen, chain[context + committed - 1 : context + committed + 4])
     cache.compact(1, context + committed, nodes)

@@ -40,10 +40,11 @@ class Meddling:
         self.begin, self.observe, self.end = drafter.begin, drafter.observe, drafter.end
         self._drafter, self._change = drafter, change
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        trees = self._drafter.propose(seq_ids, limits)
-        return [self._change(seq_id, tree) if tree.size else tree for seq_id, tree in zip(seq_ids, trees, strict=True)]
+        trees = self._drafter.propose(requests, limits)
+        pairs = zip(requests, trees, strict=True)
+        return [self._change(request, tree) if tree.size else tree for request, tree in pairs]
 
 
 def meddling(change: Change) -> MakeDrafter:
@@ -66,17 +67,17 @@ def own_probabilities(tree: DraftTree) -> list[float]:
     return tree.probs.gather(1, tree.tokens[:, None])[:, 0].tolist()
 
 
-def discard_the_unlikely(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
+def discard_the_unlikely(pair: Pair, request: Request, tree: DraftTree) -> DraftTree:
     unlikely = [q < RARE for q in own_probabilities(tree)]
     return cut(tree, unlikely.index(True)) if True in unlikely else tree
 
 
-def discard_by_joint_probability(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
+def discard_by_joint_probability(pair: Pair, request: Request, tree: DraftTree) -> DraftTree:
     joint = torch.tensor(own_probabilities(tree)).cumprod(0)
     return cut(tree, int((joint >= RARE**2).sum()))
 
 
-def stop_behind_the_unlikely(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
+def stop_behind_the_unlikely(pair: Pair, request: Request, tree: DraftTree) -> DraftTree:
     """Keep the unlikely token and draft nothing after it: this is exact."""
     unlikely = [q < RARE for q in own_probabilities(tree)]
     return cut(tree, unlikely.index(True) + 1) if True in unlikely else tree
@@ -85,8 +86,8 @@ def stop_behind_the_unlikely(pair: Pair, seq_id: Request, tree: DraftTree) -> Dr
 def report(make_distribution: Callable[[Sequence[float]], Sequence[float]]) -> Change:
     """Report, instead of the distribution that was drawn from, another one made from the draft's logits."""
 
-    def change(pair: Pair, seq_id: Request, tree: DraftTree) -> DraftTree:
-        histories = [(*seq_id.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
+    def change(pair: Pair, request: Request, tree: DraftTree) -> DraftTree:
+        histories = [(*request.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]
         distributions = torch.tensor(
             [make_distribution(pair.draft(history)) for history in histories], dtype=torch.float64
         )

@@ -13,7 +13,7 @@ from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks, model_drafter
 
 V = 4
@@ -112,22 +112,22 @@ class Diary(ScriptedDrafter):
         super().__init__(lambda request: [1, 2])
         self.events: list[tuple[str, int]] = []
 
-    def begin(self, seq_id: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self.events.append(("begin", seq_id.seq_id))
+        self.events.append(("begin", request.seq_id))
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        self.events += [("propose", seq_id.seq_id) for seq_id in seq_ids]
-        return super().propose(seq_ids, limits)
+        self.events += [("propose", request.seq_id) for request in requests]
+        return super().propose(requests, limits)
 
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
-        self.events.append(("observe", seq_id.seq_id))
+        self.events.append(("observe", request.seq_id))
 
-    def end(self, seq_id: Request) -> None:
+    def end(self, request: Request) -> None:
         """See `Drafter.end`."""
-        self.events.append(("end", seq_id.seq_id))
+        self.events.append(("end", request.seq_id))
 
 
 def test_a_drafter_hears_of_every_coming_and_going() -> None:

@@ -107,9 +107,9 @@ def share_across_salts(
     return original(manager, seq_id, tokens, "", limit)
 
 
-def keep_drafts_of_the_preempted(drafter: ModelDrafter, seq_id: Request, original: Callable[..., None]) -> None:
-    if seq_id.finished:
-        original(drafter, seq_id)
+def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, original: Callable[..., None]) -> None:
+    if request.finished:
+        original(drafter, request)
 
 
 FAULTS: list[tuple[type, str, Callable[..., object], str]] = [

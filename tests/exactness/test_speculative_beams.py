@@ -81,8 +81,7 @@ def test_speculation_changes_neither_beams_nor_scores(seed: int, draft: str) -> 
         params = wide(width, longest, length_penalty=0.8)
         rig = rig_with(pair, drafts_for(pair)[draft], length, ends=ends)
         plain, drafted = plainly(pair, params, ends), searched(rig, params)
-        assert [each.hypothesis for each in drafted] == [each.hypothesis for each in plain]
-        assert [each.finish_reason for each in drafted] == [each.finish_reason for each in plain]
+        assert told(drafted) == told(plain)
         assert passes(drafted) <= passes(plain), "a draft cost a pass"
 
 
@@ -179,7 +178,7 @@ def test_a_search_may_ask_for_longer_drafts() -> None:
     wish = {"num_speculative_tokens": 6}
     few = searched(rig_with(pair, pair.target, 1), wide(2, 20))
     many = searched(rig_with(pair, pair.target, 1), wide(2, 20, speculation=wish))
-    assert [each.hypothesis for each in many] == [each.hypothesis for each in few]
+    assert told(many) == told(few)
     assert passes(many) < passes(few)
 
 
@@ -191,9 +190,11 @@ def test_a_drafter_that_can_t_search_is_not_asked() -> None:
         return DraftTree(torch.tensor([1, 2]), torch.tensor([-1, -1]))
 
     class Limited(ScriptedDrafter):
-        def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-            assert all(limit == 0 for seq_id, limit in zip(seq_ids, limits, strict=True) if seq_id.beams is not None)
-            return super().propose(seq_ids, limits)
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            assert all(
+                limit == 0 for request, limit in zip(requests, limits, strict=True) if request.search is not None
+            )
+            return super().propose(requests, limits)
 
     pair, params = Pair(4, 6, FULL_SUPPORT), wide(3, 9)
     rig = build_rig(TableModel(pair.target, 6), Limited(guess, DrafterNeeds(emits_tree=True)), length=4, limits=ROOMY)

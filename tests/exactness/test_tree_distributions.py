@@ -197,5 +197,5 @@ def test_nodes_of_a_tree_do_not_stay_in_the_drafts_cache() -> None:
         before = list(request.tokens)
         rig.step()
         if not request.finished:
-            assert drafter.cache.length(request.seq_id) in (0, len(before))
-        drafter.cache.check()
+            assert drafter.caches[0].length(request.seq_id) in (0, len(before))
+        drafter.caches[0].check()

@@ -259,11 +259,11 @@ def break_target(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, request_i
     target, requests = core(engine)._context.target, core(engine)._requests
     forward = target.forward
 
-    def failing(batch: Any, storage: Any) -> Any:
+    def failing(batch: Any, storage: Any, taps: Any = ()) -> Any:
         for segment in batch.segments:
             if requests[segment.seq_id].request_id == request_id and segment.end > position:
                 raise ArithmeticError("this sequence breaks the target")
-        return forward(batch, storage)
+        return forward(batch, storage, taps)
 
     monkeypatch.setattr(target, "forward", failing)
 

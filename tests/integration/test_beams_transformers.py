@@ -13,7 +13,8 @@ from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
+from tests.beams import found_by
 from tests.unit.models.families import Pair, make_pair, random_tokens
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=128)
@@ -62,8 +63,8 @@ def ours(pair: Pair, prompt: list[int], params: SamplingParams, ends: Sequence[i
     while engine.has_unfinished():
         engine.step()
         engine.check()
-    assert all(request.score is not None for request in requests), [request.error for request in requests]
-    return [(request.output, request.score or 0.0) for request in requests]
+    assert [request.error for request in requests] == [None] * len(requests)
+    return [(request.output, found_by(request)[1] or 0.0) for request in requests]
 
 
 def likely_ends(pair: Pair, prompt: list[int]) -> list[int]:

@@ -212,7 +212,7 @@ def table_of(checkpoints: Checkpoints) -> Any:
         cache = slotted_cache(model.cache_shape, 1, 256)
         with torch.inference_mode():
             batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, torch.device("cpu"))
-            hidden = model.forward(batch, cache.storage)
+            hidden = model.forward(batch, cache.storage).last
             return torch.log_softmax(model.logits(hidden), -1)
 
     return log_softmax

@@ -1,9 +1,9 @@
 """What a drafter is, and what it is given to build itself from.
 
 A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
-takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and is always
-allowed to be behind: a drafter catches up with `request.tokens` in the next `propose`, so there is no
-special case for a first round, a round without drafting, or one in which everything was accepted.
+takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and may be behind
+`request.tokens`: a drafter catches up in the next `propose`, so there is no special case for a first round, a
+round without drafting, or one in which everything was accepted.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 
 T = TypeVar("T")
 
@@ -50,12 +49,14 @@ class DrafterNeeds:
     emits_probs: its trees carry the distributions they were drawn from when a ratio rule will want them.
     emits_tree: its trees may branch.
     usual_nodes: nodes it proposes unless the user says otherwise; None = its method's default_length.
-    own_cache: it keeps a KV cache of its own.
-    hidden_layers: target layers whose hidden states it wants in `observe`.
-    target_inputs: it adds rows of its own to the target's pass.
+    own_cache: it keeps KV caches of its own; they are its `caches`.
+    hidden_layers: target layers whose input hidden states it wants in `observe`; the number of layers asks for what
+    leaves the last one.
+    target_inputs: it adds rows of its own to the target's pass; not supported yet.
     max_positions: the longest sequence it can draft for; None = any.
     nodes_per_beam: how many nodes it drafts for each beam of a beam search in each round. For those it is asked to
-    extend `live_tree()`, which its tree then begins with. None = it is never asked, and beam search is plain.
+    extend `search.beams.live_tree`, which its tree then begins with. None = it is never asked, and beam search is
+    plain.
     """
 
     max_nodes: int | None = None
@@ -70,28 +71,104 @@ class DrafterNeeds:
 
 
 class Drafter(Protocol):
-    """Proposes what might come next. It never changes a request."""
+    """Proposes what might come next. It never changes a request.
+
+    `begin` comes first and `end` last for each sequence. An error in any of these calls costs drafts and never fails a
+    request: the sequence then begins anew.
+    """
 
     needs: DrafterNeeds
 
+    @property
+    def caches(self) -> Sequence[KVCache]:
+        """The KV caches that it keeps."""
+        ...
+
     def begin(self, request: Request) -> None:
-        """Hear of a new sequence."""
+        """Take note of a new sequence."""
         ...
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree()`.
+        """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree`.
 
         An empty one is legal.
         """
         ...
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """Hear which tokens were committed; `seq.tokens` already ends with them."""
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Process the tokens that were not seen yet, as far as budget and memory go, without drawing any."""
+        ...
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """Take note of what a target pass computed and is committed; `request.tokens` already ends with what it gained.
+
+        It is called after every pass that the sequence took part in, those over parts of its prompt too.
+        """
+        ...
+
+    def match_prefix(self, request: Request) -> int:
+        """Return how many positions of `request.tokens` the target may take over from the prefix index.
+
+        A drafter that can do without having observed them returns the number of tokens.
+        """
         ...
 
     def end(self, request: Request) -> None:
-        """Forget a sequence that is over or was set aside; it may begin again."""
+        """Forget a sequence that is over or was preempted; it may begin again."""
         ...
+
+
+class StatelessDrafter:
+    """A `Drafter` without state: what remains to be written is `propose`. Override what a drafter does need."""
+
+    needs = DrafterNeeds()
+    caches: Sequence[KVCache] = ()
+
+    def begin(self, request: Request) -> None:
+        """See `Drafter.begin`."""
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`."""
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """See `Drafter.observe`."""
+
+    def match_prefix(self, request: Request) -> int:
+        """See `Drafter.match_prefix`."""
+        return len(request.tokens)
+
+    def end(self, request: Request) -> None:
+        """See `Drafter.end`."""
+
+
+_CALLS = ("caches", "begin", "propose", "catch_up", "observe", "match_prefix", "end")
+
+
+def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
+    """Return a drafter whose missing calls are those of `StatelessDrafter`; `propose` and `needs` must be there.
+
+    Raises ConfigError for a drafter that announces what can't be had from a target of so many layers (None = unknown).
+    """
+    name = type(drafter).__name__
+    needs = getattr(drafter, "needs", None)
+    if not isinstance(needs, DrafterNeeds) or not callable(getattr(drafter, "propose", None)):
+        raise ConfigError(f"drafter {name} lacks `propose` or `needs`", "define both; see docs/adding-a-drafter.md.")
+    if needs.target_inputs:
+        raise ConfigError(f"drafter {name} adds rows to the target's pass: not supported yet", "choose another.")
+    if num_layers is not None and any(not 0 <= layer <= num_layers for layer in needs.hidden_layers):
+        raise ConfigError(
+            f"drafter {name} asks for hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",
+            f"use layers from 0 to {num_layers}.",
+        )
+    if needs.own_cache != bool(getattr(drafter, "caches", ())):
+        raise ConfigError(f"drafter {name} does not announce in own_cache whether it has caches", "correct its needs.")
+    if all(hasattr(drafter, call) for call in _CALLS):
+        return cast(Drafter, drafter)
+    completed = StatelessDrafter()
+    for call in ("needs", *_CALLS):
+        if hasattr(drafter, call):
+            setattr(completed, call, getattr(drafter, call))
+    return cast(Drafter, completed)
 
 
 @dataclass(frozen=True)

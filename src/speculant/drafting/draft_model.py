@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from speculant.cache.base import KVCache
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
 from speculant.drafting.growth.beams import draft_beams
 from speculant.drafting.growth.chains import grow
 from speculant.drafting.growth.runner import DraftModelRunner
@@ -35,7 +33,7 @@ class Options:
     tree: Any = None
 
 
-class ModelDrafter:
+class ModelDrafter(StatelessDrafter):
     """Drafts with `model`, all sequences of a round side by side in one flat batch.
 
     vocab_size is the target's: padded rows of either head are cut or filled up with zeros. branching None = chains.
@@ -63,12 +61,8 @@ class ModelDrafter:
             nodes_per_beam=NODES_PER_BEAM,
         )
         self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens)
+        self.caches = (cache,)
         self._topology, self._vocab_size, self._kernels = topology, vocab_size, kernels
-
-    @property
-    def cache(self) -> KVCache:
-        """The draft model's own cache."""
-        return self._runner.cache
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -78,16 +72,17 @@ class ModelDrafter:
         """See `Drafter.end`."""
         self._runner.end(request)
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`."""
+        self._grow_chains([(request, 0) for request in requests])
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
-        others = [(request, limit) for request, limit in drafting if request.beams is None]
+        others = [(request, limit) for request, limit in drafting if request.search is None]
         made = self._grow_chains(others) if self._topology is None else self._grow_trees(others, self._topology)
         if len(others) < len(drafting):
-            made |= self._search([(request, limit) for request, limit in drafting if request.beams is not None])
+            made |= self._search([(request, limit) for request, limit in drafting if request.search is not None])
         return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
 
     def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
@@ -108,7 +103,9 @@ class ModelDrafter:
         if self._topology is not None:
             level = NODES_PER_BEAM * self._topology.depth
             drafting = [
-                (request, min(limit, level * request.beams.width)) for request, limit in drafting if request.beams
+                (request, min(limit, level * request.search.beams.width))
+                for request, limit in drafting
+                if request.search is not None
             ]
         return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
 

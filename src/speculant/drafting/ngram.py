@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
 from speculant.types import DraftTree, Request
 
@@ -99,10 +97,8 @@ def context_hash(tokens: Sequence[int]) -> int:
     return state
 
 
-class NgramDrafter:
-    """One `Predictor` per sequence, fed with prompt and output."""
-
-    needs = DrafterNeeds()
+class NgramDrafter(StatelessDrafter):
+    """One `Predictor` per sequence, which sees prompt and output."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -122,9 +118,6 @@ class NgramDrafter:
         predictor = self._predictors[request.seq_id]
         predictor.update(request.tokens[predictor.seen :])
         return DraftTree.chain(predictor.predict(limit))
-
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`; the next `propose` catches up."""
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""

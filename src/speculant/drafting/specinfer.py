@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
 from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.drafting.growth.topology import ParallelChains
 from speculant.drafting.growth.trees import grow_trees, plan_trees
@@ -36,7 +34,7 @@ class Options:
     depth: int = USUAL_DEPTH
 
 
-class SpecInfer:
+class SpecInfer(StatelessDrafter):
     """Drafts `branching`'s chains with the models of `sources`, for a target of `vocab_size` tokens."""
 
     def __init__(
@@ -54,6 +52,7 @@ class SpecInfer:
             own_cache=True,
             max_positions=min(source.model.max_positions for source in sources),
         )
+        self.caches = tuple(source.cache for source in sources)
         self._sources, self._topology = sources, topology
         self._vocab_size, self._kernels = vocab_size, kernels
 
@@ -67,8 +66,13 @@ class SpecInfer:
         for source in self._sources:
             source.end(request)
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`; the next `propose` looks at the tokens itself."""
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`."""
+        grow_trees(
+            self._sources,
+            plan_trees(self._sources, [(request, 0) for request in requests]),
+            self._topology, self._vocab_size, self._kernels,
+        )  # fmt: skip
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, read_options
+from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
 from speculant.sampling.chance import mix
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 
 METHOD = Method(default_length=5, learns=True)
 
@@ -33,18 +31,13 @@ class Options:
             )
 
 
-class SyntheticDrafter:
-    """Replays what it saw, spoilt at a chosen rate."""
-
-    needs = DrafterNeeds()
+class SyntheticDrafter(StatelessDrafter):
+    """Replays what it saw, with wrong tokens at a chosen rate."""
 
     def __init__(self, options: Options, vocab_size: int) -> None:
         self._rate = options.acceptance_rate
         self._vocab_size = vocab_size
         self._scripts: dict[tuple[int, ...], list[int]] = {}
-
-    def begin(self, request: Request) -> None:
-        """See `Drafter.begin`."""
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
@@ -59,13 +52,10 @@ class SyntheticDrafter:
         keep = mix(position) < self._rate * 2**64
         return token if keep else (token + 1) % self._vocab_size
 
-    def observe(self, request: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`: remember the longest continuation of each prompt."""
         if request.finished and request.num_output >= len(self._scripts.get(request.prompt, [])):
             self._scripts[request.prompt] = request.output
-
-    def end(self, request: Request) -> None:
-        """See `Drafter.end`."""
 
 
 def build(context: DrafterContext) -> SyntheticDrafter:

@@ -11,17 +11,19 @@ from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, Method
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
-from speculant.errors import ConfigError, suggest
+from speculant.errors import ConfigError
 from speculant.models.base import CausalLM
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
 from speculant.text.tokenizer import Tokenizer, compare_vocabularies
 from speculant.verification.base import Verifier
 
 _DRAFTERS, _VERIFIERS = "speculant.drafting", "speculant.verification"
+_LENGTHS = "speculant.scheduling.draft_length"
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,20 @@ def build_engine(config: EngineConfig) -> Runtime:
     name = method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
     verifiers, _ = build_verifiers(spec)
-    drafter = build_drafter(config, target, tokenizer, memory.make)
-    drafter_caches = tuple(memory.made)
-    length = _draft_length(spec, name, drafter) if spec and name and drafter else 0
+    drafters = build_drafters(config, target, tokenizer, memory.make)
+    length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", target.native),
         target.model,
         memory.make_target(),
         KeyedChances(target.native),
         verifiers,
-        Fixed(length),
-        drafter,
-        drafter_caches,
+        _draft_length(spec, length),
+        drafters,
     )
+    drafter = drafters.find(name) if name else None
     says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
-    if spec and drafter and spec.verification in verifiers and not verifiers[spec.verification].lossless:
+    if spec and spec.verification in verifiers and not verifiers[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says)
@@ -103,19 +104,26 @@ def _method(name: str) -> Method:
     return method
 
 
-def _draft_length(spec: SpeculativeConfig, name: str, drafter: Drafter) -> int:
-    if spec.draft_length != "fixed":
-        raise ConfigError(f"draft_length={spec.draft_length!r} is unknown", suggest(spec.draft_length, ["fixed"]))
-    return spec.num_speculative_tokens or drafter.needs.usual_nodes or _method(name).default_length
+def _draft_length(spec: SpeculativeConfig | None, length: int) -> DraftLength:
+    """Make the configured draft-length policy, by its name or by a mapping with its `policy` and its own keys."""
+    given = spec.draft_length if spec else "fixed"
+    options = dict(given) if isinstance(given, Mapping) else {"policy": given}
+    try:
+        plugin = plugins.load(_LENGTHS, str(options.pop("policy", "fixed")))
+    except ConfigError as error:
+        raise ConfigError(f"draft_length={given!r} is unknown", error.fix) from None
+    policy: DraftLength = plugin.build(DraftLengthContext(length, options))
+    return policy
 
 
-def build_drafter(
+def build_drafters(
     config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, make_cache: Callable[[CacheShape], KVCache]
-) -> Drafter | None:
-    """Make what drafts for a target; None if nothing does."""
+) -> Drafters:
+    """Make what drafts for a target: the configured method, and those of its `methods` that requests may name.
+
+    A method without a model need not be listed: it is made when a request names it.
+    """
     spec = config.speculative()
-    if spec is None:
-        return None
 
     def load_draft(source: str) -> CausalLM:
         draft = load_model(
@@ -125,19 +133,46 @@ def build_drafter(
         compare_vocabularies(tokenizer, Tokenizer.from_folder(draft.folder))
         return draft.model
 
-    context = DrafterContext(
-        options=build_verifiers(spec)[1],
-        model=spec.model,
-        vocab_size=target.model.vocab_size,
-        device=target.model.cache_shape.device,
-        chances=KeyedChances(target.native),
-        kernels=target.native,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        load_draft=load_draft,
-        make_cache=make_cache,
-    )
-    drafter: Drafter = plugins.load(_DRAFTERS, method_name(spec)).build(context)
-    return drafter
+    def build(method: str, options: Mapping[str, Any]) -> Drafter:
+        context = DrafterContext(
+            options=options,
+            model=spec.model if spec else None,
+            vocab_size=target.model.vocab_size,
+            device=target.model.cache_shape.device,
+            chances=KeyedChances(target.native),
+            kernels=target.native,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            load_draft=load_draft,
+            make_cache=make_cache,
+        )
+        drafter: Drafter = plugins.load(_DRAFTERS, method).build(context)
+        return drafter
+
+    def make(method: str) -> Drafter:
+        if config.use_speculative_decoding is False:
+            raise ConfigError(f"a request asks for {method!r} drafts", "use_speculative_decoding is False; change it.")
+        if method in plugins.names(_DRAFTERS) and _method(method).uses_model:
+            raise ConfigError(
+                f"method {method!r} drafts with a model and was not loaded with the engine",
+                'name it in speculative_config, as "method" or in the list "methods".',
+            )
+        return build(method, {})
+
+    drafters: dict[str, Drafter] = {}
+    if spec is not None:
+        drafters[method_name(spec)] = build(method_name(spec), build_verifiers(spec)[1])
+        drafters |= {method: build(method, {}) for method in spec.methods if method not in drafters}
+    return Drafters(drafters, method_name(spec) if spec else None, make, usual_length(drafters))
+
+
+def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:
+    """Return what tells how many tokens a method drafts unless the user says otherwise."""
+
+    def of(method: str) -> int:
+        own = drafters[method].needs.usual_nodes if method in drafters else None
+        return own or _method(method).default_length
+
+    return of
 
 
 def generation_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

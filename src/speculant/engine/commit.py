@@ -9,100 +9,126 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from speculant.beams import Beams, Hypothesis
+from speculant.beams import Beams, Hypothesis, common_prefix
 from speculant.cache.base import KVCache
 from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
-from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
+from speculant.scheduling.draft_length.base import DraftOutcome
+from speculant.types import DraftTree, Logprob, Logprobs, Request, StepOutput, Verdict
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The tokens a request gained in one step, and how they are told to the caller.
+    """The tokens a request gained in one step, and what the caller gets of them.
 
-    A beam search tells nothing until it is over, and then its siblings's tokens too. left: its text does not go
-    on from the one before, so that `tokens` are none.
+    A beam search has no outputs until it is over, and then those of its siblings too. left: its text does not continue
+    the one before, so that `tokens` are none. kept: the draft nodes whose keys and values stay in the cache.
     """
 
     request: Request
     tokens: list[int]
     outputs: list[StepOutput]
     left: bool = False
+    kept: Sequence[int] = ()
+    outcome: DraftOutcome | None = None
 
 
-def commit(fed: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
+def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
     """Append a verdict's tokens up to the first stop, and make the cache agree.
 
     What lies behind the stop is dropped everywhere: tokens, text, log-probabilities, usage, cache.
     Afterwards the cache holds all but the newest token.
     """
-    request, tree = fed.item.request, fed.tree
+    request, tree = output.item.request, output.tree
     base = len(request.tokens)
     tokens = _append([*(tree.token_list[node] for node in verdict.path), verdict.token], request, max_model_len)
-    _record_logprobs(request, fed, verdict, len(tokens))
-    cache.compact(request.seq_id, base, verdict.path[: len(tokens) - 1])
+    _record_logprobs(request, output, verdict, len(tokens))
+    kept = verdict.path[: len(tokens) - 1]
+    cache.compact(request.seq_id, base, kept)
     request.rounds += 1
-    if tree.size:
-        accepted = min(len(verdict.path), len(tokens))
-        tested = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
-        request.metrics.speculative_decoding.record(tree.size, accepted, max(accepted, min(tested, len(tokens))))
+    outcome = _outcome(request, tree, verdict, len(tokens)) if tree.size else None
+    if outcome is not None:
+        request.metrics.speculative_decoding.record(tree.size, sum(outcome.accepted), sum(outcome.tested))
     request.metrics.timing.record_tokens(now, len(tokens))
-    return Committed(request, tokens, _outputs(request, tokens, len(verdict.path)))
+    outputs = _outputs(request, tokens, len(verdict.path))
+    return Committed(request, tokens, outputs, kept=kept, outcome=outcome)
 
 
-def commit_beams(fed: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
-    """Let a beam search go on from `beams`, or end with them; make tokens and cache agree.
+def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int) -> DraftOutcome:
+    """Say what became of a draft, up to the `committed` tokens before a stop."""
+    drafted = [0] * max(tree.depths)
+    for depth in tree.depths:
+        drafted[depth - 1] += 1
+    accepted = min(len(verdict.path), committed)
+    reached = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
+    tested = max(accepted, min(reached, committed))
+    return DraftOutcome(request, drafted, _ones(tested, len(drafted)), _ones(accepted, len(drafted)))
+
+
+def _ones(count: int, length: int) -> list[int]:
+    return [1] * count + [0] * (length - count)
+
+
+def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
+    """Let a beam search go on from `beams`, or end all its samples with them; make tokens and cache agree.
 
     Of what was fed the cache keeps what is the trunk's, or the winner's, but for its newest token.
     """
-    request = fed.item.request
-    _record_rounds(fed, beams)
+    request, search = output.item.request, output.item.request.search
+    assert search is not None, "this is no beam search"
+    before = search.beams
+    _record_rounds(output, before, beams)
     request.rounds += 1
-    request.beams = beams
+    search.beams = beams
     if beams.live:
-        return _follow(fed, beams.trunk, cache)
-    committed = _follow(fed, beams.finished[0].tokens, cache) if beams.finished else Committed(request, [], [])
-    for each, hypothesis in zip_longest(request.outcomes, beams.finished[: len(request.outcomes)]):
-        committed.outputs.extend(_end_without(each) if hypothesis is None else _become(each, hypothesis, now))
+        return _follow(output, before.trunk, beams.trunk, cache)
+    found = beams.finished[: len(search.samples)]
+    committed = _follow(output, before.trunk, found[0], cache) if found else Committed(request, [], [])
+    for sample, hypothesis in zip_longest(search.samples, found):
+        committed.outputs.extend(_end_without(sample) if hypothesis is None else _become(sample, hypothesis, now))
+    search.results = found
     return committed
 
 
-def _record_rounds(fed: TargetOutput, beams: Beams) -> None:
+def _record_rounds(output: TargetOutput, before: Beams, beams: Beams) -> None:
     """Count what a draft was good for: every round that a pass takes beyond its first."""
-    request = fed.item.request
-    live = request.reached - len(request.tokens)  # how deep the live hypotheses lie
-    drafted = [depth - live for depth in fed.tree.depths if depth > live]
-    if drafted:
-        stood = len(request.prompt) + beams.rounds - request.reached - 1
-        tested = stood + (bool(beams.live) and stood < max(drafted))
-        request.metrics.speculative_decoding.record(len(drafted), stood, tested)
+    live = before.rounds - before.trunk.length  # how deep the live hypotheses lie
+    deepest = max(output.tree.depths, default=0)
+    num_drafted = sum(depth > live for depth in output.tree.depths)
+    if num_drafted:
+        accepted = beams.rounds - before.rounds - 1
+        tested = accepted + (bool(beams.live) and accepted < deepest - live)
+        output.item.request.metrics.speculative_decoding.record(num_drafted, accepted, tested)
 
 
-def _follow(fed: TargetOutput, text: Sequence[int], cache: KVCache) -> Committed:
-    """Make `text` the output of a search."""
-    request, base = fed.item.request, len(fed.item.request.tokens)
-    tokens = [*request.prompt, *text]
-    agreed = next((i for i, (old, new) in enumerate(zip(request.tokens, tokens, strict=False)) if old != new), base)
-    kept = min(agreed, len(tokens) - 1)
-    if kept < base:
-        cache.truncate_to(request.seq_id, kept)
+def _follow(output: TargetOutput, trunk: Hypothesis, goal: Hypothesis, cache: KVCache) -> Committed:
+    """Make `goal` the output of a search in place of `trunk`."""
+    request, base = output.item.request, len(output.item.request.tokens)
+    agreed = common_prefix((trunk, goal)).length
+    tokens = goal.tokens(behind=agreed)
+    path = list[int]()
+    if (length := len(request.prompt) + min(agreed, goal.length - 1)) < base:
+        cache.truncate_to(request.seq_id, length)
     else:
-        cache.compact(request.seq_id, base, fed.tree.path_along(tokens[base:-1]))
-    request.tokens = tokens
-    return Committed(request, tokens[base:] if agreed == base else [], [], left=agreed < base or len(tokens) < base)
+        path = output.tree.path_along(tokens[:-1])
+        cache.compact(request.seq_id, base, path)
+    del request.tokens[len(request.prompt) + agreed :]
+    request.tokens += tokens
+    left = agreed < trunk.length
+    return Committed(request, [] if left else tokens, [], left, path)
 
 
 def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOutput]:
     """End a request with a finished hypothesis."""
-    request.tokens = [*request.prompt, *hypothesis.tokens]
-    request.hypothesis = hypothesis
-    stopped = hypothesis.tokens[-1] in request.end_token_ids
-    request.finish_reason, request.stop_reason = ("stop", hypothesis.tokens[-1]) if stopped else ("length", None)
-    for token in hypothesis.tokens:
+    tokens = hypothesis.tokens()
+    request.tokens = [*request.prompt, *tokens]
+    stopped = tokens[-1] in request.end_token_ids
+    request.finish_reason, request.stop_reason = ("stop", tokens[-1]) if stopped else ("length", None)
+    for token in tokens:
         if request.stop_checker is not None:
             request.stop_checker.push(token)
-    request.metrics.timing.record_tokens(now, len(hypothesis.tokens))
-    return _outputs(request, hypothesis.tokens, 0)
+    request.metrics.timing.record_tokens(now, len(tokens))
+    return _outputs(request, tokens, 0)
 
 
 def _end_without(request: Request) -> list[StepOutput]:
@@ -112,14 +138,21 @@ def _end_without(request: Request) -> list[StepOutput]:
 
 
 def fail(request: Request, error: Exception) -> Committed:
-    """End a request by an error; what was committed before stays. With a beam search end its siblings."""
-    return Committed(request, [], [_fail(each, error) for each in request.outcomes])
+    """End a request by an error; what was committed before stays. A beam search ends with all its samples."""
+    if request.search is not None:
+        request.search.results = ()
+    return Committed(request, [], [_fail(each, error) for each in ending_with(request)])
+
+
+def ending_with(request: Request) -> Sequence[Request]:
+    """Return the requests that end when this one does: all samples of a beam search, else itself."""
+    return (request,) if request.search is None else request.search.samples
 
 
 def _fail(request: Request, error: Exception) -> StepOutput:
     request.finish_reason, request.error = "error", error
-    if request.params.beam_width is not None:  # what its hypotheses begin with is no part of a result yet
-        request.tokens, request.hypothesis, request.stop_reason = list(request.prompt), None, None
+    if request.search is not None:  # what its hypotheses begin with is no part of a result
+        request.tokens, request.stop_reason = list(request.prompt), None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
 
@@ -166,11 +199,11 @@ def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[
     return outputs
 
 
-def _record_logprobs(request: Request, fed: TargetOutput, verdict: Verdict, count: int) -> None:
-    if request.params.logprobs is None or fed.logits is None:
+def _record_logprobs(request: Request, output: TargetOutput, verdict: Verdict, count: int) -> None:
+    if request.params.logprobs is None or output.logits is None:
         return
     rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's distribution is its parent's row
-    request.logprobs += token_logprobs(fed.logits[rows], request.tokens[-count:], request.params.logprobs)
+    request.logprobs += token_logprobs(output.logits[rows], request.tokens[-count:], request.params.logprobs)
 
 
 def record_prompt(request: Request, logits: Tensor) -> None:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
-from speculant.engine.commit import Committed, fail
+from speculant.engine.commit import Committed, ending_with, fail
+from speculant.engine.drafters import Drafters
+from speculant.engine.requests import RequestFactory, RequestRules
 from speculant.engine.step import StepContext, step
-from speculant.errors import ConfigError, RequestError, suggest
+from speculant.errors import RequestError
 from speculant.kernels.native import Kernels
-from speculant.metrics import EngineMetrics, RequestMetrics, TimingMetrics
+from speculant.metrics import EngineMetrics
 from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
-from speculant.sampling.chance import Chances, Purpose, mix
-from speculant.scheduling.draft_length import DraftLength
+from speculant.sampling.chance import Chances
+from speculant.scheduling.draft_length.base import DraftLength
 from speculant.scheduling.scheduler import Schedule, Scheduler
 from speculant.types import Request, StepOutput, StopChecker
-from speculant.verification.auto import choose_verifier
-from speculant.verification.base import Verifier, verifier_for
+from speculant.verification.base import Verifier
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,19 @@ class Engine:
         chances: Chances,
         verifiers: dict[str, Verifier],
         draft_length: DraftLength,
-        drafter: Drafter | None = None,
-        drafter_caches: Sequence[KVCache] = (),
+        drafters: Drafters | None = None,
     ) -> None:
-        self._options = options
-        self._caches = (cache, *drafter_caches)
-        self._scheduler = Scheduler(options.limits, self._caches)
+        self._drafters = Drafters() if drafters is None else drafters
+        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix)
         self._context = StepContext(
-            options.limits, target, cache, drafter, draft_length, verifiers, chances, options.kernels
+            options.limits, target, cache, self._drafters, draft_length, verifiers, chances, options.kernels
         )
-        self._requests: dict[int, Request] = {}
-        self._next_seq_id = 0
-        self.metrics = EngineMetrics(blocks_total=cache.num_blocks)
-        self._check_verifier(options.verification)
+        rules = RequestRules(
+            options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification
+        )
+        self._factory = RequestFactory(rules, verifiers, self._drafters)
+        self._by_id: dict[str, list[Request]] = {}
+        self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
 
     def add_request(
         self,
@@ -75,25 +74,18 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Request]:
-        """Queue a tokenised prompt and return its `params.n` sequences; `watch` makes one stop checker for each.
+        """Queue a tokenised prompt and return its `params.n` sequences; `stop_checker` makes one for each.
 
-        A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError
-        for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many
-        requests wait; nothing is queued then.
+        A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError or ConfigError
+        for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many requests wait;
+        nothing is queued then.
         """
-        if any(request.request_id == request_id for request in self._requests.values()):
+        if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
-        self._check_request(prompt, params)
-        given: tuple[object, object] = priority, cache_salt
-        if not (isinstance(given[0], int) and isinstance(given[1], str)):
-            raise RequestError(f"priority={priority!r}, salt={cache_salt!r}", "give priority as int and salt as str.")
-        samples = [self._make_request(prompt, params, request_id, index, stop_checker) for index in range(params.n)]
-        for sample in samples:
-            sample.priority, sample.cache_salt = priority, cache_salt
-        if params.beam_width is not None:
-            self._begin_search(*samples)
-        self._scheduler.add([sample for sample in samples if not sample.is_sibling])
-        self._requests.update({sample.seq_id: sample for sample in samples})
+        samples = self._factory.make(prompt, params, request_id, stop_checker, priority, cache_salt)
+        sequences = samples if params.beam_width is None else samples[:1]  # the first is fed for all of a search
+        self._scheduler.add(sequences)
+        self._by_id[request_id] = list(sequences)
         return samples
 
     def accepts(self, n: int) -> bool:
@@ -102,7 +94,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs."""
-        return bool(self._requests)
+        return bool(self._by_id)
 
     def step(self) -> list[StepOutput]:
         """Admit, draft, check, commit; return what was committed in order, nothing if nothing is left to do.
@@ -113,12 +105,12 @@ class Engine:
             return []
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
-        failed = self._notify_drafter(schedule)
-        committed, draft_s, verify_s = self._run(schedule.without_finished())
-        committed += failed
+        for request in schedule.preempted:
+            self._drafters.end(request)
+        committed, draft_s, verify_s = self._run(schedule)
         for each in committed:
-            for ended in each.request.outcomes if each.request.finished else ():
-                self._end(ended)
+            if each.request.finished:
+                self._end(each.request)
         self._count(schedule, committed)
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
@@ -127,25 +119,27 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End every sequence of a request at once and free what it holds; an unknown id is ignored."""
-        for request in [r for r in self._requests.values() if r.request_id == request_id]:
-            request.finish_reason = "abort"
+        for request in list(self._by_id.get(request_id, ())):
+            for sample in ending_with(request):
+                sample.finish_reason = "abort"
             self._end(request)
         self._note_standing()
 
     def check(self) -> None:
         """Assert the invariants that hold between steps; for tests."""
-        for cache in self._caches:
-            cache.check()
-        for request in self._scheduler.waiting:
-            assert all(cache.length(request.seq_id) == 0 for cache in self._caches), "a waiting request holds memory"
         cache = self._context.cache
+        cache.check()
+        self._drafters.check()
+        for request in self._scheduler.waiting:
+            held = (each.length(request.seq_id) for each in (cache, *self._drafters.caches))
+            assert not any(held), "a waiting request owns blocks"
         for request in self._scheduler.running:
             assert cache.length(request.seq_id) < len(request.tokens), "the newest token was fed already"
-            assert len(request.tokens) <= self._options.limits.max_model_len, "a context overflowed"
+            assert len(request.tokens) <= self._context.limits.max_model_len, "a context overflowed"
 
     def free_kv_tokens(self) -> int:
         """Return how many positions new sequences could still take, in the fullest of all caches (seed 001 D1)."""
-        return min(cache.free_tokens() for cache in self._caches)
+        return min(cache.free_tokens() for cache in (self._context.cache, *self._drafters.caches))
 
     def _run(self, schedule: Schedule) -> tuple[list[Committed], float, float]:
         """Step; if that fails, step for each sequence alone, so that only those end which can't be served."""
@@ -165,115 +159,22 @@ class Engine:
             warnings.warn(f"a step fails for all sequences together and for none alone: {cause!r}", stacklevel=2)
         return committed, sum(run[1] for run in runs), sum(run[2] for run in runs)
 
-    def _notify_drafter(self, schedule: Schedule) -> list[Committed]:
-        """Begin who came, and end who was set aside, for it will begin again; return those that could not begin."""
-        drafter, failed = self._context.drafter, list[Committed]()
-        if drafter is None:
-            return failed
-        for request in schedule.admitted:
-            try:
-                drafter.begin(request)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
-                failed.append(fail(request, error))
-        for request in schedule.preempted:
-            drafter.end(request)
-        return failed
-
     def _end(self, request: Request) -> None:
-        if not request.is_sibling:
-            self._release(request)
-        del self._requests[request.seq_id]
-        self.metrics.finished += request.finish_reason in ("stop", "length")
-        self.metrics.aborted += request.finish_reason == "abort"
-        self.metrics.failed += request.finish_reason == "error"
-        self.metrics.lossy += not request.metrics.lossless
+        self._release(request)
+        self._by_id[request.request_id].remove(request)
+        if not self._by_id[request.request_id]:
+            del self._by_id[request.request_id]
+        for sample in ending_with(request):
+            self.metrics.finished += sample.finish_reason in ("stop", "length")
+            self.metrics.aborted += sample.finish_reason == "abort"
+            self.metrics.failed += sample.finish_reason == "error"
+            self.metrics.lossy += not sample.metrics.lossless
 
     def _release(self, request: Request) -> None:
-        if self._context.drafter is not None and request in self._scheduler.running:
-            self._context.drafter.end(request)
+        self._drafters.end(request)
         self._scheduler.remove(request)
         self.metrics.prompt_tokens += len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
-
-    def _make_request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        index: int,
-        stop_checker: Callable[[], StopChecker] | None,
-    ) -> Request:
-        self._next_seq_id += 1
-        own_seed = mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if params.seed is None else params.seed
-        ends = frozenset() if params.ignore_eos else self._options.end_token_ids
-        request = Request(
-            seq_id=self._next_seq_id,
-            request_id=request_id,
-            index=index,
-            prompt=tuple(prompt),
-            params=params,
-            seed=mix(own_seed, Purpose.REQUEST, index),
-            end_token_ids=ends | frozenset(params.stop_token_ids),
-            metrics=RequestMetrics(TimingMetrics(arrival=time.perf_counter())),
-            stop_checker=stop_checker() if stop_checker else None,
-            tokens=list(prompt),
-        )
-        self._choose_verifier(request)
-        return request
-
-    def _begin_search(self, first: Request, *others: Request) -> None:
-        """Make the first of a prompt's samples the one that searches for all of them."""
-        params, limits = first.params, self._options.limits
-        assert params.beam_width is not None, "no beam search was asked for"
-        longest = limits.max_model_len - len(first.prompt)
-        first.beams = Beams(
-            params.beam_width,
-            params.length_penalty,
-            first.end_token_ids,
-            longest=min(longest, params.max_tokens or longest),
-            reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
-        )
-        first.siblings = others
-
-    def _choose_verifier(self, request: Request) -> None:
-        """Choose how the request's drafts will be checked; without drafting, `match` is plain sampling."""
-        drafter, wanted = self._context.drafter, request.params.speculation
-        if drafter is None or wanted is False:
-            return
-        if request.params.beam_width is not None:
-            request.metrics.verification = "beam" if drafter.needs.nodes_per_beam else None
-            return
-        named = wanted.get("verification") if not isinstance(wanted, bool) and wanted else None
-        name = named or self._options.verification
-        if name == "auto" or request.params.seed is not None:
-            name = choose_verifier(request, not drafter.needs.emits_probs, drafter.needs.emits_tree)
-        verifier = verifier_for(self._context.verifiers[name], request)
-        request.verifier = request.metrics.verification = name
-        request.metrics.lossless, request.shared_noise = verifier.lossless, verifier.needs.shared_noise
-
-    def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        vocab_size, longest = self._context.target.vocab_size, self._options.limits.max_model_len
-        if not prompt:
-            raise RequestError("the prompt has no tokens", "send at least one token.")
-        if len(prompt) >= longest:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
-                "shorten the prompt or raise max_model_len.",
-            )
-        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        for name, tokens in named.items():
-            _check_tokens(name, tokens, vocab_size)
-        if isinstance(params.speculation, dict) and "verification" in params.speculation:
-            self._check_verifier(params.speculation["verification"])
-
-    def _check_verifier(self, name: str) -> None:
-        verifiers, drafter = self._context.verifiers, self._context.drafter
-        if name != "auto" and name not in verifiers:
-            raise ConfigError(f"verification {name!r} is unknown", suggest(name, ["auto", *verifiers]))
-        if drafter is not None and drafter.needs.emits_tree and name != "auto" and not verifiers[name].needs.branches:
-            raise ConfigError(
-                f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
-            )
 
     def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
         self.metrics.steps += 1
@@ -285,11 +186,3 @@ class Engine:
         metrics, cache = self.metrics, self._context.cache
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
-
-
-def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:
-    for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"{name} has {token!r}, which is not a token id from 0 to {vocab_size - 1}", "check the ids."
-            )

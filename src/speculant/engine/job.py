@@ -76,7 +76,8 @@ class Job:
     def _completion(self, request: Request) -> CompletionOutput:
         if request.finished:
             self._close(request)
-        asked = request.params.logprobs is not None
+        asked, search = request.params.logprobs is not None, request.search
+        found = search.result(request.index) if search else None
         return CompletionOutput(
             index=request.index,
             text=_stream(request).text,
@@ -84,8 +85,8 @@ class Job:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             logprobs=[self._readable(entry) for entry in request.logprobs] if asked else None,
-            cumulative_logprob=request.cumulative_logprob,
-            score=request.score,
+            cumulative_logprob=found.logprob if found else request.cumulative_logprob,
+            score=search.score(request.index) if search else None,
         )
 
     def _prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:

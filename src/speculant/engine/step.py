@@ -13,55 +13,40 @@ from torch import Tensor
 from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, roll_back
+from speculant.engine.drafters import Drafters
 from speculant.engine.runner import TargetOutput, forward_target
 from speculant.kernels.native import Kernels
+from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
 from speculant.sampling.ranking import rank
-from speculant.scheduling.draft_length import DraftLength, draft_limits
+from speculant.scheduling.draft_length.base import DraftLength
+from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
-from speculant.types import DraftTree, Verdict
+from speculant.types import CommittedRows, DraftTree, Request, Verdict
 from speculant.verification.base import Verifier, verifier_for
+
+MOST_PROBS_BYTES = 2**28  # of the distributions behind all draft nodes of a step
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step works with. `drafter` None = no speculation; `rules` by name; `kernels` make the distributions."""
+    """What a step works with; `verifiers` by name. kernels None = the reference ones make the distributions."""
 
     limits: Limits
     target: CausalLM
     cache: KVCache
-    drafter: Drafter | None
+    drafters: Drafters
     draft_length: DraftLength
     verifiers: dict[str, Verifier]
     chances: Chances
     kernels: Kernels | None = None
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Where a step's time went: in seconds, by `time.perf_counter`."""
-
-    started: float
-    drafted: float
-    verified: float
-
-    @property
-    def draft_s(self) -> float:
-        """Time to propose."""
-        return self.drafted - self.started
-
-    @property
-    def verify_s(self) -> float:
-        """Time of the target's pass and the verdicts."""
-        return self.verified - self.drafted
-
-
 @torch.inference_mode()
-def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], Timing]:
+def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], StepTiming]:
     """Feed every scheduled sequence once and commit what the target agrees to.
 
     An error before the first commit leaves every request and the cache as they were.
@@ -70,54 +55,68 @@ def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], Tim
     trees = propose(context, schedule)
     drafted = time.perf_counter()
     with rolled_back_on_error(context.cache, schedule.items):
-        fed = forward_target(context.target, context.cache, schedule.items, trees)
-        verdicts = verify(context, [each for each in fed if each.logits is not None])
-    timing = Timing(started, drafted, time.perf_counter())
-    return [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in fed], timing
+        outputs = forward_target(context.target, context.cache, schedule.items, trees)
+        verdicts = verify(context, [each for each in outputs if each.logits is not None])
+    timing = StepTiming(started, drafted, time.perf_counter())
+    committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
+    context.draft_length.observe([each.outcome for each in committed if each.outcome is not None], timing)
+    return committed, timing
 
 
 def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
-    """Ask the drafter for a tree per sequence, within each one's limit; a beam search has one without it."""
-    if context.drafter is None:
+    """Ask drafters for a tree per sequence, within each one's limit; a beam search has one without a drafter."""
+    if not context.drafters:
         return [item.tree for item in schedule.items]
-    needs, longest = context.drafter.needs, context.limits.max_model_len
-    longest = min(longest, needs.max_positions or longest)
-    limits = draft_limits(schedule, context.draft_length, needs.max_nodes, longest, needs.nodes_per_beam)
-    drafts = context.drafter.propose([item.request for item in schedule.items], limits)
+    requests = [item.request for item in schedule.items]
+    context.drafters.begin(requests)
+    wishes, vocab_size = context.draft_length.choose(schedule), context.target.vocab_size
+    bounds = [draft_bounds(context, request) for request in requests]
+    limits = draft_limits(schedule, wishes, bounds, MOST_PROBS_BYTES // (8 * vocab_size))
+    drafts = context.drafters.propose(requests, limits, vocab_size)
+    if context.draft_length.keeps_up:
+        context.drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
     return [draft if draft.size else item.tree for item, draft in zip(schedule.items, drafts, strict=True)]
 
 
+def draft_bounds(context: StepContext, request: Request) -> DraftBounds:
+    """Return what bounds a sequence's draft, by what its drafter announces."""
+    needs, longest = context.drafters.needs(request), context.limits.max_model_len
+    if needs is None:
+        return NO_DRAFT
+    return DraftBounds(min(longest, needs.max_positions or longest), needs.max_nodes, needs.nodes_per_beam or 0)
+
+
 def commit_sequence(
-    context: StepContext, fed: TargetOutput, verdict: Verdict | Beams | None, timing: Timing
+    context: StepContext, output: TargetOutput, verdict: Verdict | Beams | None, timing: StepTiming
 ) -> Committed:
     """Commit one sequence's share of a step; a failure ends that request and no other."""
-    request = fed.item.request
+    request = output.item.request
     num_output = request.num_output
     try:
         request.metrics.timing.record_pass(timing.draft_s, timing.verify_s)
-        if fed.prompt_logits is not None:
-            record_prompt(request, fed.prompt_logits)
+        if output.prompt_logits is not None:
+            record_prompt(request, output.prompt_logits)
         committed = Committed(request, [], [])
         if isinstance(verdict, Beams):
-            committed = commit_beams(fed, verdict, context.cache, timing.verified)
+            committed = commit_beams(output, verdict, context.cache, timing.verified)
         elif verdict is not None:
-            committed = commit(fed, verdict, context.cache, context.limits.max_model_len, timing.verified)
+            committed = commit(output, verdict, context.cache, context.limits.max_model_len, timing.verified)
         context.cache.insert_prefix(request.seq_id, request.tokens)
-        if context.drafter is not None:
-            tell(context.drafter, committed)
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
         roll_back(request, num_output)
         return fail(request, error)
+    notify(context.drafters, output, committed)
     return committed
 
 
-def tell(drafter: Drafter, committed: Committed) -> None:
-    """Let the drafter hear of new tokens; a text that does not go on from the one before begins anew."""
-    if committed.tokens:
-        drafter.observe(committed.request, committed.tokens)
-    elif committed.left and not committed.request.finished:
-        drafter.end(committed.request)
-        drafter.begin(committed.request)
+def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
+    """Tell a drafter what is committed of a pass. A text that does not continue the one before begins anew."""
+    item, tree = output.item, output.tree
+    if committed.left:
+        drafters.end(item.request)
+        return
+    tokens = [*item.tokens, *(tree.token_list[node] for node in committed.kept)]
+    drafters.observe(item.request, CommittedRows(item.start, tokens, committed.tokens))
 
 
 @contextmanager
@@ -143,7 +142,7 @@ def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Ver
     probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
     verdicts, first = dict[int, Verdict | Beams](), 0
     for fed in ready:
-        end = first + fed.tree.size + 1
+        end = first + len(fed.nodes)
         verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end])
         first = end
     return verdicts
@@ -155,12 +154,13 @@ def _verifier(context: StepContext, fed: TargetOutput) -> Verifier:
 
 def _nodes(fed: TargetOutput, verifier: Verifier) -> list[Node]:
     request, tree = fed.item.request, fed.tree
-    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in range(-1, tree.size)]
+    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in fed.nodes]
 
 
 def _verdict(context: StepContext, fed: TargetOutput, probs: Tensor) -> Verdict | Beams:
     request, tree = fed.item.request, fed.tree
-    if request.beams is not None:
-        texts = [(*request.output, *tree.tokens_to(node)) for node in range(-1, tree.size)]
-        return request.beams.advance(dict(zip(texts, rank(probs, request.beams.num_continuations), strict=True)))
+    if request.search is not None:
+        beams = request.search.beams
+        ranked = dict(zip(fed.nodes, rank(probs, beams.num_continuations), strict=True))
+        return beams.advance(beams.scored_by(tree, ranked))
     return _verifier(context, fed).verify(tree, probs, context.chances.verify(request))

@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
+from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.engine.build import build_verifiers, method_name
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.speculation import Case
 from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request
 from speculant.verification.base import Verifier
 
@@ -44,20 +44,15 @@ class Draft:
         return (0,) if self.needs.emits_probs else tuple(range(vocab_size)) * 2
 
 
-class Likeliest:
+class Likeliest(StatelessDrafter):
     """Proposes the tokens that a pair's draft distribution likes best, as a drafter without distributions would."""
-
-    needs = DrafterNeeds()
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def begin(self, seq_id: Request) -> None:
-        """See `Drafter.begin`."""
-
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        return [self._chain(tuple(seq_id.tokens), limit) for seq_id, limit in zip(seq_ids, limits, strict=True)]
+        return [self._chain(tuple(request.tokens), limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _chain(self, history: History, limit: int) -> DraftTree:
         tokens: list[int] = []
@@ -65,12 +60,6 @@ class Likeliest:
             logits = self._pair.draft((*history, *tokens))
             tokens.append(logits.index(max(logits)))
         return DraftTree.chain(tokens)
-
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
-        """See `Drafter.observe`."""
-
-    def end(self, seq_id: Request) -> None:
-        """See `Drafter.end`."""
 
 
 def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> Draft:
@@ -117,17 +106,15 @@ def build_case(
     case: Case, make: MakeDrafter, chances: Chances, verifiers: Mapping[str, Verifier]
 ) -> tuple[Engine, Drafter]:
     """Put the real engine together around a case's tables; its caches keep no prefixes."""
-    made: list[KVCache] = []
 
     def make_cache(shape: CacheShape) -> KVCache:
-        made.append(slotted_cache(shape, case.limits.max_num_seqs, case.limits.max_model_len))
-        return made[-1]
+        return slotted_cache(shape, case.limits.max_num_seqs, case.limits.max_model_len)
 
     target = TableModel(case.pair.target, case.pair.vocab_size)
     cache = make_cache(target.cache_shape)
     drafter = make(case.pair, chances, case.limits, make_cache)
     options = EngineOptions(case.limits, 0, case.ends, case.verification)
-    engine = Engine(options, target, cache, chances, dict(verifiers), Fixed(case.length), drafter, made[1:])
+    engine = Engine(options, target, cache, chances, dict(verifiers), Fixed(case.length), Drafters.of(drafter))
     return engine, drafter
 
 

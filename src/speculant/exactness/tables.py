@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVStorage
 from speculant.models.attention import context_slots, visible_keys
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden, check_embeddings, check_taps, check_tokens
 
 History = tuple[int, ...]
 Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
@@ -26,17 +27,35 @@ class TableModel:
     def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
+        self.num_layers, self.hidden_size = 1, vocab_size
         self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
         self.num_rows: list[int] = []  # of each pass
         self._table = table
         self._known: dict[History, Tensor] = {}
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
-        """See `CausalLM.forward`; the hidden states are the logits themselves."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`; a token is a one-hot vector."""
+        check_tokens(tokens, self.vocab_size)
+        return torch.eye(self.vocab_size, dtype=torch.float64)[tokens]
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; one layer maps one-hot tokens to logits, and the final norm is the identity."""
+        check_taps(taps, self.num_layers)
         assert int(batch.positions.max()) < self.max_positions, "beyond the model's positions"
+        batch = self._looked_up(batch)
         storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(batch.positions))
         self.num_rows.append(len(batch.tokens))
-        return torch.stack([self._logits(history) for history in _histories(batch, storage)])
+        last = torch.stack([self._logits(history) for history in _histories(batch, storage)])
+        return Hidden(last, tuple(last if tap else self.embed(batch.tokens) for tap in taps))
+
+    def _looked_up(self, batch: Batch) -> Batch:
+        """Return the batch with the tokens of rows that bring their own input embeddings, which must be one-hot."""
+        if batch.embeddings is None:
+            return batch
+        check_embeddings(batch, self.hidden_size)
+        tokens = batch.embeddings.argmax(-1)
+        assert torch.equal(self.embed(tokens), batch.embeddings), "an input embedding that is no token's"
+        return replace(batch, tokens=batch.tokens.index_copy(0, batch.embedded_rows, tokens), embeddings=None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""

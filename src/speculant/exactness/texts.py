@@ -13,8 +13,7 @@ from torch import Tensor
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.config import EngineConfig
-from speculant.drafting.base import Drafter
-from speculant.engine.build import Runtime, build_drafter
+from speculant.engine.build import Runtime, build_drafters
 from speculant.errors import SpeculantError
 from speculant.exactness.scores import Scores
 from speculant.models.base import SequenceInput, build_batch
@@ -84,7 +83,7 @@ class Reader:
 
     def _feed(self, feeds: Sequence[SequenceInput]) -> Tensor:
         batch = build_batch(feeds, self._cache, self._model.cache_shape.device)
-        return self._model.forward(batch, self._cache.storage)
+        return self._model.forward(batch, self._cache.storage).last
 
 
 class Second:
@@ -97,9 +96,9 @@ class Second:
         def make_cache(shape: CacheShape) -> KVCache:
             return slotted_cache(shape, num_seqs, longest + 1)
 
-        drafter = build_drafter(config, runtime.checkpoint, runtime.tokenizer, make_cache)
-        assert drafter is not None, "nothing drafts"
-        self._drafter: Drafter = drafter
+        drafters = build_drafters(config, runtime.checkpoint, runtime.tokenizer, make_cache)
+        assert drafters.default is not None, "nothing drafts"
+        drafter = self._drafter = drafters.find(drafters.default)
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
     def begin(self, request: Request) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speculant.errors import ConfigError, suggest
 
-VERSION = 4
+VERSION = 5
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
 NO_TOKEN = -1  # what is drawn from a distribution that is none
@@ -49,6 +49,7 @@ class Code(IntEnum):
     LINEAR = 2
     ROTATE = 3
     ATTEND = 4
+    COPY = 5
 
 
 class Flag(IntFlag):
@@ -78,7 +79,7 @@ class Pass(Structure):
         ("rows", c_int64), ("num_segments", c_int64), ("block", c_int64),
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
         ("segments", c_void_p), ("parents", c_void_p), ("cosines", c_void_p), ("sines", c_void_p),
-        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64),
+        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("inputs", c_void_p),
     ]  # fmt: skip
 
 

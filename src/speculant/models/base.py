@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.errors import ConfigError, RequestError
 from speculant.sampling.chance import Chance
 from speculant.tree import ids
 from speculant.types import DraftTree, Request
+
+_NO_ROWS = ids([])
+_EMBEDDINGS_FIX = "give each row a vector of the model's hidden_size, such as those that `embed` returns."
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,34 @@ class Batch:
     slot_mapping: Tensor  # [T] int64; the slot that each row's key and value are written to
     segments: tuple[Segment, ...]
     block_size: int  # of the segments' block tables
+    embeddings: Tensor | None = None  # [k, hidden] the input embeddings that rows bring; None = no row does
+    embedded_rows: Tensor = _NO_ROWS  # [k] int64, which rows of the batch they are
 
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """What one sequence feeds in a pass: committed tokens its cache has not seen, then a draft tree."""
+    """What one sequence feeds in a pass: committed tokens its cache has not seen, then a draft tree.
+
+    `embeddings` has the input embedding [hidden] of rows that bring their own, by their place among this sequence's
+    rows of the pass. The token of such a row is not looked up and may be any number.
+    """
 
     seq_id: int
     tokens: Sequence[int]
     tree: DraftTree
+    embeddings: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a pass computes for each of its T rows.
+
+    taps[i] is the hidden state that enters the layer which the i-th asked-for tap names (EAGLE-3, arXiv 2503.01840):
+    0 = the input embeddings, `num_layers` = what leaves the last layer, before the final norm.
+    """
+
+    last: Tensor  # [T, hidden], behind the final norm: what `logits` takes
+    taps: tuple[Tensor, ...] = ()  # [T, hidden] each, in float32 or the model's own type
 
 
 @dataclass(eq=False)
@@ -109,8 +132,25 @@ class CausalLM(Protocol):
         """The longest context the model was made for."""
         ...
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
-        """Return hidden states [T, hidden], writing the batch's keys and values to the storage."""
+    @property
+    def num_layers(self) -> int:
+        """How many layers a hidden state goes through."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """How wide a hidden state and an input embedding are."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input embeddings [k, hidden] of tokens [k]. Raises RequestError for an unknown token."""
+        ...
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """Run a pass, writing the batch's keys and values to the storage; `taps` are layers, see `Hidden`.
+
+        Raises ConfigError for a tap that the model does not have.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -121,7 +161,10 @@ class CausalLM(Protocol):
 def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
     """Reserve slots for every feed and lay the sequences side by side (seed 001 D4)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
+    embeddings = dict[int, Tensor]()
     for feed in feeds:
+        if feed.embeddings:
+            embeddings.update(_embedded_rows(feed, len(tokens)))
         slots = cache.reserve(feed.seq_id, len(feed.tokens) + feed.tree.size)
         root = slots.start + len(feed.tokens) - 1
         table, parents = cache.table(feed.seq_id), feed.tree.parent_list
@@ -135,7 +178,56 @@ def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.de
         ids(slot_mapping).to(device),
         tuple(segments),
         cache.block_size,
+        _stack(embeddings).to(device) if embeddings else None,
+        ids([*embeddings]).to(device) if embeddings else _NO_ROWS,
     )
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Check that a model with so many layers has all these taps. Raises ConfigError."""
+    for tap in taps:
+        if not 0 <= tap <= num_layers:
+            raise ConfigError(
+                f"hidden states of layer {tap} are asked for, and the model has {num_layers} layers",
+                f"ask for layers 0 (the input embeddings) to {num_layers} (what leaves the last layer).",
+            )
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Check that tokens [k] have an input embedding. Raises RequestError."""
+    unknown = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(unknown):
+        raise RequestError(
+            f"token {int(unknown[0])} has no input embedding", f"use token ids from 0 to {vocab_size - 1}."
+        )
+
+
+def check_embeddings(batch: Batch, hidden_size: int) -> None:
+    """Check that the rows' own input embeddings fit a model. Raises RequestError."""
+    if batch.embeddings is not None and batch.embeddings.shape[1:] != (hidden_size,):
+        raise RequestError(
+            f"an input embedding has the shape {list(batch.embeddings.shape[1:])}, and the model's are [{hidden_size}]",
+            _EMBEDDINGS_FIX,
+        )
+
+
+def _stack(embeddings: Mapping[int, Tensor]) -> Tensor:
+    shapes = {tuple(embedding.shape) for embedding in embeddings.values()}
+    if len(shapes) > 1:
+        raise RequestError(f"the input embeddings of a pass have different shapes: {sorted(shapes)}", _EMBEDDINGS_FIX)
+    return torch.stack([*embeddings.values()])
+
+
+def _embedded_rows(feed: SequenceInput, first: int) -> dict[int, Tensor]:
+    """Return the input embeddings that a sequence brings, by row of a batch in which its rows begin at `first`."""
+    count = len(feed.tokens) + feed.tree.size
+    for row in feed.embeddings:
+        if not 0 <= row < count:
+            raise RequestError(
+                f"an input embedding is for row {row} of sequence {feed.seq_id}, which has {count} rows in this pass",
+                f"give rows from 0 to {count - 1}.",
+            )
+    return {first + row: embedding for row, embedding in feed.embeddings.items()}
 
 
 def known(tokens: Sequence[int], vocab_size: int) -> list[int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from speculant.cache.base import CacheShape, KVStorage
 from speculant.kernels import reference
 from speculant.models.attention import AttentionPlan, attend
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
 from speculant.models.rotary import Rotary
 
@@ -117,6 +119,16 @@ class Decoder(nn.Module):
         return self.config.vocab_size
 
     @property
+    def num_layers(self) -> int:
+        """How many layers a hidden state goes through."""
+        return self.config.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """How wide a hidden state and an input embedding are."""
+        return self.config.hidden_size
+
+    @property
     def max_positions(self) -> int:
         """The longest context the checkpoint was made for."""
         return self.config.max_positions
@@ -133,14 +145,35 @@ class Decoder(nn.Module):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`; in the model's own type."""
+        check_tokens(tokens, self.vocab_size)
+        return self._look_up(tokens)
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
-        x: Tensor = self.model.embed_tokens(batch.tokens)
+        check_taps(taps, self.num_layers)
+        x = self._inputs(batch)
         angles = self._rotary.angles(batch.positions, x.dtype)
         plan = AttentionPlan.build(batch, self._windows, self._groups, x.dtype)
-        for layer in self.model.layers:
+        entering = {}  # the hidden states by the layer that they enter
+        for index, layer in enumerate(self.model.layers):
+            if index in taps:
+                entering[index] = x
             x = layer(x, angles, plan, storage)
-        out: Tensor = self.model.norm(x)
+        entering[self.num_layers] = x
+        return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
+
+    def _inputs(self, batch: Batch) -> Tensor:
+        """Return the input embeddings [T, hidden] of a batch: its tokens', but for the rows that bring their own."""
+        check_embeddings(batch, self.hidden_size)
+        if batch.embeddings is None:
+            return self._look_up(batch.tokens)
+        x = self._look_up(batch.tokens.index_fill(0, batch.embedded_rows, 0))
+        return x.index_copy(0, batch.embedded_rows, batch.embeddings.to(x.dtype))
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.model.embed_tokens(tokens)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

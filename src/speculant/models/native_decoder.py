@@ -12,10 +12,10 @@ from torch import Tensor
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.errors import CapacityError
 from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
-from speculant.models.base import Batch, Chain, Segment
+from speculant.models.base import Batch, Chain, Hidden, Segment, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
-from speculant.models.decoder_program import PackedDecoder, Program, linear
+from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
 from speculant.models.replay import ChainRows, Drawn, address
 from speculant.models.rotary import Rotary
 from speculant.tree import depths_of
@@ -40,10 +40,11 @@ class NativeDecoder:
     def __init__(self, decoder: Decoder, kernels: Kernels, quantization: Type | None = None) -> None:
         self.cache_shape: CacheShape = decoder.cache_shape
         self.vocab_size, self.max_positions = decoder.vocab_size, decoder.max_positions
+        self.num_layers, self.hidden_size = decoder.num_layers, decoder.hidden_size
         self._rotary = Rotary(decoder.config.rope, decoder.config.head_dim)
         self.kernels = kernels
         self._weights = PackedDecoder.take(decoder, kernels, quantization)
-        self.program = Program(self._weights, FEWEST_ROWS)
+        self._buffers, self._programs = Buffers(self._weights.config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self._weights.head, None, None)
         self._cosines = self._sines = torch.empty(0)
 
@@ -52,11 +53,32 @@ class NativeDecoder:
         """How many bytes of weights a pass reads."""
         return self._weights.bytes_per_pass
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    @property
+    def program(self) -> Program:
+        """A pass without taps."""
+        return self._program(())
+
+    def _program(self, taps: tuple[int, ...]) -> Program:
+        """Return the pass with these taps, recorded when it is first asked for."""
+        if taps not in self._programs:
+            check_taps(taps, self.num_layers)
+            self._programs[taps] = Program(self._weights, self._buffers, taps)
+        return self._programs[taps]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`; float32."""
+        check_tokens(tokens, self.vocab_size)
+        tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
+        ops = (Op * 1)(embedding(self._weights.table, out))
+        self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
+        return out
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; hidden states are float32."""
-        layout = self.layout(batch, storage)
-        self.kernels.run(self.program.ops, layout.on)
-        return self.program.hidden[: batch.tokens.shape[0]].clone()
+        layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
+        program = self._program(tuple(taps))
+        self.kernels.run(program.ops, layout.on)
+        return Hidden(program.hidden[:rows].clone(), tuple(tap[:rows].clone() for tap in program.taps))
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Say what the program is run on."""
@@ -66,12 +88,24 @@ class NativeDecoder:
         on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
         on.slots = batch.slot_mapping.data_ptr()
         on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
-        return Layout(on, (batch, segments, parents))
+        inputs = self._inputs(batch)
+        on.inputs = address(inputs[0]) if inputs else None
+        return Layout(on, (batch, segments, parents, inputs))
+
+    def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
+        """Return where the input embedding of each row is (0 = look its token up), and what is pointed to; or None."""
+        if batch.embeddings is None:
+            return None
+        check_embeddings(batch, self.hidden_size)
+        embeddings, pointers = batch.embeddings.float().contiguous(), array("Q", bytes(8 * len(batch.tokens)))
+        for row, vector in zip(batch.embedded_rows.tolist(), embeddings, strict=True):
+            pointers[row] = vector.data_ptr()
+        return pointers, embeddings
 
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
         """Make a pass over a storage, with room for so many rows and angles for positions below `end`."""
-        if rows > self.program.room:
-            self.program = Program(self._weights, _next_power(rows))
+        if rows > self._buffers.room:
+            self._buffers, self._programs = Buffers(self._weights.config, _next_power(rows)), {}
         if end > len(self._cosines):
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2

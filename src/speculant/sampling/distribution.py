@@ -34,7 +34,7 @@ class Node:
     @property
     def params(self) -> SamplingParams:
         """The settings that make the distribution."""
-        softened = self.softened or self.request.beams is not None
+        softened = self.softened or self.request.search is not None
         return self.request.params.softened if softened else self.request.params
 
 

@@ -1,8 +1,8 @@
-"""In which order sequences are served: a policy is a sort key, and the smallest comes first.
+"""The order in which sequences are served: a policy is a sort key, and the smallest comes first.
 
-A request's *level* is its priority, and falls by one for every PATIENCE steps that it has been here. So
-whatever the policy prefers, nobody is overtaken for ever: a request that has waited long enough stands
-before everyone who came PATIENCE steps later with the same priority.
+A request's *level* is its priority, and rises by one for every PATIENCE steps that passed before it was queued. So
+no policy starves a request: it is served before every request that came PATIENCE steps later with the same priority.
+A key depends on nothing that changes while a request waits, so that the queue can be a heap.
 """
 
 from __future__ import annotations
@@ -18,35 +18,39 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Standing:
-    """What a policy knows of a request; `arrival` counts requests, `age` steps. Of its tokens `held` were fed."""
+    """What a policy knows of a request.
+
+    arrival: requests that came before it. queued_at: steps that passed before it came. held: positions that the cache
+    holds for it. backlog: tokens that it has not fed.
+    """
 
     arrival: int
     priority: int
-    age: int
+    queued_at: int
     held: int
     backlog: int
 
     @property
     def level(self) -> int:
         """Lower is served sooner."""
-        return self.priority - self.age // PATIENCE
+        return self.priority + self.queued_at // PATIENCE
 
 
 def first_come(standing: Standing) -> Key:
-    """Serve whoever came first, prompts and all."""
+    """Serve in order of arrival, prompts and decodes alike."""
     return standing.level, standing.arrival
 
 
 def decode_first(standing: Standing) -> Key:
-    """Serve those who miss just their newest token, so that no prompt delays a running text; then who came first.
+    """Serve sequences that have only their newest token to feed, so that no prompt delays them; then by arrival.
 
-    A prompt of one token is still a prompt: else a stream of those would keep everybody else out.
+    A prompt of one token is still a prompt: else a stream of those would delay all others without bound.
     """
     return int(standing.backlog > 1 or not standing.held), standing.level, standing.arrival
 
 
 def shortest_prompt(standing: Standing) -> Key:
-    """Serve whoever has the least left to feed."""
+    """Serve the shortest backlog first."""
     return standing.level, standing.backlog, standing.arrival
 
 

@@ -11,13 +11,14 @@ The live hypotheses of a beam search are no draft: they have to be fed, if need 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.policy import POLICIES, Standing
+from speculant.scheduling.policy import POLICIES, Key, Standing
+from speculant.scheduling.waiting import WaitingQueue
 from speculant.types import DraftTree, Request
 
 
@@ -51,9 +52,8 @@ class Scheduled:
     @property
     def decodes(self) -> bool:
         """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
-        beams = self.request.beams
-        whole = beams is None or (beams.together and self.tree.size == self.request.waiting_tree().size)
-        return self.completes and self.count == 1 and whole
+        search = self.request.search
+        return self.completes and self.count == 1 and (search is None or search.beams.completed_by(self.tree))
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,6 @@ class Schedule:
     admitted: list[Request]
     preempted: list[Request]
 
-    def without_finished(self) -> Schedule:
-        """Return the work that is left when some requests ended before it began."""
-        return replace(self, items=[item for item in self.items if not item.request.finished])
-
     def one_by_one(self, cache: KVCache) -> Iterator[Schedule]:
         """Yield the same work a sequence at a time; each plan counts those that are still to come."""
         for place, item in enumerate(self.items):
@@ -84,15 +80,24 @@ class Schedule:
 
 
 class Scheduler:
-    """Keeps who waits and who runs. `caches[0]` is the target's, the others belong to the drafter."""
+    """Keeps the waiting and the running requests. `target` is the target's cache: it alone decides who is admitted.
 
-    def __init__(self, limits: Limits, caches: Sequence[KVCache]) -> None:
-        self._limits, self._caches = limits, caches
+    Drafters have caches of their own and draft for the requests that find room there. Those that keep states per
+    sequence bound what a request may take over from the prefix index: `most_matched` returns that many positions.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        target: KVCache,
+        most_matched: Callable[[Request], int],
+    ) -> None:
+        self._limits, self._target, self._most_matched = limits, target, most_matched
         self._policy = POLICIES[limits.scheduling_policy]
         self._step = 0
         self._queued_at: dict[int, int] = {}
         self._unfed: dict[int, Request] = {}  # running, but nothing was fed for them yet
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue(self._turn)
         self.running: list[Request] = []
 
     @property
@@ -108,8 +113,9 @@ class Scheduler:
                 f"{self._limits.max_waiting}",
                 "try again later, or raise max_waiting.",
             )
-        self.waiting += requests
-        self._queued_at.update({request.seq_id: self._step for request in requests})
+        for request in requests:
+            self._queued_at[request.seq_id] = self._step
+            self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and release what it holds of the target's cache."""
@@ -156,25 +162,26 @@ class Scheduler:
         Where not one hypothesis finds room behind it, the newest token waits for a pass that has some.
         """
         item = Scheduled(request, self._target.length(request.seq_id), min(self._backlog(request), most))
-        if item.completes:
-            item = replace(item, tree=request.waiting_tree(most - item.count))
-            if not item.tree.size and request.reached > len(request.tokens):
+        if item.completes and request.search is not None:
+            item = replace(item, tree=request.search.beams.waiting_tree(most - item.count))
+            if not item.tree.size and request.num_positions > len(request.tokens):
                 item = replace(item, count=item.count - 1)
         return item if item.count else None
 
     def _least(self, request: Request) -> int:
         """Return with how few rows a request gets on: the newest token takes one hypothesis with it."""
-        return 1 if self._backlog(request) > 1 else 1 + request.reached - len(request.tokens)
+        return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
 
     def _admit(self) -> list[Request]:
         """Move waiting requests to running while there is room for what they have to feed; return them."""
         admitted: list[Request] = []
-        while self.waiting and len(self.running) < self._limits.max_num_seqs:
-            request = min(self.waiting, key=self._turn)
+        self.waiting.readmit(lambda request: not self._waits_for_sibling(request))
+        while len(self.running) < self._limits.max_num_seqs and (request := self.waiting.first()) is not None:
             if self._waits_for_sibling(request):
-                break
+                self.waiting.hold_back(request)
+                continue
             self._start(request)
-            if self.running and not all(self._fits(request, cache) for cache in self._caches):
+            if self.running and not self._fits(request):
                 self._target.release(request.seq_id)
                 break
             self.waiting.remove(request)
@@ -184,27 +191,27 @@ class Scheduler:
         return admitted
 
     def _start(self, request: Request) -> None:
-        """Take over what is known of the tokens: a sibling's prompt, else any prefix that was fed before."""
+        """Take over what is known of the tokens: a sibling's prompt, else a prefix that was fed before."""
         sibling = next(
             (r for r in self._siblings(request) if self._target.length(r.seq_id) >= len(request.prompt)), None
         )
+        most = min(self._most_matched(request), len(request.tokens) - 1)
         if sibling is not None and not request.num_output:
             self._target.fork(sibling.seq_id, request.seq_id)
-            self._target.truncate_to(request.seq_id, len(request.prompt) - 1)
-        elif request.wants_prompt_logits:
-            self._target.match_prefix(request.seq_id, (), request.cache_salt)
+            self._target.truncate_to(request.seq_id, min(most, len(request.prompt) - 1))
         else:
-            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt)
+            limit = 0 if request.wants_prompt_logits else most
+            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)
         if not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
 
-    def _fits(self, request: Request, cache: KVCache) -> bool:
-        """Whether everything that the running requests and this one have to feed is held at once."""
-        plan = cache.plan()
+    def _fits(self, request: Request) -> bool:
+        """Whether the target's cache can hold what the running requests and this one have to feed, all at once."""
+        plan = self._target.plan()
         for other in self.running:
-            behind = max(0, other.reached - cache.length(other.seq_id))  # a drafter may be ahead
+            behind = other.num_positions - self._target.length(other.seq_id)
             plan.take(other.seq_id, min(plan.room(other.seq_id), behind))
-        return plan.room(request.seq_id) >= request.reached - cache.length(request.seq_id)
+        return plan.room(request.seq_id) >= request.num_positions - self._target.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling still feeds their common prompt: the others start from its cache."""
@@ -219,10 +226,10 @@ class Scheduler:
         self.running.remove(request)
         self._unfed.pop(request.seq_id, None)
         self._target.release(request.seq_id)
-        self.waiting.append(request)
+        self.waiting.add(request)
         request.metrics.num_preemptions += 1
 
-    def _turn(self, request: Request) -> tuple[int, ...]:
+    def _turn(self, request: Request) -> Key:
         return self._policy(self._standing(request))
 
     def _rank(self, request: Request) -> tuple[int, int]:
@@ -231,12 +238,9 @@ class Scheduler:
         return standing.level, standing.arrival
 
     def _standing(self, request: Request) -> Standing:
-        age, held = self._step - self._queued_at[request.seq_id], self._target.length(request.seq_id)
-        return Standing(request.seq_id, request.priority, age, held, len(request.tokens) - held)
+        held = self._target.length(request.seq_id)
+        queued_at = self._queued_at[request.seq_id]
+        return Standing(request.seq_id, request.priority, queued_at, held, len(request.tokens) - held)
 
     def _backlog(self, request: Request) -> int:
         return len(request.tokens) - self._target.length(request.seq_id)
-
-    @property
-    def _target(self) -> KVCache:
-        return self._caches[0]

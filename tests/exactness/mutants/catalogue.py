@@ -275,8 +275,8 @@ ENDS = [
     Mutant(
         "drafts beyond max_tokens",
         LENGTH,
-        "request.params.max_tokens - (request.reached - len(request.prompt)) - 1",
-        "request.params.max_tokens - (request.reached - len(request.prompt))",
+        "request.params.max_tokens - (request.num_positions - len(request.prompt)) - 1",
+        "request.params.max_tokens - (request.num_positions - len(request.prompt))",
         "test_ends.py::test_no_draft_is_longer_than_can_matter[5]",
     ),
     Mutant(
@@ -289,7 +289,7 @@ ENDS = [
     Mutant(
         "context overflow at K + 1",
         LENGTH,
-        "left = max_len - request.reached - 1",
+        "left = max_len - request.num_positions - 1",
         "left = max_len",
         "test_ends.py::test_the_context_is_filled_and_never_overflows[right-5-paged]",
     ),

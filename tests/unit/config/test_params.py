@@ -37,7 +37,9 @@ BAD: dict[str, list[Any]] = {
     "speculation": [
         "off",
         3,
-        {"method": "other"},
+        {"methd": "other"},
+        {"method": 3},
+        {"num_speculative_tokens": 513},
         {"num_speculative_tokens": -1},
         {"num_speculative_tokens": "3"},
         {"num_speculative_tokens": 1.5},
@@ -54,7 +56,7 @@ def test_a_bad_value_is_refused_with_a_fix(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.fix
-    words = {"speculation": "spec|verification"}.get(name, name)
+    words = {"speculation": "spec|verification|method"}.get(name, name)
     assert any(word in caught.value.problem for word in words.split("|"))
 
 
@@ -65,8 +67,8 @@ def test_every_parameter_has_a_bad_value_above() -> None:
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"'temprature'(?s:.*)did you mean 'temperature'"):
         SamplingParams.from_mapping({"temprature": 1.0})
-    with pytest.raises(ConfigError, match=r"'method'(?s:.*)num_speculative_tokens, verification|use one of"):
-        SamplingParams(speculation={"method": "x"})
+    with pytest.raises(ConfigError, match=r"'methd'(?s:.*)did you mean 'method'"):
+        SamplingParams(speculation={"methd": "x"})
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from speculant.cache.base import KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.chains import fit_vocabulary
-from speculant.models.base import Batch, CausalLM
+from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
@@ -79,7 +79,7 @@ def test_a_long_backlog_is_fed_in_parts_and_shared(model: CausalLM) -> None:
     sizes, lengths = [], []
     for _ in range(6):
         sizes.append([tree.size for tree in drafter.propose(requests, [2, 2])])
-        lengths.append([drafter.cache.length(request) for request in (1, 2)])
+        lengths.append([drafter.caches[0].length(request) for request in (1, 2)])
     assert sizes == [[0, 0], [0, 0], [2, 0], [2, 0], [2, 0], [2, 2]]
     assert lengths[:2] == [[8, 0], [16, 0]]
 
@@ -89,11 +89,11 @@ def test_a_long_backlog_is_fed_as_far_as_the_memory_goes(model: CausalLM) -> Non
     drafter = drafter_of(model, num_blocks=6)
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[::-1])]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
-    assert [drafter.cache.length(request) for request in (1, 2)] == [20, 4]
+    assert [drafter.caches[0].length(request) for request in (1, 2)] == [20, 4]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
     drafter.end(requests[0])
     assert [tree.size for tree in drafter.propose(requests[1:], [3])] == [3]
-    drafter.cache.check()
+    drafter.caches[0].check()
 
 
 def test_a_draft_is_as_long_as_the_memory_allows(model: CausalLM) -> None:
@@ -101,7 +101,7 @@ def test_a_draft_is_as_long_as_the_memory_allows(model: CausalLM) -> None:
     drafter = drafter_of(model, num_blocks=5)
     (tree,) = drafter.propose([begun(drafter, 1, PROMPT[:18])], [6])
     assert tree.size == 3
-    assert drafter.cache.free_tokens() == 0
+    assert drafter.caches[0].free_tokens() == 0
     fresh = drafter_of(model)
     (longer,) = fresh.propose([begun(fresh, 1, PROMPT[:18])], [6])
     assert tree.token_list == longer.token_list[:3]
@@ -136,7 +136,7 @@ def test_whoever_was_set_aside_begins_anew(model: CausalLM) -> None:
     request = begun(drafter, 1, PROMPT)
     drafter.propose([request], [3])
     drafter.end(request)
-    assert drafter.cache.length(1) == 0
+    assert drafter.caches[0].length(1) == 0
     request.tokens += [5, 6]
     drafter.begin(request)
     counting.rows.clear()
@@ -151,7 +151,7 @@ def test_nothing_is_fed_for_a_sequence_without_a_limit(model: CausalLM) -> None:
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT)]
     trees = drafter.propose(requests, [0, 1])
     assert [tree.size for tree in trees] == [0, 1]
-    assert [drafter.cache.length(request) for request in (1, 2)] == [0, len(PROMPT)]
+    assert [drafter.caches[0].length(request) for request in (1, 2)] == [0, len(PROMPT)]
 
 
 def test_only_what_is_missing_is_fed(model: CausalLM) -> None:
@@ -199,8 +199,8 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         self.rows.append(len(batch.tokens))
         if len(self.rows) == self.fail_at:
             raise RuntimeError("out of luck")
-        return self.model.forward(batch, storage)
+        return self.model.forward(batch, storage, taps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -76,3 +77,20 @@ def test_a_tree_is_drafted_through_the_public_door() -> None:
     assert sampled.metrics.verification == "traversal"
     with pytest.raises(ConfigError, match="understands chains"):
         LLM("demo", speculative_config={**config, "verification": "block"})
+
+
+@pytest.mark.parametrize("widths", [[3, 2, 1], [1, 1, 1, 1], [4, 3], [2, 2, 2, 2]])
+def test_static_tree_has_a_shape_for_every_size(widths: list[int]) -> None:
+    whole = StaticTree.of_widths(widths)
+    shapes = [whole.within(size) for size in range(1, whole.most_nodes + 1)]
+    for size, shape in enumerate(shapes, start=1):
+        assert shape.most_nodes == size
+        assert shape.is_whole()
+    for smaller, larger in itertools.pairwise(shapes):
+        assert smaller.paths < larger.paths
+    assert shapes[-1] == whole
+
+
+def test_static_tree_prefers_the_likeliest_nodes() -> None:
+    """Five of nine nodes: the chain of first choices comes before a third choice."""
+    assert StaticTree.of_widths([3, 2, 1]).within(4).paths == {(0,), (0, 0), (0, 0, 0), (1,)}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from speculant.cache.base import KVCache, KVStorage
 from speculant.cache.factory import paged_cache
@@ -14,13 +14,14 @@ from speculant.drafting.base import Drafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.ngram import NgramDrafter, Options
 from speculant.engine.build import load_verifiers
+from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import ConfigError, RequestError
-from speculant.models.base import Batch, CausalLM
+from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length import Fixed
+from speculant.scheduling.draft_length.fixed import Fixed
 from tests.models import END, VOCAB_SIZE, Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -38,8 +39,8 @@ class Fallible:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
-        hidden = self.model.forward(batch, storage)
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        hidden = self.model.forward(batch, storage, taps)
         if self.fails:
             raise KeyboardInterrupt
         return hidden
@@ -61,8 +62,7 @@ def cache_of(model: CausalLM) -> KVCache:
 
 def engine_of(target: Any, drafter: Drafter | None = None, verification: str = "auto") -> Engine:
     options = EngineOptions(LIMITS, seed=0, end_token_ids=frozenset({END}), verification=verification)
-    caches = [drafter.cache] if isinstance(drafter, ModelDrafter) else []
-    return Engine(options, target, cache_of(target), KeyedChances(), load_verifiers(), Fixed(3), drafter, caches)
+    return Engine(options, target, cache_of(target), KeyedChances(), load_verifiers(), Fixed(3), Drafters.of(drafter))
 
 
 def model_drafter(draft: CausalLM) -> ModelDrafter:
@@ -232,11 +232,11 @@ def test_an_aborted_request_frees_everything_at_once(target: CausalLM, draft: Ca
     engine.abort("a")
     engine.check()
     assert all(request.finish_reason == "abort" for request in aborted)
-    for cache in (engine._context.cache, drafter.cache):
+    for cache in (engine._context.cache, drafter.caches[0]):
         assert all(cache.length(request.seq_id) == 0 for request in aborted)
     said = run(engine)
     assert "a" not in said
-    assert engine._context.cache.free_tokens() == drafter.cache.free_tokens() == 3 * 64
+    assert engine._context.cache.free_tokens() == drafter.caches[0].free_tokens() == 3 * 64
 
 
 def test_aborting_twice_or_the_unknown_is_ignored(target: CausalLM) -> None:

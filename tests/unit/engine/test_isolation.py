@@ -17,10 +17,10 @@ from speculant.engine.engine import Engine
 from speculant.errors import SpeculantError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, Table, TableModel
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
-from speculant.types import DraftTree, Request, Verdict
+from speculant.types import CommittedRows, DraftTree, Request, Verdict
 from speculant.verification.match import Match
 from tests.fakes import (
     MakeCache,
@@ -68,22 +68,22 @@ class Troubled(ScriptedDrafter):
         super().__init__(lambda request: [1, 2])
         self._word = word
 
-    def begin(self, seq_id: Request) -> None:
+    def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        self._fail("begin", seq_id)
+        self._fail("begin", request)
 
-    def propose(self, seq_ids: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        for seq_id in seq_ids:
-            self._fail("propose", seq_id)
-        return super().propose(seq_ids, limits)
+        for request in requests:
+            self._fail("propose", request)
+        return super().propose(requests, limits)
 
-    def observe(self, seq_id: Request, committed: Sequence[int], hidden: Tensor | None = None) -> None:
+    def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
-        self._fail("observe", seq_id)
+        self._fail("observe", request)
 
-    def _fail(self, word: str, seq_id: Request) -> None:
-        if word == self._word and seq_id.prompt[0] == VICTIM:
+    def _fail(self, word: str, request: Request) -> None:
+        if word == self._word and request.prompt[0] == VICTIM:
             raise TroubleError
 
 
@@ -140,17 +140,11 @@ def add_all(rig: Rig, trouble: str = "", **distribution: Any) -> dict[str, Reque
     return requests
 
 
-TROUBLES = [
-    "target raises",
-    "target gives NaN",
-    "draft model raises",
-    "drafter: begin",
-    "drafter: propose",
-    "drafter: observe",
-    "rule",
-    "stop_checker",
-]
+TROUBLES = ["target raises", "target gives NaN", "rule", "stop_checker"]
 every_trouble = pytest.mark.parametrize("trouble", TROUBLES)
+every_draft_trouble = pytest.mark.parametrize(
+    "trouble", ["draft model raises", "drafter: begin", "drafter: propose", "drafter: observe"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +183,21 @@ def test_an_error_ends_its_own_request_alone(trouble: str, distribution: dict[st
     assert rig.engine.metrics.repeated_steps <= 1
 
 
+@both_caches
+@pytest.mark.parametrize("distribution", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
+@every_draft_trouble
+def test_a_drafters_error_fails_no_request(trouble: str, distribution: dict[str, Any], cache: MakeCache) -> None:
+    rig, expected = rig_of(trouble, cache), said_without(trouble, cache, **distribution)
+    rig.drafter_may_fail = True
+    requests = add_all(rig, **distribution)
+    rig.finish()
+    assert {name: request.output for name, request in requests.items()} == expected
+    assert {request.finish_reason for request in requests.values()} == {"length"}
+    assert rig.engine.metrics.drafter_errors > 0
+    assert rig.engine.metrics.repeated_steps == 0
+    assert requests["first"].metrics.speculative_decoding.num_draft_tokens > 0, "the others keep their drafts"
+
+
 @every_trouble
 def test_the_engine_goes_on_after_it(trouble: str) -> None:
     rig = rig_of(trouble, paged)
@@ -220,11 +229,11 @@ def test_all_may_fail_at_once(steps: int) -> None:
 class Unsociable(TableModel):
     """A model that serves nobody beside anybody else."""
 
-    def forward(self, batch: Batch, storage: KVStorage) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         if len(batch.segments) > 1:
             raise TroubleError
-        return super().forward(batch, storage)
+        return super().forward(batch, storage, taps)
 
 
 def drain(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import StepOutput
+from tests.beams import found_by
 from tests.fakes import Rig, build_rig
 
 PAIR = Pair(2, 5, FULL_SUPPORT)
@@ -78,7 +79,7 @@ def test_an_error_of_one_sample_s_text_ends_all_of_them(index: int) -> None:
     samples = rig.add((4, 1), SEARCH, "search", lambda: Watch(index))
     rig.add((1, 2), SamplingParams(temperature=0, max_tokens=8), "other")
     assert_failed(rig, rig.finish())
-    assert [(sample.output, sample.score, sample.cumulative_logprob) for sample in samples] == [([], None, None)] * 3
+    assert [(sample.output, found_by(sample)) for sample in samples] == [([], (None, None))] * 3
 
 
 def test_every_sample_s_watch_sees_its_own_tokens() -> None:

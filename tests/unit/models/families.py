@@ -89,12 +89,22 @@ class Pair:
     theirs: PreTrainedModel
     ours: CausalLM
     folder: Path
+    kernels: str = "reference"
 
     def in_float64(self) -> Pair:
         """Return both in float64, so that differences are of the program and not of the numbers."""
         theirs = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float64).eval()
         ours = load_model(str(self.folder), dtype="float64").model
         return Pair(theirs, ours, self.folder)
+
+    def on_native(self) -> Pair:
+        """Return transformers' model beside ours on the native kernels, in float32."""
+        ours = load_model(str(self.folder), dtype="float32", kernels="native").model
+        return Pair(self.theirs, ours, self.folder, "native")
+
+    def in_bfloat16(self) -> CausalLM:
+        """Return ours in bfloat16, on the same kernels."""
+        return load_model(str(self.folder), dtype="bfloat16", kernels=self.kernels).model
 
     @torch.inference_mode()
     def reference(self, tokens: list[int]) -> Tensor:
@@ -138,7 +148,7 @@ class Session:
     def feed(self, *feeds: SequenceInput) -> Tensor:
         """Run one pass and return the logits [T, V] of all its rows."""
         batch = build_batch(feeds, self.cache, torch.device("cpu"))
-        logits = self.model.logits(self.model.forward(batch, self.cache.storage))
+        logits = self.model.logits(self.model.forward(batch, self.cache.storage).last)
         self.cache.check()
         return logits
 

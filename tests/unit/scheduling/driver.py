@@ -32,7 +32,6 @@ class Driver:
     def __init__(
         self,
         cache: KVCache,
-        *drafter_caches: KVCache,
         max_num_seqs: int = 4,
         budget: int = 100,
         policy: str = "decode-first",
@@ -40,7 +39,7 @@ class Driver:
     ) -> None:
         self.cache = cache
         self.limits = Limits(100, max_num_seqs, budget, max_waiting, policy)
-        self.scheduler = Scheduler(self.limits, [cache, *drafter_caches])
+        self.scheduler = Scheduler(self.limits, cache, lambda request: len(request.tokens))
         self.requests: list[Request] = []
         self.started: list[Request] = []  # whenever they were admitted
 
@@ -64,6 +63,17 @@ class Driver:
         self.scheduler.add([request])
         self.requests.append(request)
         return request
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The waiting requests, in their order."""
+        return list(self.scheduler.waiting)
+
+    def start_all(self) -> None:
+        """Let everybody run, as if all had been admitted."""
+        self.scheduler.running = self.requests[:]
+        for request in self.requests:
+            self.scheduler.waiting.remove(request)
 
     def step(self) -> Schedule:
         """Schedule, feed all of it, and commit a token wherever everything was fed."""
@@ -97,7 +107,7 @@ class Driver:
 
     def finish(self) -> None:
         """Step until nobody waits or runs."""
-        self.steps_until(lambda: not self.scheduler.waiting + self.scheduler.running)
+        self.steps_until(lambda: not (self.scheduler.waiting or self.scheduler.running))
 
 
 def counts(schedule: Schedule) -> dict[int, int]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.beams import Beams, Hypothesis
+from speculant.beams import Beams
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length import Fixed, draft_limits, room
+from speculant.scheduling.draft_length.fixed import Fixed
+from speculant.scheduling.draft_length.limits import DraftBounds, draft_limits, room
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
+from tests.beams import beams_of, give_search, hypotheses, scored
 from tests.models import make_request
 
 
-def decoding(num_output: int = 1, max_tokens: int | None = 100, speculation: Any = None) -> Scheduled:
-    """Schedule the newest token of a request with a prompt of five."""
-    params = SamplingParams(max_tokens=max_tokens, speculation=speculation)
-    request = make_request([1] * 5, [2] * num_output, params)
+def decoding(num_output: int = 1, max_tokens: int | None = 100, wanted: int | None = None) -> Scheduled:
+    """Schedule the newest token of a request with a prompt of five, which wants drafts of a length of its own."""
+    params = SamplingParams(max_tokens=max_tokens)
+    request = make_request([1] * 5, [2] * num_output, params, num_speculative_tokens=wanted)
     return Scheduled(request, len(request.tokens) - 1, 1)
 
 
@@ -47,25 +48,16 @@ def limits_of(
     max_nodes: int | None = None,
     max_len: int = 100,
     nodes_per_beam: int | None = None,
+    most_nodes: int = 1000,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    return draft_limits(schedule, Fixed(length), max_nodes, max_len, nodes_per_beam)
+    bounds = [DraftBounds(max_len, max_nodes, nodes_per_beam or 0)] * len(items)
+    return draft_limits(schedule, Fixed(length).choose(schedule), bounds, most_nodes)
 
 
-@pytest.mark.parametrize(
-    ("speculation", "expected"),
-    [
-        (None, 4),
-        (True, 4),
-        (False, 0),
-        ({}, 4),
-        ({"verification": "auto"}, 4),
-        ({"num_speculative_tokens": 0}, 0),
-        ({"num_speculative_tokens": 7}, 7),
-    ],
-)
-def test_a_request_may_ask_for_another_length(speculation: Any, expected: int) -> None:
-    assert Fixed(4).choose(decoding(speculation=speculation).request) == expected
+@pytest.mark.parametrize(("wanted", "expected"), [(None, 4), (0, 0), (7, 7)])
+def test_a_request_may_ask_for_another_length(wanted: int | None, expected: int) -> None:
+    assert limits_of([decoding(wanted=wanted)]) == [expected]
 
 
 @pytest.mark.parametrize(("num_output", "expected"), [(1, 4), (5, 4), (6, 3), (7, 2), (8, 1), (9, 0)])
@@ -84,13 +76,17 @@ def test_a_drafter_s_own_largest_tree_counts() -> None:
     assert limits_of([decoding()], max_nodes=9) == [4]
 
 
+def test_all_drafts_of_a_step_are_bounded_together() -> None:
+    assert limits_of([decoding(), decoding(), decoding()], most_nodes=6) == [4, 2, 0]
+
+
 def test_the_step_s_budget_is_shared_in_order() -> None:
-    assert limits_of([decoding(), decoding(speculation=False), decoding(), decoding()], budget=6) == [4, 0, 2, 0]
+    assert limits_of([decoding(), decoding(wanted=0), decoding(), decoding()], budget=6) == [4, 0, 2, 0]
     assert limits_of([decoding(), decoding()], budget=0) == [0, 0]
 
 
 def test_what_the_step_left_of_the_memory_is_shared_in_order() -> None:
-    assert limits_of([decoding(), decoding(speculation=False), decoding(), decoding()], memory=6) == [4, 0, 2, 0]
+    assert limits_of([decoding(), decoding(wanted=0), decoding(), decoding()], memory=6) == [4, 0, 2, 0]
     assert limits_of([decoding(), decoding()], memory=0) == [0, 0]
 
 
@@ -103,9 +99,9 @@ def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
 def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:
     """Schedule a search of four beams, two of them alive behind a prompt of five: six nodes."""
     request = make_request([1] * 5, params=SamplingParams(beam_width=4, max_tokens=max_tokens))
-    live = tuple(Hypothesis((token,) * rounds, -1.0) for token in range(2))
-    request.beams = Beams(4, 1.0, frozenset(), max_tokens, 50, rounds, live)
-    return Scheduled(request, 4, 1, request.waiting_tree())
+    live = hypotheses((token,) * rounds for token in range(2))
+    search = give_search(request, Beams(4, 1.0, frozenset(), max_tokens, 50, rounds, live))
+    return Scheduled(request, 4, 1, search.beams.waiting_tree())
 
 
 def test_a_search_wishes_for_rounds() -> None:
@@ -124,11 +120,11 @@ def test_a_search_is_not_drafted_beyond_its_end(max_tokens: int, rounds: int) ->
 def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
     """Then the limit is what is left of budget and memory for the draft itself."""
     item = searching()
-    assert item.request.beams is not None
-    beams = item.request.beams.advance({(0, 0, 0): ((1, -1.0),)})
-    item.request.beams = beams
-    waiting = dataclasses.replace(item, tree=item.request.waiting_tree())
-    assert (waiting.tree.size, item.request.live_tree().size) == (3, 6)
+    beams = beams_of(item.request)
+    beams = beams.advance(scored(beams, {(0, 0, 0): ((1, -1.0),)}))
+    give_search(item.request, beams)
+    waiting = dataclasses.replace(item, tree=beams.waiting_tree())
+    assert (waiting.tree.size, beams.live_tree.size) == (3, 6)
     assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=13) == [10, 0]
     assert limits_of([waiting, decoding()], nodes_per_beam=2, memory=37) == [32, 2]
     assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=3) == [0, 3]
@@ -136,7 +132,7 @@ def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
 
 def test_a_search_that_is_fed_in_parts_gets_no_draft() -> None:
     item = searching()
-    assert limits_of([dataclasses.replace(item, tree=item.request.waiting_tree(3))], nodes_per_beam=2) == [0]
+    assert limits_of([dataclasses.replace(item, tree=beams_of(item.request).waiting_tree(3))], nodes_per_beam=2) == [0]
     assert limits_of([dataclasses.replace(item, start=3, count=2)], nodes_per_beam=2) == [0]
 
 

@@ -29,27 +29,6 @@ def test_what_the_running_ones_still_have_to_feed_is_counted() -> None:
     assert second.metrics.num_preemptions == 0
 
 
-def test_the_drafter_s_caches_are_counted_too() -> None:
-    driver = Driver(blocks(50), blocks(5))
-    first, second = driver.add(12), driver.add(12)
-    assert driver.step().admitted == [first]
-    driver.steps_until(lambda: first.finished)
-    assert driver.step().admitted == [second]
-
-
-def test_a_drafter_that_is_ahead_makes_no_room() -> None:
-    """Its cache holds drafts beyond the tokens; they are its own until it gives them back."""
-    draft_cache = blocks(4)
-    driver = Driver(blocks(50), draft_cache)
-    first = driver.add(4)
-    driver.step()
-    draft_cache.reserve(first.seq_id, len(first.tokens) + 4)
-    driver.add(8)
-    assert driver.step().admitted == []
-    draft_cache.truncate_to(first.seq_id, len(first.tokens))
-    assert len(driver.step().admitted) == 1
-
-
 def test_nobody_overtakes_a_prompt_that_does_not_fit() -> None:
     driver = Driver(blocks(6))
     for length in (12, 20, 2):
@@ -75,7 +54,7 @@ def test_the_last_one_makes_room_and_comes_back() -> None:
     assert driver.step().preempted == []
     schedule = driver.step()  # both would need a third block, and there are four
     assert (schedule.preempted, counts(schedule)) == ([second], {0: 1})
-    assert driver.scheduler.waiting == [second]
+    assert driver.waiting == [second]
     assert driver.cache.length(second.seq_id) == 0
     driver.steps_until(lambda: first.finished)
     schedule = driver.step()
@@ -107,7 +86,7 @@ def test_two_long_prompts_half_fed_do_not_block_each_other() -> None:
     """Each is let in while the other's need is unknown, and together they do not fit."""
     driver = Driver(blocks(10), budget=6)
     first, second = driver.add(30), driver.add(30)
-    driver.scheduler.running, driver.scheduler.waiting = [first, second], []
+    driver.start_all()
     driver.cache.reserve(first.seq_id, 20)
     driver.cache.reserve(second.seq_id, 20)
     assert driver.cache.free_tokens() == 0

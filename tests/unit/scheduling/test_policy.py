@@ -11,8 +11,8 @@ from tests.unit.scheduling.driver import Driver, blocks, counts, slots
 every_policy = pytest.mark.parametrize("policy", NAMES)
 
 
-def standing(arrival: int = 0, priority: int = 0, age: int = 0, held: int = 0, backlog: int = 10) -> Standing:
-    return Standing(arrival, priority, age, held, backlog)
+def standing(arrival: int = 0, priority: int = 0, queued_at: int = 0, held: int = 0, backlog: int = 10) -> Standing:
+    return Standing(arrival, priority, queued_at, held, backlog)
 
 
 def test_the_configuration_knows_every_policy() -> None:
@@ -50,10 +50,9 @@ def test_a_lower_priority_is_served_sooner(policy: str) -> None:
 @every_policy
 @pytest.mark.parametrize("backlog", [1, 5])
 def test_whoever_waits_long_enough_stands_before_all_newcomers(policy: str, backlog: int) -> None:
-    patient = standing(1, priority=2, age=3 * PATIENCE, backlog=50)
-    assert POLICIES[policy](patient) < POLICIES[policy](standing(2, backlog=backlog))
-    hasty = standing(1, priority=2, age=2 * PATIENCE - 1, backlog=50)
-    assert POLICIES[policy](hasty) > POLICIES[policy](standing(2, backlog=backlog))
+    patient = standing(1, priority=2, backlog=50)
+    assert POLICIES[policy](patient) < POLICIES[policy](standing(2, queued_at=3 * PATIENCE, backlog=backlog))
+    assert POLICIES[policy](patient) > POLICIES[policy](standing(2, queued_at=2 * PATIENCE - 1, backlog=backlog))
 
 
 def last_overtaker(driver: Driver, length: int, priority: int) -> int:

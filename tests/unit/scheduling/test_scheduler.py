@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
+from speculant.scheduling.policy import Key
 from speculant.scheduling.scheduler import Scheduled
+from speculant.types import Request
 from tests.models import make_request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 
@@ -50,7 +52,7 @@ def test_who_is_caught_up_is_served_before_a_prompt_that_came_earlier() -> None:
     first, second = driver.add(6), driver.add(6)
     for request in (first, second):
         driver.cache.reserve(request.seq_id, 5)
-    driver.scheduler.running, driver.scheduler.waiting = driver.requests[:], []
+    driver.start_all()
     assert counts(driver.step()) == {1: 1, 2: 1, 0: 3}
 
 
@@ -85,7 +87,7 @@ def test_waiting_requests_start_in_order_when_there_is_room() -> None:
     assert driver.step().admitted == []
     driver.scheduler.remove(requests[0])
     assert driver.step().admitted == requests[2:3]
-    assert driver.scheduler.waiting == requests[3:]
+    assert driver.waiting == requests[3:]
 
 
 def test_a_request_can_leave_from_anywhere_and_takes_its_memory_along() -> None:
@@ -93,11 +95,11 @@ def test_a_request_can_leave_from_anywhere_and_takes_its_memory_along() -> None:
     requests = [driver.add(2) for _ in range(3)]
     driver.step()
     driver.scheduler.remove(requests[1])
-    assert driver.scheduler.waiting == requests[2:]
+    assert driver.waiting == requests[2:]
     driver.scheduler.remove(requests[0])
     assert driver.scheduler.running == []
     assert driver.cache.length(0) == 0
-    with pytest.raises(ValueError, match="not in"):
+    with pytest.raises(KeyError):
         driver.scheduler.remove(requests[0])
 
 
@@ -135,7 +137,7 @@ def test_a_full_queue_says_so_and_takes_nothing() -> None:
     with pytest.raises(CapacityError, match="2 sequences are waiting, 1 more came and max_waiting is 2") as caught:
         driver.add(2)
     assert caught.value.fix == "try again later, or raise max_waiting."
-    assert driver.scheduler.waiting == queued
+    assert driver.waiting == queued
     assert driver.scheduler.num_vacant == 0
     driver.step()
     assert driver.scheduler.num_vacant == 1
@@ -146,9 +148,9 @@ def test_samples_are_queued_together_or_not_at_all() -> None:
     samples = [make_request([1], seq_id=seq_id, request_id="same") for seq_id in range(3)]
     with pytest.raises(CapacityError):
         driver.scheduler.add(samples)
-    assert driver.scheduler.waiting == []
+    assert driver.waiting == []
     driver.scheduler.add(samples[:2])
-    assert driver.scheduler.waiting == samples[:2]
+    assert driver.waiting == samples[:2]
 
 
 def test_who_is_set_aside_finds_room_in_a_full_queue() -> None:
@@ -160,3 +162,45 @@ def test_who_is_set_aside_finds_room_in_a_full_queue() -> None:
     driver.add(7)
     driver.steps_until(lambda: len(driver.scheduler.waiting) == 3)
     assert driver.scheduler.num_vacant == 0
+
+
+def test_scheduler_lets_others_pass_samples_that_wait() -> None:
+    """While the first of many samples feeds a long prompt, free slots go to requests that came later."""
+    driver = Driver(slots(4), budget=6)
+    samples = [driver.add(40, request_id="same", token=5) for _ in range(6)]
+    later = [driver.add(2, max_tokens=1) for _ in range(2)]
+    assert driver.step().admitted == [samples[0], *later]
+    driver.steps_until(lambda: samples[0].num_output > 0)
+    assert driver.step().admitted[0] == samples[1]
+    driver.finish()
+    assert all(request.num_output for request in (*samples, *later))
+
+
+def test_scheduler_readmits_samples_whose_first_one_left() -> None:
+    driver = Driver(slots(2), max_num_seqs=2, budget=4)
+    samples = [driver.add(40, request_id="same", token=5) for _ in range(3)]
+    driver.step()
+    driver.scheduler.remove(samples[0])
+    assert driver.step().admitted == [samples[1]]
+    driver.steps_until(lambda: samples[1].num_output > 0)
+    assert driver.step().admitted == [samples[2]]
+
+
+def test_scheduler_compares_few_of_many_that_wait() -> None:
+    """Admission must not look at all that wait: a heap of 4,000 is some 12 levels deep."""
+    driver = Driver(slots(1), max_num_seqs=1, max_waiting=5000)
+    for _ in range(4000):
+        driver.add(2, max_tokens=1)
+    looked_at = 0
+    turn = driver.scheduler._turn
+
+    def counting(request: Request) -> Key:
+        nonlocal looked_at
+        looked_at += 1
+        return turn(request)
+
+    driver.scheduler._turn = counting  # type: ignore[method-assign]
+    driver.scheduler.waiting._key = counting
+    for _ in range(10):
+        driver.scheduler.schedule()
+    assert looked_at < 100

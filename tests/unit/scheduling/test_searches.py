@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from speculant.beams import Beams, Hypothesis
+from speculant.beams import Beams
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
+from tests.beams import beams_of, give_search, hypotheses, scored, text_of
 from tests.unit.scheduling.driver import Driver, blocks, slots
 
 LIVE = ((1, 2, 3), (1, 2, 4), (1, 5, 3), (6, 2, 7))  # nine nodes: 3 + 1 + 2 + 3
@@ -17,8 +18,8 @@ LIVE = ((1, 2, 3), (1, 2, 4), (1, 5, 3), (6, 2, 7))  # nine nodes: 3 + 1 + 2 + 3
 def search(driver: Driver, num_prompt: int = 5, trunk: tuple[int, ...] = (), reach: int = 50) -> Request:
     """Queue a search with four hypotheses behind a trunk."""
     request = driver.add(num_prompt, max_tokens=30)
-    live = tuple(Hypothesis(trunk + text, -1.0) for text in LIVE)
-    request.beams = Beams(4, 1.0, frozenset(), 30, reach, len(trunk) + 3, live)
+    live = hypotheses(trunk + text for text in LIVE)
+    give_search(request, Beams(4, 1.0, frozenset(), 30, reach, len(trunk) + 3, live))
     request.tokens += trunk
     request.params = dataclasses.replace(request.params, beam_width=4)
     return request
@@ -54,8 +55,8 @@ def test_as_many_hypotheses_are_fed_as_fit(budget: int, fed: tuple[tuple[int, ..
 def test_those_that_were_scored_are_not_fed() -> None:
     driver = Driver(slots(1), budget=7)
     request = search(driver)
-    assert request.beams is not None
-    request.beams = request.beams.advance({LIVE[0]: ((1, -1.0),), LIVE[1]: ((1, -1.0),)})
+    beams = beams_of(request)
+    give_search(request, beams.advance(scored(beams, dict.fromkeys(LIVE[:2], ((1, -1.0),)))))
     (item,) = next_after_feeding(driver, 4, request).items
     assert paths(item) == list(LIVE[2:])
 
@@ -89,7 +90,7 @@ def test_a_search_that_waits_for_rows_sets_nobody_aside() -> None:
     """It is not memory that it lacks: somebody before it uses the pass up, and who comes behind it has a row."""
     driver = Driver(slots(3), max_num_seqs=3, budget=5, policy="first-come")
     prompt, request, last = driver.add(3), search(driver), driver.add(2)
-    driver.scheduler.running, driver.scheduler.waiting = [prompt, request, last], []
+    driver.start_all()
     driver.cache.reserve(request.seq_id, 4)
     driver.cache.reserve(last.seq_id, 1)
     schedule = driver.scheduler.schedule()
@@ -101,7 +102,7 @@ def test_who_came_last_makes_room_for_a_hypothesis() -> None:
     driver = Driver(blocks(4), max_num_seqs=2)
     request = search(driver, num_prompt=7)
     later = driver.add(8)
-    driver.scheduler.running, driver.scheduler.waiting = [request, later], []
+    driver.start_all()
     driver.cache.reserve(request.seq_id, 6)
     driver.cache.reserve(later.seq_id, 7)
     schedule = driver.scheduler.schedule()
@@ -124,11 +125,11 @@ def test_hypotheses_that_lie_too_far_apart_are_reached_one_after_another() -> No
     """Of three places two are within reach: the trunk is the first place of the best that waits."""
     driver = Driver(slots(1), budget=50)
     request = search(driver, reach=2)
-    assert request.beams is not None
-    assert (request.beams.trunk, request.beams.together) == ((1,), False)
-    request.tokens += request.beams.trunk
+    beams = beams_of(request)
+    assert (text_of(beams.trunk), beams.together) == ((1,), False)
+    request.tokens += beams.trunk.tokens()
     (item,) = next_after_feeding(driver, 5, request).items
     assert item.tree.token_list == [2, 3, 4, 5, 3]
     assert not item.decodes
-    request.beams = request.beams.advance(dict.fromkeys(LIVE[:3], ((1, -1.0),)))
-    assert request.beams.trunk == (6,)
+    after = beams.advance(scored(beams, dict.fromkeys(LIVE[:3], ((1, -1.0),))))
+    assert text_of(after.trunk) == (6,)

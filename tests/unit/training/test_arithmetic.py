@@ -34,7 +34,7 @@ def test_a_training_pass_is_the_decoders_own_arithmetic(config: TrainingConfig) 
     cache = slotted_cache(model.cache_shape, num_seqs=3, max_len=32)
     feeds = [SequenceInput(seq, row.tolist(), DraftTree.empty()) for seq, row in enumerate(tokens)]
     with torch.no_grad():
-        expected = model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage)
+        expected = model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage).last
         torch.testing.assert_close(hidden_states(model, tokens), expected, rtol=1e-4, atol=1e-5)
 
 

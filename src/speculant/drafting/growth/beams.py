@@ -1,5 +1,6 @@
-"""Beam search with a draft model, ahead of the target's [002 A.4]: it goes on from the target's hypotheses and scores.
+"""Beam search with a draft model, ahead of the target's: it goes on from the target's hypotheses and scores.
 
+See arXiv:2211.17192, A.4.
 The live hypotheses and what is drafted behind them are one tree. Each pass feeds it so far anew.
 """
 
@@ -7,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 
 from torch import Tensor
 
-from speculant.beams import Beams, Text
+from speculant.beams import Beams, Hypothesis, Scored, tree_of
 from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.kernels.native import Kernels
@@ -23,7 +23,7 @@ from speculant.types import DraftTree, Request
 
 @dataclass(eq=False)
 class _Search:
-    """One request's share of a round. `texts` are the paths of its tree behind the trunk, as they were found.
+    """One request's share of a round. `texts` are its tree, and the node that each one is.
 
     feed: committed tokens that the next pass begins with. It may have `most` nodes and take `rounds` rounds.
     """
@@ -31,34 +31,32 @@ class _Search:
     request: Request
     feed: list[int]
     beams: Beams
-    texts: list[Text]
+    texts: dict[Hypothesis, int]
     most: int
     rounds: int
 
     @property
     def tree(self) -> DraftTree:
         """The target's live hypotheses, then what was drafted behind them."""
-        return DraftTree.of_paths(self.texts, self.most)
+        return tree_of(self.texts)
 
     @property
-    def tips(self) -> list[Text]:
-        """What those of its hypotheses add to the trunk that wait for their continuations."""
-        return [text[self.request.num_output :] for text in self.beams.unscored]
+    def tips(self) -> list[int]:
+        """The nodes, -1 = the root, of those of its hypotheses that wait for their continuations."""
+        return [self.texts.get(each, -1) for each in self.beams.unscored]
 
     @property
     def grows(self) -> bool:
         """Whether another round could add something."""
-        return self.rounds > 0 and bool(self.beams.live) and self.tree.size < self.most
+        return self.rounds > 0 and bool(self.beams.live) and len(self.texts) < self.most
 
     def advance(self, probs: Tensor) -> None:
         """Take a round with the probs [r, V] after the tips; hypotheses that the tree has no room for are dropped."""
-        ranked = rank(probs, self.beams.num_continuations)
+        ranked = [Scored(continuations) for continuations in rank(probs, self.beams.num_continuations)]
         beams = self.beams.advance(dict(zip(self.beams.unscored, ranked, strict=True)))
-        texts = [each.tokens[self.request.num_output :] for each in beams.live]
-        self.texts, self.rounds = [*self.texts, *texts], self.rounds - 1
-        tree = self.tree
-        held = [len(tree.path_along(text)) == len(text) for text in texts]
-        self.beams = replace(beams, live=tuple(compress(beams.live, held)))
+        self.beams = replace(beams, live=beams.live[: self.most - len(self.texts)])
+        self.texts |= {each: node for node, each in enumerate(self.beams.live, len(self.texts))}
+        self.rounds -= 1
 
 
 def draft_beams(
@@ -73,8 +71,9 @@ def draft_beams(
     The draft keeps `nodes_per_beam` times as many beams as the target. Who is behind, or finds no room in the
     runner's cache, only catches up.
     """
-    wanted = [(request, request.live_tree().size + limit) for request, limit in drafting]
-    searches = [_begin(plan, nodes_per_beam) for plan in runner.plan(wanted)]
+    states = {request.seq_id: request.search.beams for request, _ in drafting if request.search is not None}
+    wanted = [(request, states[request.seq_id].live_tree.size + limit) for request, limit in drafting]
+    searches = [_begin(plan, states[plan.request.seq_id], nodes_per_beam) for plan in runner.plan(wanted)]
     drafted = [search for search in searches if search.grows]
     growing = _take_round(runner, searches, vocab_size, kernels)
     for search in searches:
@@ -89,12 +88,11 @@ def draft_beams(
     return {search.request.seq_id: search.tree for search in drafted}
 
 
-def _begin(plan: Chain, nodes_per_beam: int) -> _Search:
-    request, beams = plan.request, plan.request.beams
-    assert beams is not None, "this is no beam search"
-    width, room = nodes_per_beam * beams.width, plan.limit - request.live_tree().size
-    texts = [each.tokens[request.num_output :] for each in beams.live]
-    return _Search(request, plan.feed, replace(beams, width=width), texts, plan.limit, -(-room // width))
+def _begin(plan: Chain, beams: Beams, nodes_per_beam: int) -> _Search:
+    texts = {text: node for node, text in enumerate(beams.live_texts)}
+    width, room = nodes_per_beam * beams.width, plan.limit - len(texts)
+    wider = replace(beams, width=width)
+    return _Search(plan.request, plan.feed, wider, texts, plan.limit, -(-room // width))
 
 
 def _take_round(
@@ -111,10 +109,10 @@ def _take_round(
         fed = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
         feeds.append(SequenceInput(search.request.seq_id, known(search.feed, model.vocab_size), fed))
         root, end = end + len(search.feed) - 1, end + len(search.feed) + tree.size
-        for text in search.tips if search.grows else ():
-            rows.append(root + 1 + [-1, *tree.path_along(text)][-1])
-            nodes.append(Node(search.request, text))
-    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage)
+        for tip in search.tips if search.grows else ():
+            rows.append(root + 1 + tip)
+            nodes.append(Node(search.request, tree.tokens_to(tip)))
+    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
     if rows:
         probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, kernels)
         for search in growing:

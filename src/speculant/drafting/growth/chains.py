@@ -56,7 +56,7 @@ class _Stepwise:
         size = self.model.vocab_size
         fed = [SequenceInput(chain.request.seq_id, known(tokens, size), DraftTree.empty()) for chain, tokens in feeds]
         batch = build_batch(fed, self.cache, self.model.cache_shape.device)
-        hidden = self.model.forward(batch, self.cache.storage)
+        hidden = self.model.forward(batch, self.cache.storage).last
         last = -1
         ends = [last := last + len(tokens) for _, tokens in feeds]
         drawing = [(chain, end) for (chain, _), end in zip(feeds, ends, strict=True) if chain.limit]

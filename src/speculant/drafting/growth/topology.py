@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,9 +13,7 @@ Pick = Callable[[Tensor], int]  # weights [V] -> a token
 Distributions = Sequence[
     Tensor | None
 ]  # by source, the distribution [V] of what comes next; None = a source that is behind
-Child = tuple[
-    int, Any, Tensor
-]  # a token, what its node is to the branching, and the distribution [V] it was really drawn from
+Child = tuple[int, Any, Tensor]  # a token, its node's state, and the distribution [V] that it was really drawn from
 
 
 class TreeTopology(Protocol):
@@ -33,6 +32,10 @@ class TreeTopology(Protocol):
     @property
     def depth(self) -> int:
         """How deep a tree can become."""
+        ...
+
+    def within(self, size: int) -> TreeTopology:
+        """Return the topology for a tree of at most `size` nodes: the best ones, by what is known before any draw."""
         ...
 
     def children(self, node: Any, probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
@@ -73,6 +76,10 @@ class StaticTree:
         """See `TreeTopology.depth`."""
         return max(map(len, self.paths))
 
+    def within(self, size: int) -> StaticTree:
+        """See `TreeTopology.within`; nodes near the root and of low rank come first."""
+        return self if size >= len(self.paths) else _best_nodes(self.paths, size)
+
     def is_whole(self) -> bool:
         """Whether every node's parent and elder siblings are there."""
         paths = self.paths | {()}
@@ -90,6 +97,16 @@ class StaticTree:
             children.append((pick(token_probs), place, token_probs))
             token_probs = without(token_probs, children[-1][0])
         return children
+
+
+@lru_cache(maxsize=1024)
+def _best_nodes(paths: frozenset[tuple[int, ...]], size: int) -> StaticTree:
+    """Return the `size` nodes with the highest estimated survival, parents and elder siblings of each among them.
+
+    Survival is taken to fall by one factor for each level, and by its square for each rank below the first.
+    """
+    ordered = sorted(paths, key=lambda path: (sum(1 + 2 * rank for rank in path), path))
+    return StaticTree(frozenset(ordered[:size]))
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,10 @@ class ParallelChains:
     def most_nodes(self) -> int:
         """See `TreeTopology.most_nodes`."""
         return len(self.chains) * self.depth
+
+    def within(self, size: int) -> ParallelChains:
+        """See `TreeTopology.within`; chains grow level by level, so that the first `size` nodes are the best."""
+        return self
 
     def children(
         self, node: tuple[tuple[int, ...], int], probs: Distributions, pick: Pick, distinct: bool

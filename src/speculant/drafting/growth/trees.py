@@ -119,7 +119,7 @@ class _Grower:
         if not feeds:
             return {}
         model, cache = source.model, source.cache
-        hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage)
+        hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
         places, rows, end = list[_Place](), list[int](), 0
         for feed, wanted in zip(feeds, asked, strict=True):
             end += len(feed.tokens) + feed.tree.size
@@ -143,7 +143,8 @@ class _Grower:
     def _branch(self, tree: Tree, node: int, probs: Distributions) -> None:
         known_by = tree.nodes[node] if node >= 0 else self.topology.root
         pick = picker(tree, len(tree.path(node)))
-        for token, child, own in self.topology.children(known_by, probs, pick, tree.request.shared_noise):
+        topology = self.topology.within(tree.limit)
+        for token, child, own in topology.children(known_by, probs, pick, tree.request.shared_noise):
             if len(tree.tokens) < tree.limit:
                 tree.nodes.append(child)
                 tree.tokens.append(token)

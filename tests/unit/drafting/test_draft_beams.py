@@ -12,6 +12,7 @@ from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree, Request
+from tests.beams import beams_of, give_search, scored, text_of
 from tests.fakes import MakeCache, Rig, both_caches, build_rig, few_blocks, paged, stored_tokens
 
 V, WIDTH = 6, 3
@@ -51,15 +52,14 @@ def test_a_model_like_the_target_s_drafts_what_the_target_will_keep(cache: MakeC
     rig, request = search_after(rounds)
     runner = follower_of(TableModel(PAIR.target, V), cache)
     runner.begin(request)
-    live = request.live_tree()
+    live = beams_of(request).live_tree
     tree = draft_beams(runner, [(request, 4 * WIDTH)], 1, V)[request.seq_id]
     drafted = texts_of(request, tree) - texts_of(request, live)
     assert len(drafted) == 4 * WIDTH
     assert_keeps_up(runner, request)
     for _ in range(4):
         rig.step()
-        assert request.beams is not None
-        kept = {each.tokens for each in request.beams.live}
+        kept = {text_of(each) for each in beams_of(request).live}
         assert kept <= drafted
         drafted -= kept
     assert not drafted
@@ -74,7 +74,7 @@ def test_a_limit_may_end_within_a_round(limit: int) -> None:
     whole = draft_beams(runner, [(request, 12)], 2, V)[request.seq_id]
     tree = draft_beams(runner, [(request, limit)], 2, V)[request.seq_id]
     assert tree.token_list == whole.token_list[: tree.size]
-    assert tree.size == request.live_tree().size + limit
+    assert tree.size == beams_of(request).live_tree.size + limit
     assert_keeps_up(runner, request)
 
 
@@ -101,21 +101,21 @@ def test_what_finds_no_room_is_not_drafted(blocks: int) -> None:
     runner.begin(request)
     tree = draft_beams(runner, [(request, 18)], 2, V).get(request.seq_id, DraftTree.empty())
     runner.cache.check()
-    needed = len(request.tokens) + request.live_tree().size
-    assert (tree.size > request.live_tree().size) == (4 * blocks >= needed)
+    needed = len(request.tokens) + beams_of(request).live_tree.size
+    assert (tree.size > beams_of(request).live_tree.size) == (4 * blocks >= needed)
     assert tree.size <= max(0, 4 * blocks - len(request.tokens) + 1)
 
 
 def test_what_the_target_has_scored_is_taken_over() -> None:
     """The draft's own distribution does not matter where the target's is known."""
     _, request = search_after(3)
-    assert request.beams is not None
-    best = request.beams.live[0].tokens
-    request.beams = request.beams.advance({best: ((5, -0.001), (4, -9.0))})
+    beams = beams_of(request)
+    best = text_of(beams.live[0])
+    give_search(request, beams.advance(scored(beams, {best: ((5, -0.001), (4, -9.0))})))
     runner = follower_of(TableModel(lambda history: [0.0] * V, V))
     runner.begin(request)
     tree = draft_beams(runner, [(request, 6)], 2, V)[request.seq_id]
-    drafted = texts_of(request, tree) - texts_of(request, request.live_tree())
+    drafted = texts_of(request, tree) - texts_of(request, beams_of(request).live_tree)
     assert {text for text in drafted if text[:-1] == best} <= {(*best, 5), (*best, 4)}
     assert (*best, 5) in drafted
 
@@ -126,7 +126,7 @@ def test_nothing_is_drafted_behind_an_end() -> None:
     runner = follower_of(TableModel(PAIR.target, V))
     runner.begin(request)
     tree = draft_beams(runner, [(request, 40)], 2, V)[request.seq_id]
-    assert tree.size > request.live_tree().size
+    assert tree.size > beams_of(request).live_tree.size
     assert ends.isdisjoint(tree.token_list)
 
 
@@ -135,5 +135,5 @@ def test_a_smaller_vocabulary_drafts_what_it_knows() -> None:
     runner = follower_of(TableModel(lambda history: [1.0, 2.0, 0.0], 3))
     runner.begin(request)
     tree = draft_beams(runner, [(request, 12)], 2, V)[request.seq_id]
-    assert tree.size == request.live_tree().size + 12
-    assert max(tree.token_list[request.live_tree().size :]) < 3
+    assert tree.size == beams_of(request).live_tree.size + 12
+    assert max(tree.token_list[beams_of(request).live_tree.size :]) < 3

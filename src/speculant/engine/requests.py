@@ -1,0 +1,167 @@
+"""From a tokenised prompt and its parameters to the sequences that an engine runs; everything is checked here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from speculant.beams import Beams, BeamSearch
+from speculant.config import Limits
+from speculant.drafting.base import DrafterNeeds
+from speculant.engine.drafters import Drafters
+from speculant.errors import ConfigError, RequestError, suggest
+from speculant.metrics import RequestMetrics, TimingMetrics
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Purpose, mix
+from speculant.types import Request, StopChecker
+from speculant.verification.auto import choose_verifier
+from speculant.verification.base import Verifier, verifier_for
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """What requests are checked against: sizes, vocabulary, end tokens, and the engine's seed and verifier ("auto")."""
+
+    limits: Limits
+    vocab_size: int
+    seed: int
+    end_token_ids: frozenset[int]
+    verification: str = "auto"
+
+
+class RequestFactory:
+    """Makes the `n` sequences of a prompt. Sequence ids count up from 1."""
+
+    def __init__(self, rules: RequestRules, verifiers: Mapping[str, Verifier], drafters: Drafters) -> None:
+        self._rules, self._verifiers, self._drafters = rules, verifiers, drafters
+        self._next_seq_id = 0
+        default = drafters.default
+        self._check_verifier(rules.verification, drafters.find(default).needs if default is not None else None)
+
+    def make(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        stop_checker: Callable[[], StopChecker] | None,
+        priority: int,
+        cache_salt: str,
+    ) -> list[Request]:
+        """Return the sequences; raises RequestError or ConfigError for what can't be served."""
+        self._check(prompt, params)
+        given: tuple[object, object] = priority, cache_salt
+        if not (isinstance(given[0], int) and isinstance(given[1], str)):
+            raise RequestError(
+                f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
+            )
+        method = self._method(params)
+        samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
+        for sample in samples:
+            sample.priority, sample.cache_salt = priority, cache_salt
+            sample.stop_checker = stop_checker() if stop_checker else None
+        if params.beam_width is not None:
+            self._begin_search(samples, params.beam_width)
+        return samples
+
+    def _sample(
+        self, prompt: Sequence[int], params: SamplingParams, request_id: str, index: int, method: str | None
+    ) -> Request:
+        self._next_seq_id += 1
+        seed = params.seed
+        own_seed = mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed
+        ends = frozenset() if params.ignore_eos else self._rules.end_token_ids
+        request = Request(
+            seq_id=self._next_seq_id,
+            request_id=request_id,
+            index=index,
+            prompt=tuple(prompt),
+            params=params,
+            seed=mix(own_seed, Purpose.REQUEST, index),
+            end_token_ids=ends | frozenset(params.stop_token_ids),
+            metrics=RequestMetrics(TimingMetrics(arrival=time.perf_counter())),
+            tokens=list(prompt),
+            drafter=method,
+        )
+        self._choose_verifier(request)
+        return request
+
+    def _method(self, params: SamplingParams) -> str | None:
+        """Return the drafting method of a request; None = it has none."""
+        wanted = params.speculation
+        if wanted is False:
+            return None
+        method = wanted.get("method") if isinstance(wanted, Mapping) else None
+        if method is None:
+            return self._drafters.default
+        self._drafters.find(method)
+        return str(method)
+
+    def _begin_search(self, samples: list[Request], width: int) -> None:
+        """Give samples a beam search; the first is fed for all of them."""
+        first, limits = samples[0], self._rules.limits
+        longest = limits.max_model_len - len(first.prompt)
+        beams = Beams(
+            width,
+            first.params.length_penalty,
+            first.end_token_ids,
+            longest=min(longest, first.params.max_tokens or longest),
+            reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
+        )
+        search = BeamSearch(beams, samples)
+        for sample in samples:
+            sample.search = search
+
+    def _choose_verifier(self, request: Request) -> None:
+        """Choose what verifies the request's drafts and how long they are; without drafts `match` is plain sampling."""
+        needs, wanted = self._drafters.needs(request), request.params.speculation
+        if needs is None:
+            return
+        if request.params.beam_width is not None:
+            request.metrics.verification = "beam" if needs.nodes_per_beam else None
+            return
+        asked = wanted if isinstance(wanted, Mapping) else {}
+        request.num_speculative_tokens = asked.get("num_speculative_tokens", self._usual_length(request))
+        name = asked.get("verification") or self._rules.verification
+        self._check_verifier(name, needs)
+        if name == "auto" or request.params.seed is not None:
+            name = choose_verifier(request, not needs.emits_probs, needs.emits_tree)
+        verifier = verifier_for(self._verifiers[name], request)
+        request.verifier = request.metrics.verification = name
+        request.metrics.lossless, request.shared_noise = verifier.lossless, verifier.needs.shared_noise
+
+    def _usual_length(self, request: Request) -> int | None:
+        """Return the draft length of a method that the request chose; None = the engine's, which is the default's."""
+        method = request.drafter
+        return None if method is None or method == self._drafters.default else self._drafters.usual_length(method)
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        longest = self._rules.limits.max_model_len
+        if not prompt:
+            raise RequestError("the prompt has no tokens", "send at least one token.")
+        if len(prompt) >= longest:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
+                "shorten the prompt or raise max_model_len.",
+            )
+        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for name, tokens in named.items():
+            _check_tokens(name, tokens, self._rules.vocab_size)
+        if isinstance(params.speculation, Mapping) and "verification" in params.speculation:
+            self._check_verifier(params.speculation["verification"], None)
+
+    def _check_verifier(self, name: str, needs: DrafterNeeds | None) -> None:
+        if name != "auto" and name not in self._verifiers:
+            raise ConfigError(f"verification {name!r} is unknown", suggest(name, ["auto", *self._verifiers]))
+        if needs is not None and needs.emits_tree and name != "auto" and not self._verifiers[name].needs.branches:
+            raise ConfigError(
+                f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
+            )
+
+
+def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{name} has {token!r}, which is not a token id from 0 to {vocab_size - 1}", "check the ids."
+            )

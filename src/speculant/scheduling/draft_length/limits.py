@@ -1,0 +1,61 @@
+"""How many nodes a draft can have: a policy's wish, cut to what can still matter and fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speculant.scheduling.scheduler import Schedule
+from speculant.types import Request
+
+
+@dataclass(frozen=True)
+class DraftBounds:
+    """What bounds one sequence's draft besides budget and memory.
+
+    max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
+    nodes_per_beam: nodes that it drafts for each beam of a beam search in each round; 0 = it can't.
+    """
+
+    max_len: int
+    max_nodes: int | None = None
+    nodes_per_beam: int = 0
+
+
+NO_DRAFT = DraftBounds(max_len=0)  # of a sequence without a drafter
+
+
+def draft_limits(
+    schedule: Schedule, wishes: Sequence[int], bounds: Sequence[DraftBounds], most_nodes: int
+) -> list[int]:
+    """Return the number of nodes that each sequence's draft may have.
+
+    A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len. All drafts of a step have
+    at most `most_nodes` nodes. They share, in order, what the step's tokens left of the budget and of the cache: drafts
+    never cause preemption.
+
+    In a beam search a wish counts rounds: each takes nodes_per_beam nodes for every beam. They go behind all live
+    hypotheses, including those that the step would not feed without them.
+    """
+    limits, budget, plan = [], min(schedule.spare_tokens, most_nodes), schedule.plan
+    for item, wanted, bound in zip(schedule.items, wishes, bounds, strict=True):
+        wish, search = min(wanted, room(item.request, bound.max_len)), item.request.search
+        if search is not None:
+            wish *= search.beams.width * bound.nodes_per_beam
+        elif bound.max_nodes is not None:
+            wish = min(wish, bound.max_nodes)
+        wish = wish if item.decodes else 0
+        also = search.beams.live_tree.size - item.tree.size if search and wish > 0 else 0
+        limits.append(max(0, min(wish, min(budget, plan.room(item.request.seq_id)) - also)))
+        taken = limits[-1] + also if limits[-1] else 0
+        plan.take(item.request.seq_id, taken)
+        budget -= taken
+    return limits
+
+
+def room(request: Request, max_len: int) -> int:
+    """Return the longest chain whose acceptance and one more token stay within max_tokens and max_len."""
+    left = max_len - request.num_positions - 1
+    if request.params.max_tokens is not None:
+        left = min(left, request.params.max_tokens - (request.num_positions - len(request.prompt)) - 1)
+    return left

@@ -1,0 +1,115 @@
+"""Every draft-length policy, found by itself, and what the engine promises a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from speculant import plugins
+from speculant.config import Limits
+from speculant.errors import ConfigError
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
+from speculant.metrics import StepTiming
+from speculant.params import SamplingParams
+from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext, DraftOutcome
+from speculant.scheduling.scheduler import Schedule
+from tests.fakes import Rig, build_rig, model_drafter
+from tests.unit.scheduling.driver import Driver, slots
+
+KIND = "speculant.scheduling.draft_length"
+LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=96)
+PAIR = Pair(5, 5, FULL_SUPPORT)
+every_policy = pytest.mark.parametrize("name", plugins.names(KIND))
+
+
+def build(name: str, length: int = 3) -> DraftLength:
+    policy: DraftLength = plugins.load(KIND, name).build(DraftLengthContext(length))
+    return policy
+
+
+@every_policy
+def test_policy_chooses_a_length_for_every_item(name: str) -> None:
+    driver = Driver(slots(4))
+    for length in (3, 5, 2):
+        driver.add(length)
+    schedule, policy = driver.step(), build(name)
+    lengths = policy.choose(schedule)
+    assert len(lengths) == len(schedule.items)
+    assert all(isinstance(length, int) and length >= 0 for length in lengths)
+    outcomes = [DraftOutcome(schedule.items[0].request, [1, 1], [1, 0], [0, 0])]
+    policy.observe(outcomes, StepTiming(0.0, 0.1, 0.3))
+    assert len(policy.choose(schedule)) == len(schedule.items)
+
+
+@every_policy
+def test_policy_refuses_unknown_options(name: str) -> None:
+    with pytest.raises(ConfigError, match="wndow"):
+        plugins.load(KIND, name).build(DraftLengthContext(3, {"wndow": 1}))
+
+
+class Recorded:
+    """Chooses what a script says for a whole batch, and notes what it is told."""
+
+    def __init__(self, script: Sequence[int], keeps_up: bool = False) -> None:
+        self.keeps_up, self._script = keeps_up, script
+        self.outcomes: list[DraftOutcome] = []
+        self.timings: list[StepTiming] = []
+        self.batches: list[int] = []
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        wanted = self._script[len(self.batches) % len(self._script)]
+        self.batches.append(len(schedule.items))
+        return [wanted + place for place in range(len(schedule.items))] if wanted else [0] * len(schedule.items)
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        self.outcomes += outcomes
+        self.timings.append(timing)
+
+
+def run(policy: DraftLength, temperature: float = 1.0) -> Rig:
+    drafter = model_drafter(TableModel(PAIR.draft, 5), 5, limits=LIMITS)
+    rig = build_rig(TableModel(PAIR.target, 5), drafter, limits=LIMITS, draft_length=policy)
+    for prompt in ((0, 1), (2,), (3, 1, 4)):
+        rig.add(prompt, SamplingParams(temperature=temperature, max_tokens=24), str(prompt))
+    return rig
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_policy_hears_what_was_drafted_tested_and_accepted(temperature: float) -> None:
+    policy = Recorded([2, 0, 4])
+    rig = run(policy, temperature)
+    requests = list(rig.requests)
+    rig.finish()
+    for request in requests:
+        own, metrics = (
+            [each for each in policy.outcomes if each.request is request],
+            request.metrics.speculative_decoding,
+        )
+        assert len(own) == metrics.num_spec_steps > 0
+        assert sum(sum(each.drafted) for each in own) == metrics.num_draft_tokens
+        assert sum(sum(each.accepted) for each in own) == metrics.num_accepted_draft_tokens
+        assert sum(sum(each.tested) for each in own) == metrics.num_tested_tokens
+        for each in own:
+            assert len(each.drafted) == len(each.tested) == len(each.accepted)
+            assert list(each.tested) == sorted(each.tested, reverse=True)
+            assert all(accepted <= tested for accepted, tested in zip(each.accepted, each.tested, strict=True))
+    assert len(policy.timings) == rig.engine.metrics.steps
+    assert all(timing.draft_s >= 0 and timing.verify_s > 0 for timing in policy.timings)
+
+
+def test_policy_that_keeps_up_spares_a_later_draft_the_backlog() -> None:
+    """Six steps without a draft: the drafter's cache holds the tokens all the same."""
+    held = {}
+    for keeps_up in (False, True):
+        rig = run(Recorded([0, 0, 0, 0, 0, 0, 3], keeps_up))
+        requests = list(rig.requests)
+        for _ in range(6):
+            rig.step()
+        (cache,) = rig.caches[1:]
+        held[keeps_up] = [cache.length(request.seq_id) for request in requests]
+        if keeps_up:
+            assert held[keeps_up] == [len(request.tokens) - 1 for request in requests]
+        rig.finish()
+    assert held[False] == [0, 0, 0]

@@ -1,0 +1,172 @@
+"""Drafters by method: drafts are checked, errors are counted, and each request has the drafter that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.config import Limits
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete
+from speculant.engine.drafters import Drafters, check_draft
+from speculant.errors import ConfigError, DraftError
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
+from speculant.params import SamplingParams
+from speculant.types import DraftTree, Request
+from tests.fakes import Rig, ScriptedDrafter, build_rig
+
+V = 6
+LIMITS = Limits(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=48)
+PAIR = Pair(3, V, FULL_SUPPORT)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+BAD: dict[str, Callable[[], Any]] = {
+    "a token beyond the vocabulary": lambda: DraftTree.chain([10**9]),
+    "a negative token": lambda: DraftTree.chain([-5]),
+    "too many nodes": lambda: DraftTree.chain([1] * 700),
+    "a parent behind its child": lambda: DraftTree.of([1, 2], [1, -1]),
+    "a node that is its own parent": lambda: DraftTree.of([1, 2], [-1, 1]),
+    "a parent below -1": lambda: DraftTree.of([1, 2], [-1, -2]),
+    "more tokens than parents": lambda: DraftTree.of([1, 2], [-1]),
+    "branches that were not announced": lambda: DraftTree.of([1, 2], [-1, -1]),
+    "probs of another size": lambda: DraftTree.chain([1], torch.ones(1, V - 1)),
+    "fractions": lambda: DraftTree(torch.tensor([1.5]), torch.tensor([float("nan")])),
+    "no tree": lambda: [1, 2],
+}
+
+
+class Careless(StatelessDrafter):
+    """Proposes the same thing to everybody, whatever the limit."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        return [self._make() for _ in requests]
+
+
+def finished(rig: Rig, prompts: Sequence[Sequence[int]] = ((0,), (1, 2), (3, 3))) -> list[list[int]]:
+    rig.drafter_may_fail = True
+    requests = [rig.add(prompt, GREEDY, str(index))[0] for index, prompt in enumerate(prompts)]
+    rig.finish()
+    assert {request.finish_reason for request in requests} == {"length"}
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_drafters_bad_draft_costs_the_draft_alone(bad: str) -> None:
+    expected = finished(build_rig(TableModel(PAIR.target, V), limits=LIMITS))
+    rig = build_rig(TableModel(PAIR.target, V), Careless(BAD[bad]), length=4, limits=LIMITS)
+    assert finished(rig) == expected
+    assert rig.engine.metrics.drafter_errors > 0
+    assert rig.engine.metrics.failed == rig.engine.metrics.repeated_steps == 0
+
+
+def test_drafters_wrong_number_of_drafts_is_an_error() -> None:
+    class Lazy(StatelessDrafter):
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            return []
+
+    rig = build_rig(TableModel(PAIR.target, V), Lazy(), length=4, limits=LIMITS)
+    finished(rig)
+    assert rig.engine.metrics.drafter_errors > 0
+
+
+def test_drafters_check_passes_legal_drafts() -> None:
+    needs = DrafterNeeds(emits_tree=True)
+    for tree in (DraftTree.empty(), DraftTree.of([1, 5, 0], [-1, -1, 0]), DraftTree.chain([2], torch.ones(1, V))):
+        check_draft(tree, DraftTree.empty(), 3, V, needs)
+
+
+def test_drafters_beam_draft_extends_live_hypotheses() -> None:
+    live = DraftTree.of([1, 2], [-1, 0])
+    check_draft(DraftTree.of([1, 2, 3], [-1, 0, 1]), live, 1, V, DrafterNeeds())
+    with pytest.raises(DraftError, match="live hypotheses"):
+        check_draft(DraftTree.of([2, 1, 3], [-1, 0, 1]), live, 1, V, DrafterNeeds())
+
+
+def test_drafters_failing_end_leaves_the_engine_intact() -> None:
+    class Clinging(ScriptedDrafter):
+        def end(self, request: Request) -> None:
+            raise RuntimeError("no")
+
+    rig = build_rig(TableModel(PAIR.target, V), Clinging(lambda request: [1, 2]), length=2, limits=LIMITS)
+    finished(rig)
+    assert rig.engine.metrics.drafter_errors == 3
+    assert rig.cache.free_tokens() == rig.cache.num_blocks * rig.cache.block_size
+
+
+def test_complete_adds_the_calls_that_are_missing() -> None:
+    class Minimal:
+        needs = DrafterNeeds()
+
+        def __init__(self) -> None:
+            self.heard: list[Request] = []
+
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            return [DraftTree.empty() for _ in requests]
+
+        def begin(self, request: Request) -> None:
+            self.heard.append(request)
+
+    minimal = Minimal()
+    rig = build_rig(TableModel(PAIR.target, V), complete(minimal), length=2, limits=LIMITS)
+    rig.add((0,), GREEDY)
+    rig.finish()
+    assert len(minimal.heard) == 1
+
+
+class Announcing(StatelessDrafter):
+    def __init__(self, needs: DrafterNeeds) -> None:
+        self.needs = needs
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.empty() for _ in requests]
+
+
+@pytest.mark.parametrize(
+    ("needs", "says"),
+    [
+        (DrafterNeeds(target_inputs=True), "not supported yet"),
+        (DrafterNeeds(hidden_layers=(0, 9)), "with 2 layers"),
+        (DrafterNeeds(own_cache=True), "own_cache"),
+    ],
+)
+def test_complete_refuses_what_can_not_be_had(needs: DrafterNeeds, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        complete(Announcing(needs), num_layers=2)
+    with pytest.raises(ConfigError, match="lacks `propose`"):
+        complete(object())
+
+
+def test_drafters_serve_each_request_by_its_method() -> None:
+    """One engine, several drafters: a request names one, has the default, or has none."""
+    asked: dict[str, set[str]] = {"one": set(), "two": set()}
+
+    def noting(name: str) -> ScriptedDrafter:
+        return ScriptedDrafter(lambda request: asked[name].add(request.request_id) or [1, 2])
+
+    rig = build_rig(TableModel(PAIR.target, V), Drafters({"one": noting("one"), "two": noting("two")}, "one"), length=3)
+    wanted = {"default": None, "other": {"method": "two", "num_speculative_tokens": 2}, "none": False}
+    requests = {
+        name: rig.add((0,), SamplingParams(temperature=0, max_tokens=8, speculation=speculation), name)[0]
+        for name, speculation in wanted.items()
+    }
+    rig.finish()
+    assert asked == {"one": {"default"}, "two": {"other"}}
+    assert len({tuple(request.output) for request in requests.values()}) == 1
+    assert requests["none"].metrics.speculative_decoding.num_draft_tokens == 0
+    assert max(requests["other"].metrics.speculative_decoding.acceptance_histogram) >= 0
+
+
+def test_drafters_unknown_method_is_refused() -> None:
+    def make(method: str) -> Any:
+        raise ConfigError(f"there is no {method}", "use another.")
+
+    rig = build_rig(TableModel(PAIR.target, V), Drafters({}, None, make), length=3)
+    with pytest.raises(ConfigError, match="there is no magic"):
+        rig.add((0,), SamplingParams(speculation={"method": "magic"}))
+    assert not rig.engine.has_unfinished()
