@@ -111,10 +111,10 @@ class CountedCache(PagedKVCache):
     def insert_prefix(self, request: int, tokens: Sequence[int]) -> None:
         """See `KVCache.insert_prefix`."""
         super().insert_prefix(request, tokens)
-        request = self._live[request]
+        known = self._live[request]
         for end in range(self.block_size, min(self.length(request), len(tokens)) + 1, self.block_size):
-            require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
-            self._committed.add((request.cache_salt, tuple(tokens[:end])))
+            require(tokens[:end] == known.tokens[:end], "tokens are indexed that were not committed")
+            self._committed.add((known.cache_salt, tuple(tokens[:end])))
 
 
 class WatchedDrafter(ModelDrafter):

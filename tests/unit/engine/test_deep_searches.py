@@ -27,6 +27,7 @@ from tests.exactness.searches import assert_found
 from tests.models import Shape, write_checkpoint
 
 START, DEEP = 0, 600
+ROOMY = Limits(max_model_len=4 * DEEP, max_num_seqs=1, max_num_batched_tokens=4 * DEEP)
 # The likeliest texts repeat 1 or 2 for ever, and are equally likely; a 3 is the second best, and leads to either.
 NEXT = torch.tensor(
     [[-9, 0, 0, -9], [-9, 2, -9, 0.5], [-9, -9, 2, 0.5], [-9, 1, 1.1, -9]],
@@ -53,9 +54,8 @@ class LastTokenModel:
         return NEXT[hidden[:, 0].long()]
 
 
-def search(model: LastTokenModel, width: int, longest: int) -> list[Request]:
-    """Search to the end, in one pass for each token."""
-    limits = Limits(max_model_len=4 * DEEP, max_num_seqs=1, max_num_batched_tokens=4 * DEEP)
+def search(model: LastTokenModel, width: int, longest: int, limits: Limits = ROOMY) -> list[Request]:
+    """Search to the end."""
     cache = SlottedKVCache(model.cache_shape, 1, limits.max_model_len)
     options = EngineOptions(limits, 0, frozenset())
     engine = Engine(options, model, cache, KeyedChances(), load_verifiers(), Fixed(0))
@@ -65,10 +65,15 @@ def search(model: LastTokenModel, width: int, longest: int) -> list[Request]:
     return samples
 
 
-def test_search_deeper_than_512_is_the_plain_one() -> None:
+@pytest.mark.parametrize(
+    ("limits", "deepest"),
+    [(ROOMY, DEEP - 1), (Limits(DEEP + 1, 1, 4 * DEEP), DEEP - 1), (Limits(4 * DEEP, 1, 512), 511)],
+)
+def test_search_deeper_than_512_is_the_plain_one(limits: Limits, deepest: int) -> None:
+    """With room for all hypotheses in a pass, with memory for one of them, and with less budget than one is long."""
     model = LastTokenModel()
-    samples = search(model, 3, DEEP)
-    assert model.deepest == DEEP - 1, "the hypotheses did not part at once"
+    samples = search(model, 3, DEEP, limits)
+    assert model.deepest == deepest, "the hypotheses did not part at once"
     probs = NEXT.softmax(-1).tolist()
     assert_found(samples, plain_beams(lambda history: probs[history[-1]], (START,), 3, DEEP))
 
