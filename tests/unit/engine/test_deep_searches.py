@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams
 from speculant.beams import Hypothesis
-from speculant.cache.base import CacheShape, KVCache
+from speculant.cache.base import CacheShape, KVStorage
 from speculant.cache.factory import slotted_cache
 from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Hidden
 from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.draft_length.fixed import Fixed
+from speculant.tree import depths_of
 from speculant.types import Request
 from tests.beams import beams_of, hypotheses, text_of
 from tests.exactness.plain_beams import plain_beams
@@ -27,6 +29,7 @@ from tests.exactness.searches import assert_found
 from tests.models import Shape, write_checkpoint
 
 START, DEEP = 0, 600
+ROOMY = Limits(max_model_len=4 * DEEP, max_num_seqs=1, max_num_batched_tokens=4 * DEEP)
 # The likeliest texts repeat 1 or 2 for ever, and are equally likely; a 3 is the second best, and leads to either.
 NEXT = torch.tensor(
     [[-9, 0, 0, -9], [-9, 2, -9, 0.5], [-9, -9, 2, 0.5], [-9, 1, 1.1, -9]],
@@ -43,19 +46,20 @@ class LastTokenModel:
     def __init__(self) -> None:
         self.deepest = 0
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; the hidden states are the tokens."""
-        self.deepest = max(self.deepest, *(depth for segment in batch.segments for depth in [0, *segment.tree.depths]))
-        return batch.tokens[:, None].to(torch.float64)
+        self.deepest = max(
+            self.deepest, *(depth for segment in batch.segments for depth in [0, *depths_of(segment.parents)])
+        )
+        return Hidden(batch.tokens[:, None].to(torch.float64))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         return NEXT[hidden[:, 0].long()]
 
 
-def search(model: LastTokenModel, width: int, longest: int) -> list[Request]:
-    """Search to the end, in one pass for each token."""
-    limits = Limits(max_model_len=4 * DEEP, max_num_seqs=1, max_num_batched_tokens=4 * DEEP)
+def search(model: LastTokenModel, width: int, longest: int, limits: Limits = ROOMY) -> list[Request]:
+    """Search to the end."""
     cache = slotted_cache(model.cache_shape, 1, limits.max_model_len)
     options = EngineOptions(limits, 0, frozenset())
     engine = Engine(options, model, cache, KeyedChances(), load_verifiers(), Fixed(0))
@@ -65,10 +69,15 @@ def search(model: LastTokenModel, width: int, longest: int) -> list[Request]:
     return samples
 
 
-def test_search_deeper_than_512_is_the_plain_one() -> None:
+@pytest.mark.parametrize(
+    ("limits", "deepest"),
+    [(ROOMY, DEEP - 1), (Limits(DEEP + 1, 1, 4 * DEEP), DEEP - 1), (Limits(4 * DEEP, 1, 512), 511)],
+)
+def test_search_deeper_than_512_is_the_plain_one(limits: Limits, deepest: int) -> None:
+    """With room for all hypotheses in a pass, with memory for one of them, and with less budget than one is long."""
     model = LastTokenModel()
-    samples = search(model, 3, DEEP)
-    assert model.deepest == DEEP - 1, "the hypotheses did not part at once"
+    samples = search(model, 3, DEEP, limits)
+    assert model.deepest == deepest, "the hypotheses did not part at once"
     probs = NEXT.softmax(-1).tolist()
     assert_found(samples, plain_beams(lambda history: probs[history[-1]], (START,), 3, DEEP))
 

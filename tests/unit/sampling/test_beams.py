@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from speculant.beams import Beams, Continuations
+from speculant.beams import Beams, Continuations, common_prefix, texts_behind, tree_of
+from speculant.types import DraftTree
 from tests.beams import Text, hypotheses, scored, text_of, texts_of
 
 
@@ -90,3 +91,49 @@ def test_the_trunk_leaves_no_more_than_a_pass_can_hold(reach: int, trunk: Text, 
     live = hypotheses([(1, 1, 2, 3), (1, 1, 3, 3), (1, 1, 2, 4)])
     search = Beams(3, 1.0, frozenset(), 9, reach, 4, live)
     assert (text_of(search.trunk), search.together) == (trunk, together)
+
+
+TEXTS = [(1, 2, 3), (1, 2, 4), (5,), (1, 6, 3)]
+
+
+def test_what_hypotheses_begin_with_is_one_node() -> None:
+    tips = hypotheses(TEXTS)
+    nodes = texts_behind(tips[0].prefix(0), tips)
+    assert texts_of(nodes) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (1, 6), (1, 6, 3)]
+    tree = tree_of(nodes)
+    assert [tuple(tree.tokens_to(node)) for node in range(tree.size)] == texts_of(nodes)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(7, TEXTS), (6, TEXTS[:3]), (4, TEXTS[:2]), (3, TEXTS[:1]), (2, TEXTS[2:3]), (0, [])]
+)
+def test_hypotheses_that_do_not_fit_are_left_out(most: int, expected: list[Text]) -> None:
+    tips = hypotheses(TEXTS)
+    found = texts_behind(tips[0].prefix(0), tips, most)
+    assert len(found) <= most
+    assert [text for text in TEXTS if text in texts_of(found)] == expected
+
+
+def test_hypotheses_beside_the_trunk_are_left_out() -> None:
+    tips = hypotheses(TEXTS)
+    assert texts_of(texts_behind(tips[0].prefix(1), tips)) == [(1, 2), (1, 2, 3), (1, 2, 4), (1, 6), (1, 6, 3)]
+    assert texts_of(texts_behind(tips[2], tips)) == []
+
+
+@pytest.mark.parametrize(("count", "prefix"), [(1, (1, 2, 3)), (2, (1, 2)), (3, ()), (4, ())])
+def test_a_common_prefix_is_the_longest(count: int, prefix: Text) -> None:
+    tips = hypotheses(TEXTS)
+    assert text_of(common_prefix(tips[:count])) == prefix
+    assert common_prefix((tips[0], tips[0].prefix(1))) is tips[0].prefix(1)
+
+
+def test_a_tree_says_what_it_knows_of_hypotheses() -> None:
+    """Nodes behind a hypothesis say what follows it. Those of other texts say nothing."""
+    live = hypotheses([(1, 2), (1, 3), (4, 2)])
+    search = beams(3, live=live, rounds=2)
+    tree = DraftTree.of([9, 1, 3, 2, 7, 7], [-1, -1, 1, 1, 3, 0])
+    known = search.scored_by(tree, {node: ((10 + node, -1.0),) for node in range(-1, tree.size)})
+    assert list(known) == [live[0], live[1]]
+    assert [known[each].continuations for each in live[:2]] == [((13, -1.0),), ((12, -1.0),)]
+    assert {token: each.continuations for token, each in known[live[0]].behind.items()} == {7: ((14, -1.0),)}
+    assert not known[live[1]].behind
