@@ -11,32 +11,55 @@
 
 namespace SP_NAMESPACE {
 
-constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8, MOST_GROUP = 32, MOST_DEPTH = 512;
+constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8, MOST_GROUP = 32;
 constexpr int TILE_VECS = TILE / LANES;
 
-// Rows of one sequence that are computed together: several of a chain, or one node of a tree.
+// Successive rows of one sequence that are computed together, of its chain and of its tree.
 struct RowBlock {
   const SpSegment *segment;
   int64_t first, rows;  // within the segment
 };
 
+// A node of a tree. Links from tile to tile let a path be followed without a step for each of its nodes.
+struct Node {
+  int64_t position;
+  int64_t before;  // the nearest ancestor in an earlier tile; -1 = none
+};
+
 struct Plan {
   List<RowBlock> blocks;
+  List<Node> nodes;     // of all trees, as pass.parents has them
   List<float> partial;  // results of spans: maximum, sum, values
   int64_t most_spans = 0, padded = 0, threads = 1;
   bool split = false;  // whether the spans of a row are pieces of their own
 };
 
+static inline int64_t chain_of(const SpSegment &segment) { return segment.tree < 0 ? segment.rows : segment.chain; }
+
+// Work out a tree's nodes, parents first; returns the position behind its deepest one.
+static int64_t plan_nodes(const SpPass &pass, const SpSegment &segment, Plan &plan) {
+  const int64_t count = segment.rows - segment.chain, tree_start = segment.start + segment.chain;
+  const int64_t *parents = pass.parents + segment.tree;
+  if (plan.nodes.size < segment.tree + count) plan.nodes.resize(segment.tree + count);
+  Node *nodes = plan.nodes.items + segment.tree;
+  int64_t end = tree_start;
+  for (int64_t n = 0; n < count; n++) {
+    const int64_t parent = parents[n], position = parent < 0 ? tree_start : nodes[parent].position + 1;
+    nodes[n] = {position, parent < 0 || position % TILE == 0 ? parent : nodes[parent].before};
+    if (position >= end) end = position + 1;
+  }
+  return end;
+}
+
 static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan &plan) {
-  plan.blocks.size = 0;
+  plan.blocks.size = plan.nodes.size = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < pass.num_segments; s++) {
     const SpSegment &segment = pass.segments[s];
-    const int64_t chain = segment.tree < 0 ? segment.rows : segment.chain;
-    for (int64_t r = 0; r < chain; r += BLOCK_ROWS)
-      plan.blocks.push({&segment, r, chain - r < BLOCK_ROWS ? chain - r : BLOCK_ROWS});
-    for (int64_t r = chain; r < segment.rows; r++) plan.blocks.push({&segment, r, 1});
-    if (segment.start + segment.rows > longest) longest = segment.start + segment.rows;
+    for (int64_t r = 0; r < segment.rows; r += BLOCK_ROWS)
+      plan.blocks.push({&segment, r, segment.rows - r < BLOCK_ROWS ? segment.rows - r : BLOCK_ROWS});
+    const int64_t end = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
+    if (end > longest) longest = end;
   }
   plan.padded = (op.dim + LANES - 1) / LANES * LANES;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
@@ -73,68 +96,117 @@ static inline void merge(Running all, Running span, int64_t padded) {
   *all.maximum = maximum;
 }
 
-// Where the keys of one row block are. A tree node's last keys are its ancestors'.
+// The positions that each row of a block sees, and where their keys are. A node's last keys are its ancestors' and its own.
 struct Keys {
   const SpOp &op;
   const SpPass &pass;
   const SpSegment &segment;
-  int64_t tree_start;              // the first position whose key is a tree node's
-  int64_t ancestors[MOST_DEPTH];   // nodes, by depth
+  const Node *nodes;
+  int64_t first_node, tree_start;                 // the block's first row as a node (negative = of the chain); the first position of a node
+  int64_t rows, begin[BLOCK_ROWS], end[BLOCK_ROWS];  // row r sees positions begin[r] .. end[r] - 1
+  int64_t least = INT64_MAX, most = 0;               // the least begin, and the last end
 
-  Keys(const SpOp &o, const SpPass &p, const SpSegment &s) : op(o), pass(p), segment(s), tree_start(INT64_MAX) {}
+  Keys(const SpOp &o, const SpPass &p, const Plan &plan, const RowBlock &block)
+      : op(o), pass(p), segment(*block.segment), nodes(segment.tree < 0 ? nullptr : plan.nodes.items + segment.tree),
+        first_node(block.first - chain_of(segment)), tree_start(segment.start + chain_of(segment)), rows(block.rows) {
+    for (int64_t r = 0; r < rows; r++) {
+      end[r] = (first_node + r < 0 ? segment.start + block.first + r : nodes[first_node + r].position) + 1;
+      begin[r] = op.window && end[r] > op.window ? end[r] - op.window : 0;
+      least = begin[r] < least ? begin[r] : least, most = end[r] > most ? end[r] : most;
+    }
+  }
 
-  int64_t slot(int64_t position) const {
-    const int64_t place = position < tree_start ? position : tree_start + ancestors[position - tree_start];
-    return segment.table[place / pass.block] * pass.block + place % pass.block;
+  // The node at a position of the tree on the path to row r.
+  int64_t node_at(int64_t r, int64_t position) const {
+    int64_t node = first_node + r;
+    while (nodes[node].position / TILE > position / TILE) node = nodes[node].before;
+    while (nodes[node].position > position) node = pass.parents[segment.tree + node];
+    return node;
+  }
+
+  // The rows, as bits, that see keys of the tile at `from`.
+  uint32_t rows_at(int64_t from) const {
+    uint32_t found = 0;
+    for (int64_t r = 0; r < rows; r++) found |= (uint32_t)(begin[r] < from + TILE && from < end[r]) << r;
+    return found;
+  }
+
+  // Whether all keys of the tile at `from` that row r sees are also keys of row `other`: the last one decides, for a node has but
+  // one path.
+  bool shares(int64_t r, int64_t other, int64_t from) const {
+    const int64_t last = (end[r] < from + TILE ? end[r] : from + TILE) - 1;
+    return last < end[other] && (last < tree_start || node_at(r, last) == node_at(other, last));
   }
 };
 
-static inline int64_t depth_of(const SpPass &pass, const SpSegment &segment, int64_t node) {
-  int64_t depth = 0;
-  for (; node >= 0; node = pass.parents[segment.tree + node]) depth++;
-  return depth;
-}
-
-// Work out a block's keys; returns the position of its first row.
-static inline int64_t find_keys(const RowBlock &block, Keys &keys) {
-  const SpSegment &segment = *block.segment;
-  if (segment.tree < 0 || block.first < segment.chain) {
-    keys.tree_start = INT64_MAX;
-    return segment.start + block.first;
-  }
-  keys.tree_start = segment.start + segment.chain;
-  int64_t node = block.first - segment.chain, depth = depth_of(keys.pass, segment, node);
-  const int64_t position = keys.tree_start + depth - 1;
-  for (; node >= 0; node = keys.pass.parents[segment.tree + node]) keys.ancestors[--depth] = node;
-  return position;
-}
-
-// Where the keys and values of a tile are, those of the first head.
-struct Rows {
+// A tile as some rows of a block see it, and where the keys and values are, those of the first head.
+struct TileSlots {
   static constexpr int64_t RUNS = 2;  // of keys, and as many of values
   const char *keys[TILE], *values[TILE];
   const char *in_turn[2 * TILE + 2];  // all of them, so that several runs take turns, as linear layers' streams do; behind them 0
-  int64_t count = 0;
+  int64_t from = 0, count = 0;  // its first position, and how many there are
+  uint32_t rows = 0;            // as bits
 };
 
-static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &rows) {
+// The order in which slots are prefetched.
+static inline void order_slots(TileSlots &slots) {
+  constexpr int64_t RUNS = TileSlots::RUNS;
+  int64_t all = 0;
+  for (int64_t i = 0; i < TILE; i++) {
+    const int64_t at = i % RUNS * (TILE / RUNS) + i / RUNS;
+    if (at < slots.count) slots.in_turn[all++] = slots.keys[at], slots.in_turn[all++] = slots.values[at];
+  }
+  if (!all) slots.in_turn[all++] = (const char *)&slots;  // there is nothing to prefetch
+  slots.in_turn[all] = nullptr;
+}
+
+// Find the slots of the tile at `from` along the path to row r.
+static inline void find_slots(const Keys &keys, int64_t r, int64_t from, TileSlots &slots) {
   const char *key = (const char *)layer_of(keys.pass.keys, keys.op, keys.pass);
   const char *value = (const char *)layer_of(keys.pass.values, keys.op, keys.pass);
   const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
-  int64_t block = from / size, place = from % size, all = 0;
-  rows.count = end - from < TILE ? end - from : TILE;
-  for (int64_t i = 0; i < rows.count; i++) {
-    const int64_t slot = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
-    rows.keys[i] = key + slot * stride, rows.values[i] = value + slot * stride;
+  const int64_t *table = keys.segment.table;
+  const auto put = [&](int64_t i, int64_t slot) { slots.keys[i] = key + slot * stride, slots.values[i] = value + slot * stride; };
+  slots.from = from, slots.count = keys.end[r] - from < TILE ? keys.end[r] - from : TILE;
+  int64_t i = 0, block = from / size, place = from % size;
+  for (; i < slots.count && from + i < keys.tree_start; i++) {
+    put(i, table[block] * size + place);
     if (++place == size) place = 0, block++;
   }
-  for (int64_t i = 0; i < TILE; i++) {
-    const int64_t row = i % Rows::RUNS * (TILE / Rows::RUNS) + i / Rows::RUNS;
-    if (row < rows.count) rows.in_turn[all++] = rows.keys[row], rows.in_turn[all++] = rows.values[row];
-  }
-  if (!all) rows.in_turn[all++] = (const char *)&rows;  // there is nothing to ask for
-  rows.in_turn[all] = nullptr;
+  if (i == slots.count) return;
+  int64_t node = keys.node_at(r, from + slots.count - 1);
+  for (int64_t j = slots.count - 1; j >= i; j--, node = keys.pass.parents[keys.segment.tree + node])
+    put(j, table[(keys.tree_start + node) / size] * size + (keys.tree_start + node) % size);
 }
+
+// Goes through a span tile by tile, and through a tile once for all rows of the block that find the same keys there: those below a
+// tree are loaded once, and those of a path once for all nodes along it.
+struct TileWalk {
+  const Keys &keys;
+  int64_t from, end;     // positions: of the tile, and behind the last one
+  uint32_t waiting = 0;  // rows that have not had it
+
+  TileWalk(const Keys &k, int64_t span) : keys(k) {
+    const int64_t begin = k.least > span * SPAN ? k.least : span * SPAN;
+    from = begin / TILE * TILE - TILE;
+    end = (span + 1) * SPAN < k.most ? (span + 1) * SPAN : k.most;
+  }
+
+  // Find the next slots; whether there are any. Parents come before children, so the last row takes those of its path along.
+  bool next(TileSlots &slots) {
+    slots.count = 0, slots.rows = 0;
+    while (!waiting) {
+      if ((from += TILE) >= end) return false;
+      waiting = keys.rows_at(from);
+    }
+    const int64_t last = 31 - __builtin_clz(waiting);
+    for (int64_t r = 0; r <= last; r++)
+      if ((waiting >> r & 1) && keys.shares(r, last, from)) slots.rows |= 1u << r;
+    waiting &= ~slots.rows;
+    find_slots(keys, last, from, slots);
+    return true;
+  }
+};
 
 // The next tile, asked for line by line while this one is computed: a head's rows are too far apart for the processor to guess
 // them, and all of them at once would only wait for one another. Behind the last row comes that again.
@@ -142,7 +214,7 @@ struct Ahead {
   const char *line, *stop, *const *next;
   int64_t begin, bytes;  // of a row
 
-  Ahead(const Rows &rows, int64_t from, int64_t to) : next(rows.in_turn), begin(from), bytes(to - from) { go_on(); }
+  Ahead(const TileSlots &slots, int64_t from, int64_t to) : next(slots.in_turn), begin(from), bytes(to - from) { go_on(); }
 
   void go_on() {
     line = *next + begin, stop = line + bytes;
@@ -187,7 +259,7 @@ static inline void load_row(const SpOp &op, const char *row, int64_t padded, flo
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
-static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, Ahead &ahead, KeyTile &tile) {
+static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, Ahead &ahead, KeyTile &tile) {
   alignas(64) float copied[LANES * MOST_DIM];
   const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
   const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else there are tails to fill up
@@ -204,10 +276,9 @@ static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t pa
   }
 }
 
-// Values are read in place where they are whole vectors; bfloat16 only if it is not widened `again` and again.
-static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t padded, bool again, KeyTile &tile) {
+// Values are read in place where they are whole vectors.
+static void load_values(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, KeyTile &tile) {
   const int64_t offset = head * op.dim * real_size(op.type);
-  tile.narrow = op.type != SP_F32 && op.dim % (2 * LANES) == 0 && !again;
   if (tile.narrow || (op.type == SP_F32 && op.dim % LANES == 0)) {
     tile.values = from.values, tile.offset = offset;
     return;
@@ -357,45 +428,60 @@ typedef void (*AttendTile)(const SpOp &, const float *, const KeyTile &, int64_t
 constexpr int TOGETHER = TILE_VECS == 4 ? 4 : 1;  // queries whose sums fit the registers
 static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>};
 
-// One span of a block for key heads first .. first + count, a tile at a time: positions lie one after the other in memory,
-// heads within them. `run_at(row, head)` is a query's running softmax, begun here; `position` is the block's first row's;
-// `next_span` is the one that this thread probably takes next.
+// Whether bfloat16 values are read in place. They are copied as float32 where so many queries take them that widening them again
+// for each costs more.
+static inline bool reads_narrow(const SpOp &op, int64_t rows) {
+  return op.type != SP_F32 && op.dim % (2 * LANES) == 0 && rows * (op.heads / op.kv_heads) <= 2 * TOGETHER;
+}
+
+// One tile and key head for the rows that see it; `run_at(row, head)` is a query's running softmax.
 template <typename RunAt>
-static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t first, int64_t count, int64_t position,
-                        int64_t span, int64_t next_span, int64_t padded, RunAt run_at) {
-  KeyTile tile;
-  Rows found[2];
+static void attend_rows(const Keys &keys, const RowBlock &block, const TileSlots &slots, int64_t kv_head, int64_t padded,
+                        Ahead &ahead, KeyTile &tile, RunAt run_at) {
+  const SpOp &op = keys.op;
   const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
-  const int64_t row_bytes = op.dim * real_size(op.type), last = position + block.rows;  // keys end here
-  const int64_t oldest = op.window && position + 1 > op.window ? position + 1 - op.window : 0, seen = oldest / TILE * TILE;
-  const int64_t begin = span * SPAN > seen ? span * SPAN : seen, end = (span + 1) * SPAN < last ? (span + 1) * SPAN : last;
-  for (int64_t r = 0; r < block.rows; r++)
-    for (int64_t head = first * group; head < (first + count) * group; head++) begin_running(run_at(r, head), padded);
-  find_rows(keys, begin, last, found[0]);
-  for (int64_t from = begin, turn = 0; from < end; from += TILE, turn ^= 1) {
-    const Rows &rows = found[turn];
-    find_rows(keys, from + TILE < (span + 1) * SPAN ? from + TILE : next_span * SPAN, last, found[turn ^ 1]);
-    Ahead ahead(found[turn ^ 1], first * row_bytes, (first + count) * row_bytes);
-    for (int64_t kv_head = first; kv_head < first + count; kv_head++) {
-      load_keys(op, rows, kv_head, padded, ahead, tile);
-      load_values(op, rows, kv_head, padded, block.rows * group > 2 * TOGETHER, tile);
-      for (int64_t r = 0; r < block.rows; r++) {
-        const int64_t stop = position + r + 1, start = op.window && stop > op.window ? stop - op.window : 0;
-        const int64_t low = start > from ? start - from : 0, high = stop - from < TILE ? stop - from : TILE;
-        if (low >= high) continue;
-        const float *queries = op.in + (block.segment->first + block.first + r) * width;
-        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head += TOGETHER) {
-          const int64_t rest = (kv_head + 1) * group - head, some = rest < TOGETHER ? rest : TOGETHER;
-          Running runs[TOGETHER];
-          for (int64_t i = 0; i < some; i++) runs[i] = run_at(r, head + i);
-          ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, ahead, runs);
-        }
-      }
+  load_keys(op, slots, kv_head, padded, ahead, tile);
+  load_values(op, slots, kv_head, padded, tile);
+  for (uint32_t rows = slots.rows; rows; rows &= rows - 1) {
+    const int64_t r = __builtin_ctz(rows), begin = keys.begin[r] - slots.from, end = keys.end[r] - slots.from;
+    const int64_t low = begin > 0 ? begin : 0, high = end < TILE ? end : TILE;
+    const float *queries = op.in + (block.segment->first + block.first + r) * width;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head += TOGETHER) {
+      const int64_t rest = (kv_head + 1) * group - head, some = rest < TOGETHER ? rest : TOGETHER;
+      Running runs[TOGETHER];
+      for (int64_t i = 0; i < some; i++) runs[i] = run_at(r, head + i);
+      ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, ahead, runs);
     }
   }
-  if (begin >= end || !tile.narrow) return;
-  for (int64_t r = 0; r < block.rows; r++)
-    for (int64_t head = first * group; head < (first + count) * group; head++) part_pairs(run_at(r, head).values, padded);
+}
+
+// One span of a block for key heads first .. first + count, a tile at a time: positions lie one after the other in memory,
+// heads within them. Running softmaxes are begun here; `next_span` is the one that this thread probably takes next.
+template <typename RunAt>
+static void attend_span(const Keys &keys, const RowBlock &block, int64_t first, int64_t count, int64_t span, int64_t next_span,
+                        int64_t padded, RunAt run_at) {
+  KeyTile tile;
+  TileSlots found[2];
+  const SpOp &op = keys.op;
+  const int64_t group = op.heads / op.kv_heads, row_bytes = op.dim * real_size(op.type);
+  const auto each_run = [&](auto visit) {
+    for (int64_t r = 0; r < block.rows; r++)
+      for (int64_t head = first * group; head < (first + count) * group; head++) visit(run_at(r, head));
+  };
+  each_run([&](Running run) { begin_running(run, padded); });
+  tile.narrow = reads_narrow(op, block.rows);
+  TileWalk walk(keys, span);
+  bool more = walk.next(found[0]);
+  for (int turn = 0; more; turn ^= 1) {
+    TileSlots &next = found[turn ^ 1];
+    more = walk.next(next);
+    if (!more) TileWalk(keys, next_span).next(next);
+    order_slots(next);
+    Ahead ahead(next, first * row_bytes, (first + count) * row_bytes);
+    for (int64_t kv_head = first; kv_head < first + count; kv_head++)
+      attend_rows(keys, block, found[turn], kv_head, padded, ahead, tile, run_at);
+  }
+  if (tile.narrow) each_run([&](Running run) { part_pairs(run.values, padded); });
 }
 
 static inline void put_attended(const SpOp &op, int64_t row, int64_t head, Running run) {
@@ -408,8 +494,9 @@ static inline float *partial_at(Plan &plan, const SpOp &op, int64_t row, int64_t
 }
 
 // All spans of a block and key head, one after the other.
-static void attend_block(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t head, int64_t position, int64_t padded) {
+static void attend_block(const Keys &keys, const RowBlock &block, int64_t head, int64_t padded) {
   alignas(64) float memory[2][BLOCK_ROWS * MOST_GROUP * (MOST_DIM + 2)];
+  const SpOp &op = keys.op;
   const int64_t group = op.heads / op.kv_heads, count = block.rows * group;
   Running all[BLOCK_ROWS * MOST_GROUP], one[BLOCK_ROWS * MOST_GROUP];
   for (int64_t i = 0; i < count; i++) {
@@ -417,8 +504,8 @@ static void attend_block(const SpOp &op, const RowBlock &block, const Keys &keys
     begin_running(all[i], padded);
   }
   const auto run_at = [&](int64_t row, int64_t query) { return one[row * group + query - head * group]; };
-  for (int64_t span = 0; span * SPAN < position + block.rows; span++) {
-    attend_span(op, block, keys, head, 1, position, span, span + 1, padded, run_at);
+  for (int64_t span = 0; span * SPAN < keys.most; span++) {
+    attend_span(keys, block, head, 1, span, span + 1, padded, run_at);
     for (int64_t i = 0; i < count; i++)
       if (*one[i].sum != 0.0f) merge(all[i], one[i], padded);
   }
@@ -434,10 +521,9 @@ static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
 static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t piece) {
   const int64_t shares = plan.split ? plan.most_spans : op.kv_heads, share = piece % shares;
   const RowBlock &block = plan.blocks[piece / shares];
-  Keys keys(op, pass, *block.segment);
-  const int64_t position = find_keys(block, keys);
-  if (!plan.split) return attend_block(op, block, keys, share, position, plan.padded);
-  attend_span(op, block, keys, 0, op.kv_heads, position, share, share + plan.threads, plan.padded, [&](int64_t row, int64_t head) {
+  const Keys keys(op, pass, plan, block);
+  if (!plan.split) return attend_block(keys, block, share, plan.padded);
+  attend_span(keys, block, 0, op.kv_heads, share, share + plan.threads, plan.padded, [&](int64_t row, int64_t head) {
     return running_at(partial_at(plan, op, block.segment->first + block.first + row, head, share), plan.padded);
   });
 }

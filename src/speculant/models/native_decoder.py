@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.errors import CapacityError
-from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
-from speculant.models.base import Batch, Chain, Segment
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
+from speculant.models.base import Batch, Chain
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import PackedDecoder, Program, linear
@@ -133,19 +132,11 @@ def _segments(batch: Batch, cache: KVCache) -> tuple[array[int], array[int], lis
         tables.append(cache.table(segment.slots.seq_id).blocks)
         chain, tree = segment.num_rows, -1
         if not segment.tree.is_chain:
-            _check_depth(segment)
             chain, tree = segment.num_committed, len(parents)
             parents += segment.tree.parent_list
         fields += (first, segment.num_rows, segment.slots.start, chain, tree, tables[-1].data_ptr())
         first += segment.num_rows
     return array("q", fields), array("q", parents), tables
-
-
-def _check_depth(segment: Segment) -> None:
-    if max(segment.tree.depths) > MOST_DEPTH:
-        raise CapacityError(
-            f"a draft tree is {max(segment.tree.depths)} deep and the kernels go to {MOST_DEPTH}", "draft fewer tokens."
-        )
 
 
 def _next_power(n: int) -> int:
