@@ -1,42 +1,65 @@
-// Attention over a cache, walking the block table. Scores, maxima and sums of a query run over its own keys in order of
-// position, in tiles and spans that begin at fixed positions; so it does not matter which rows are beside it, how a prompt
-// was cut, or which thread does what.
+// Attention over a KV cache, read through the block table. A query's scores, maximum and sum run over its own keys in order of
+// position, in tiles and spans that begin at fixed positions. So its result depends neither on the rows beside it nor on the
+// chunks of a prompt nor on the threads.
 //
-//   keys   | tile 0 | tile 1 | ...          TILE positions: one step of the running softmax
-//          |       span 0        | span 1   SPAN positions: a result of its own, merged in order
+//   keys   | tile 0 | tile 1 | ...          TILE positions: one step of the online softmax (arXiv:1805.02867)
+//          |       span 0        | span 1   SPAN positions: a softmax of their own, merged in order
 //
-// A node of a tree sees the chain before it and then its own ancestors: key p is the ancestor at that depth.
+// A tree node sees the chain before the tree, its ancestors and itself. The node at a position is the ancestor at that depth.
 #pragma once
 #include "rows.h"
 
 namespace SP_NAMESPACE {
 
-constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8, MOST_GROUP = 32, MOST_DEPTH = 512;
+constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8, MOST_GROUP = 32;
 constexpr int TILE_VECS = TILE / LANES;
 
-// Rows of one sequence that are computed together: several of a chain, or one node of a tree.
+// Successive rows of one sequence, chain rows and tree nodes alike, that are computed together.
 struct RowBlock {
   const SpSegment *segment;
   int64_t first, rows;  // within the segment
 };
 
-struct Plan {
-  List<RowBlock> blocks;
-  List<float> partial;  // results of spans: maximum, sum, values
-  int64_t most_spans = 0, padded = 0, threads = 1;
-  bool split = false;  // whether the spans of a row are pieces of their own
+// A tree node. `before` skips a tile, so that finding an ancestor takes one step per tile and not one per node.
+struct Node {
+  int64_t position;
+  int64_t before;  // the nearest ancestor in an earlier tile; -1 = none
 };
 
+struct Plan {
+  List<RowBlock> blocks;
+  List<Node> nodes;     // of all trees, indexed like pass.parents
+  List<float> partial;  // the softmaxes of single spans: [rows, heads, most_spans, padded + 2]
+  int64_t most_spans = 0, padded = 0, threads = 1;  // padded: dim rounded up to whole vectors
+  bool split = false;  // whether spans are computed in parallel and merged afterwards
+};
+
+static inline int64_t chain_of(const SpSegment &segment) { return segment.tree < 0 ? segment.rows : segment.chain; }
+
+// Fill in a tree's nodes, which come parents first. Returns the position after the deepest one.
+static int64_t plan_nodes(const SpPass &pass, const SpSegment &segment, Plan &plan) {
+  const int64_t count = segment.rows - segment.chain, tree_start = segment.start + segment.chain;
+  const int64_t *parents = pass.parents + segment.tree;
+  if (plan.nodes.size < segment.tree + count) plan.nodes.resize(segment.tree + count);
+  Node *nodes = plan.nodes.items + segment.tree;
+  int64_t end = tree_start;
+  for (int64_t n = 0; n < count; n++) {
+    const int64_t parent = parents[n], position = parent < 0 ? tree_start : nodes[parent].position + 1;
+    nodes[n] = {position, parent < 0 || position % TILE == 0 ? parent : nodes[parent].before};
+    if (position >= end) end = position + 1;
+  }
+  return end;
+}
+
 static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan &plan) {
-  plan.blocks.size = 0;
+  plan.blocks.size = plan.nodes.size = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < pass.num_segments; s++) {
     const SpSegment &segment = pass.segments[s];
-    const int64_t chain = segment.tree < 0 ? segment.rows : segment.chain;
-    for (int64_t r = 0; r < chain; r += BLOCK_ROWS)
-      plan.blocks.push({&segment, r, chain - r < BLOCK_ROWS ? chain - r : BLOCK_ROWS});
-    for (int64_t r = chain; r < segment.rows; r++) plan.blocks.push({&segment, r, 1});
-    if (segment.start + segment.rows > longest) longest = segment.start + segment.rows;
+    for (int64_t r = 0; r < segment.rows; r += BLOCK_ROWS)
+      plan.blocks.push({&segment, r, segment.rows - r < BLOCK_ROWS ? segment.rows - r : BLOCK_ROWS});
+    const int64_t end = segment.tree < 0 ? segment.start + segment.rows : plan_nodes(pass, segment, plan);
+    if (end > longest) longest = end;
   }
   plan.padded = (op.dim + LANES - 1) / LANES * LANES;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
@@ -45,16 +68,16 @@ static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan
   if (plan.split) plan.partial.resize(pass.rows * op.heads * plan.most_spans * (plan.padded + 2));
 }
 
-// What one query's softmax has seen so far.
-struct Running {
-  float *values, *maximum, *sum;  // values [padded], not divided by the sum yet
+// The online softmax of one query over the keys so far.
+struct Softmax {
+  float *values, *maximum, *sum;  // values [padded] are not divided by the sum yet
 };
 
-static inline Running running_at(float *memory, int64_t padded) { return {memory, memory + padded, memory + padded + 1}; }
+static inline Softmax softmax_at(float *memory, int64_t padded) { return {memory, memory + padded, memory + padded + 1}; }
 
-static inline void begin_running(Running run, int64_t padded) {
-  for (int64_t i = 0; i < padded; i++) run.values[i] = 0.0f;
-  *run.maximum = -INFINITY, *run.sum = 0.0f;
+static inline void clear_softmax(Softmax softmax, int64_t padded) {
+  for (int64_t i = 0; i < padded; i++) softmax.values[i] = 0.0f;
+  *softmax.maximum = -INFINITY, *softmax.sum = 0.0f;
 }
 
 static inline float exp_one(float x) { return x == -INFINITY ? 0.0f : (float)first_lane(exp(splat(x))); }
@@ -63,8 +86,8 @@ static inline void scale_values(float *values, float factor, int64_t padded) {
   for (int64_t i = 0; i < padded; i += LANES) store(values + i, mul(load(values + i), splat(factor)));
 }
 
-// Add a later span's result to what came before it.
-static inline void merge(Running all, Running span, int64_t padded) {
+// Merge the softmax of a span into that of the keys before it.
+static inline void merge(Softmax all, Softmax span, int64_t padded) {
   const float maximum = *all.maximum > *span.maximum ? *all.maximum : *span.maximum;
   const float before = exp_one(*all.maximum - maximum), factor = exp_one(*span.maximum - maximum);
   for (int64_t i = 0; i < padded; i += LANES)
@@ -73,106 +96,161 @@ static inline void merge(Running all, Running span, int64_t padded) {
   *all.maximum = maximum;
 }
 
-// Where the keys of one row block are. A tree node's last keys are its ancestors'.
+// The positions that each row of a block sees, and the tree nodes at them.
 struct Keys {
   const SpOp &op;
   const SpPass &pass;
   const SpSegment &segment;
-  int64_t tree_start;              // the first position whose key is a tree node's
-  int64_t ancestors[MOST_DEPTH];   // nodes, by depth
+  const Node *nodes;
+  const int64_t *parents;                                // of the nodes
+  int64_t first_row, first_node;                         // the block's first row: in the pass; as a node, or negative in the chain
+  int64_t tree_start;                                    // nodes are at this position and after it
+  int64_t rows, begin[BLOCK_ROWS], end[BLOCK_ROWS];      // row r sees positions begin[r] .. end[r] - 1
+  int64_t first_position = INT64_MAX, end_position = 0;  // of all rows
 
-  Keys(const SpOp &o, const SpPass &p, const SpSegment &s) : op(o), pass(p), segment(s), tree_start(INT64_MAX) {}
+  Keys(const SpOp &o, const SpPass &p, const Plan &plan, const RowBlock &block)
+      : op(o), pass(p), segment(*block.segment), nodes(segment.tree < 0 ? nullptr : plan.nodes.items + segment.tree),
+        parents(segment.tree < 0 ? nullptr : p.parents + segment.tree), first_row(segment.first + block.first),
+        first_node(block.first - chain_of(segment)), tree_start(segment.start + chain_of(segment)), rows(block.rows) {
+    for (int64_t r = 0; r < rows; r++) {
+      end[r] = (first_node + r < 0 ? segment.start + block.first + r : nodes[first_node + r].position) + 1;
+      begin[r] = op.window && end[r] > op.window ? end[r] - op.window : 0;
+      if (begin[r] < first_position) first_position = begin[r];
+      if (end[r] > end_position) end_position = end[r];
+    }
+  }
 
-  int64_t slot(int64_t position) const {
-    const int64_t place = position < tree_start ? position : tree_start + ancestors[position - tree_start];
-    return segment.table[place / pass.block] * pass.block + place % pass.block;
+  // The node at `position` >= tree_start on the path to row r.
+  int64_t node_at(int64_t r, int64_t position) const {
+    int64_t node = first_node + r;
+    while (nodes[node].position / TILE > position / TILE) node = nodes[node].before;
+    while (nodes[node].position > position) node = parents[node];
+    return node;
+  }
+
+  // The rows that see keys of the tile at `from`; a bit for each.
+  uint32_t rows_at(int64_t from) const {
+    uint32_t found = 0;
+    for (int64_t r = 0; r < rows; r++) found |= (uint32_t)(begin[r] < from + TILE && from < end[r]) << r;
+    return found;
+  }
+
+  // Whether row `other` also sees all keys that row r sees of the tile at `from`. Comparing the last one is enough, since a node
+  // has only one path to the root.
+  bool shares(int64_t r, int64_t other, int64_t from) const {
+    const int64_t last = (end[r] < from + TILE ? end[r] : from + TILE) - 1;
+    return last < end[other] && (last < tree_start || node_at(r, last) == node_at(other, last));
   }
 };
 
-static inline int64_t depth_of(const SpPass &pass, const SpSegment &segment, int64_t node) {
-  int64_t depth = 0;
-  for (; node >= 0; node = pass.parents[segment.tree + node]) depth++;
-  return depth;
-}
-
-// Work out a block's keys; returns the position of its first row.
-static inline int64_t find_keys(const RowBlock &block, Keys &keys) {
-  const SpSegment &segment = *block.segment;
-  if (segment.tree < 0 || block.first < segment.chain) {
-    keys.tree_start = INT64_MAX;
-    return segment.start + block.first;
-  }
-  keys.tree_start = segment.start + segment.chain;
-  int64_t node = block.first - segment.chain, depth = depth_of(keys.pass, segment, node);
-  const int64_t position = keys.tree_start + depth - 1;
-  for (; node >= 0; node = keys.pass.parents[segment.tree + node]) keys.ancestors[--depth] = node;
-  return position;
-}
-
-// Where the keys and values of a tile are, those of the first head.
-struct Rows {
+// The cache slots of a tile for some rows of a block: addresses of the first head's keys and values.
+struct TileSlots {
   static constexpr int64_t RUNS = 2;  // of keys, and as many of values
   const char *keys[TILE], *values[TILE];
-  const char *in_turn[2 * TILE + 2];  // all of them, so that several runs take turns, as linear layers' streams do; behind them 0
-  int64_t count = 0;
+  const char *prefetch_order[2 * TILE + 2];  // keys and values of all runs interleaved; then NULL
+  int64_t from = 0, count = 0;               // first position; number of positions
+  uint32_t rows = 0;                         // a bit for each
 };
 
-static inline void find_rows(const Keys &keys, int64_t from, int64_t end, Rows &rows) {
+static inline void order_slots(TileSlots &slots) {
+  constexpr int64_t RUNS = TileSlots::RUNS;
+  int64_t all = 0;
+  for (int64_t i = 0; i < TILE; i++) {
+    const int64_t at = i % RUNS * (TILE / RUNS) + i / RUNS;
+    if (at < slots.count) slots.prefetch_order[all++] = slots.keys[at], slots.prefetch_order[all++] = slots.values[at];
+  }
+  if (!all) slots.prefetch_order[all++] = (const char *)&slots;  // any address that may be read
+  slots.prefetch_order[all] = nullptr;
+}
+
+// Find the slots of the tile at `from` along the path to row r.
+static inline void find_slots(const Keys &keys, int64_t r, int64_t from, TileSlots &slots) {
   const char *key = (const char *)layer_of(keys.pass.keys, keys.op, keys.pass);
   const char *value = (const char *)layer_of(keys.pass.values, keys.op, keys.pass);
   const int64_t size = keys.pass.block, stride = keys.op.kv_heads * keys.op.dim * real_size(keys.op.type);
-  int64_t block = from / size, place = from % size, all = 0;
-  rows.count = end - from < TILE ? end - from : TILE;
-  for (int64_t i = 0; i < rows.count; i++) {
-    const int64_t slot = from + i < keys.tree_start ? keys.segment.table[block] * size + place : keys.slot(from + i);
-    rows.keys[i] = key + slot * stride, rows.values[i] = value + slot * stride;
-    if (++place == size) place = 0, block++;
+  const int64_t *table = keys.segment.table, tree_start = keys.tree_start;
+  const auto put = [&](int64_t i, int64_t slot) { slots.keys[i] = key + slot * stride, slots.values[i] = value + slot * stride; };
+  slots.from = from, slots.count = keys.end[r] - from < TILE ? keys.end[r] - from : TILE;
+  int64_t i = 0, block = from / size, offset = from % size;
+  for (; i < slots.count && from + i < tree_start; i++) {
+    put(i, table[block] * size + offset);
+    if (++offset == size) offset = 0, block++;
   }
-  for (int64_t i = 0; i < TILE; i++) {
-    const int64_t row = i % Rows::RUNS * (TILE / Rows::RUNS) + i / Rows::RUNS;
-    if (row < rows.count) rows.in_turn[all++] = rows.keys[row], rows.in_turn[all++] = rows.values[row];
-  }
-  if (!all) rows.in_turn[all++] = (const char *)&rows;  // there is nothing to ask for
-  rows.in_turn[all] = nullptr;
+  if (i == slots.count) return;
+  int64_t node = keys.node_at(r, from + slots.count - 1);
+  for (int64_t j = slots.count - 1; j >= i; j--, node = keys.parents[node])
+    put(j, table[(tree_start + node) / size] * size + (tree_start + node) % size);
 }
 
-// The next tile, asked for line by line while this one is computed: a head's rows are too far apart for the processor to guess
-// them, and all of them at once would only wait for one another. Behind the last row comes that again.
-struct Ahead {
+// Visits the tiles of a span in order. A tile is visited once for all rows of the block that see the same keys in it: below the
+// tree that is all rows, in the tree those of one path.
+struct TileWalk {
+  const Keys &keys;
+  int64_t from, end;     // first position of the tile; end of the span
+  uint32_t pending = 0;  // rows that still need this tile
+
+  TileWalk(const Keys &k, int64_t span) : keys(k) {
+    const int64_t begin = k.first_position > span * SPAN ? k.first_position : span * SPAN;
+    from = begin / TILE * TILE - TILE;
+    end = (span + 1) * SPAN < k.end_position ? (span + 1) * SPAN : k.end_position;
+  }
+
+  // Find the slots of the next visit, in prefetch order too. Returns false, with no slots, after the last one. Parents come before
+  // children, so the last pending row is the end of a path.
+  bool next(TileSlots &slots) {
+    slots.count = 0, slots.rows = 0;
+    while (!pending && (from += TILE) < end) pending = keys.rows_at(from);
+    if (pending) {
+      const int64_t last = 31 - __builtin_clz(pending);
+      for (int64_t r = 0; r <= last; r++)
+        if ((pending >> r & 1) && keys.shares(r, last, from)) slots.rows |= 1u << r;
+      pending &= ~slots.rows;
+      find_slots(keys, last, from, slots);
+    }
+    order_slots(slots);
+    return slots.rows != 0;
+  }
+};
+
+// Prefetches the slots of the next tile a cache line at a time, while this one is computed. The hardware prefetchers do not follow
+// one head's slots, which are too far apart, and too many prefetches at once would only queue. After the last slot it repeats that.
+struct Prefetcher {
   const char *line, *stop, *const *next;
-  int64_t begin, bytes;  // of a row
+  int64_t begin, bytes;  // within a slot
 
-  Ahead(const Rows &rows, int64_t from, int64_t to) : next(rows.in_turn), begin(from), bytes(to - from) { go_on(); }
+  Prefetcher(const TileSlots &slots, int64_t from, int64_t to) : next(slots.prefetch_order), begin(from), bytes(to - from) {
+    next_slot();
+  }
 
-  void go_on() {
+  void next_slot() {
     line = *next + begin, stop = line + bytes;
     if (next[1]) next++;
   }
 
   void prefetch_next() {
     prefetch(line), prefetch(line + 64);
-    if ((line += 128) >= stop) go_on();
+    if ((line += 128) >= stop) next_slot();
   }
 };
 
-// A tile's keys transposed round, so that a vector holds several positions, and where its values are.
+// The keys of a tile, transposed so that a vector holds the same dimension of several positions, and its values.
 struct KeyTile {
-  alignas(64) float transposed[MOST_DIM * TILE];  // [dim][TILE]; or [dim / 2][TILE], two bfloat16 in a dword
-  alignas(64) float copied[TILE * MOST_DIM];  // values that could not be read in place
+  alignas(64) float transposed[MOST_DIM * TILE];  // [dim][TILE] float32, or [dim / 2][TILE] pairs of bfloat16
+  alignas(64) float copied[TILE * MOST_DIM];      // values that cannot be read in place
   const char *copies[TILE];
   const char *const *values;
-  int64_t offset;      // of a head's values in their row, in bytes
-  bool pairs, narrow;  // whether keys are pairs of bfloat16, and values
+  int64_t offset;      // of a head's values in a slot, in bytes
+  bool pairs, narrow;  // whether keys are pairs of bfloat16; whether values are
 };
 
-alignas(64) static const float NOTHING[MOST_DIM] = {};
+alignas(64) static const float ZEROS[MOST_DIM] = {};
 
-// Turn `words` dwords of each key, from rows that are whole vectors.
-static inline void transpose_keys(const float *const *rows, int64_t words, Ahead &ahead, float *to) {
+// Transpose `words` dwords of each key; rows are whole vectors.
+static inline void transpose_keys(const float *const *rows, int64_t words, Prefetcher &prefetcher, float *to) {
   const float *at[LANES];
   for (int64_t d = 0; d < words; d += LANES) {
     for (int j = 0; j < LANES; j++) at[j] = rows[j] + d;
-    for (int i = 0; i < 4; i++) ahead.prefetch_next();
+    for (int i = 0; i < 4; i++) prefetcher.prefetch_next();
     transpose(at, to + d * TILE, TILE);
   }
 }
@@ -187,10 +265,10 @@ static inline void load_row(const SpOp &op, const char *row, int64_t padded, flo
   for (; i < padded; i++) to[i] = 0.0f;
 }
 
-static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t padded, Ahead &ahead, KeyTile &tile) {
+static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, Prefetcher &prefetcher, KeyTile &tile) {
   alignas(64) float copied[LANES * MOST_DIM];
   const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
-  const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else there are tails to fill up
+  const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else rows need padding
   tile.pairs = whole && op.type != SP_F32;
   for (int64_t i = 0; i < from.count; i += LANES) {
     const float *rows[LANES];
@@ -199,15 +277,14 @@ static void load_keys(const SpOp &op, const Rows &from, int64_t head, int64_t pa
       rows[j] = whole ? (const float *)(from.keys[i + j] + offset) : copied + j * padded;
       if (!whole) load_row(op, from.keys[i + j] + offset, padded, copied + j * padded);
     }
-    for (int64_t j = some; j < LANES; j++) rows[j] = NOTHING;
-    transpose_keys(rows, whole ? words : padded, ahead, tile.transposed + i);
+    for (int64_t j = some; j < LANES; j++) rows[j] = ZEROS;
+    transpose_keys(rows, whole ? words : padded, prefetcher, tile.transposed + i);
   }
 }
 
-// Values are read in place where they are whole vectors; bfloat16 only if it is not widened `again` and again.
-static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t padded, bool again, KeyTile &tile) {
+// Values that are whole vectors are read in place, unless they are widened first (tile.narrow).
+static void load_values(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, KeyTile &tile) {
   const int64_t offset = head * op.dim * real_size(op.type);
-  tile.narrow = op.type != SP_F32 && op.dim % (2 * LANES) == 0 && !again;
   if (tile.narrow || (op.type == SP_F32 && op.dim % LANES == 0)) {
     tile.values = from.values, tile.offset = offset;
     return;
@@ -219,17 +296,18 @@ static void load_values(const SpOp &op, const Rows &from, int64_t head, int64_t 
   tile.values = tile.copies, tile.offset = 0;
 }
 
-// Queries of a group are taken together, so that a key is loaded once for several; each has sums of its own. (Loops
-// over them that the compiler unrolled later would leave them in memory.)
+// Scores of COUNT queries of a group: a vector of keys is loaded once for all of them. The loops over queries are unrolled by
+// pragma because GCC otherwise unrolls them too late to keep the sums in registers.
 template <int COUNT, bool PAIRS>
-static inline void score_tile(const float *queries, const float *transposed, int64_t dim, float factor, Ahead &all, float *scores) {
-  Ahead ahead = all;  // in registers
+static inline void score_tile(const float *queries, const float *transposed, int64_t dim, float factor, Prefetcher &shared,
+                              float *scores) {
+  Prefetcher prefetcher = shared;  // in registers
   Vec sums[COUNT][TILE_VECS];
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) sums[q][v] = zero();
   for (int64_t d = 0; d < dim; d += PAIRS ? 2 : 1, queries += PAIRS ? 2 : 1, transposed += TILE) {
-    ahead.prefetch_next();
-    if (!PAIRS) ahead.prefetch_next();
+    prefetcher.prefetch_next();
+    if (!PAIRS) prefetcher.prefetch_next();
     for (int half = 0; half < (PAIRS ? 2 : 1); half++) {
       Vec keys[TILE_VECS];
       for (int v = 0; v < TILE_VECS; v++) {
@@ -244,22 +322,22 @@ static inline void score_tile(const float *queries, const float *transposed, int
       }
     }
   }
-  all = ahead;
+  shared = prefetcher;
 #pragma GCC unroll 8
   for (int q = 0; q < COUNT; q++)
 #pragma GCC unroll 8
     for (int v = 0; v < TILE_VECS; v++) store(scores + q * TILE + v * LANES, mul(sums[q][v], splat(factor)));
 }
 
-// Turn scores of keys low .. high of a tile into weights, and rescale what the queries' running softmaxes have seen. What
-// is done for one query waits for its maximum, so that the others' turn comes between.
+// Replace the scores of keys low .. high - 1 of a tile by softmax weights, and rescale the queries' softmaxes to the new maxima.
+// Each step is a loop over queries, because the steps of a single query wait for one another.
 template <int COUNT>
-static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t padded, Running *runs) {
-  const auto fill = [&](float nothing) {
+static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t padded, Softmax *softmaxes) {
+  const auto fill = [&](float value) {
     if (low == 0 && high == TILE) return;
     for (int q = 0; q < COUNT; q++) {
-      for (int64_t i = 0; i < low; i++) scores[q * TILE + i] = nothing;
-      for (int64_t i = high; i < TILE; i++) scores[q * TILE + i] = nothing;
+      for (int64_t i = 0; i < low; i++) scores[q * TILE + i] = value;
+      for (int64_t i = high; i < TILE; i++) scores[q * TILE + i] = value;
     }
   };
   float maximum[COUNT];
@@ -268,7 +346,7 @@ static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t 
     Vec best = load(scores + q * TILE);
     for (int v = 1; v < TILE_VECS; v++) best = max(best, load(scores + q * TILE + v * LANES));
     const float highest = max_lanes(best);
-    maximum[q] = *runs[q].maximum > highest ? *runs[q].maximum : highest;
+    maximum[q] = *softmaxes[q].maximum > highest ? *softmaxes[q].maximum : highest;
   }
   for (int q = 0; q < COUNT; q++)
     for (int v = 0; v < TILE_VECS; v++) {
@@ -277,30 +355,30 @@ static inline void weigh_tile(float *scores, int64_t low, int64_t high, int64_t 
     }
   fill(0.0f);
   for (int q = 0; q < COUNT; q++) {
-    if (*runs[q].maximum != maximum[q]) {
-      const float before = exp_one(*runs[q].maximum - maximum[q]);
-      scale_values(runs[q].values, before, padded);
-      *runs[q].sum *= before;
-      *runs[q].maximum = maximum[q];
+    if (*softmaxes[q].maximum != maximum[q]) {
+      const float before = exp_one(*softmaxes[q].maximum - maximum[q]);
+      scale_values(softmaxes[q].values, before, padded);
+      *softmaxes[q].sum *= before;
+      *softmaxes[q].maximum = maximum[q];
     }
     Vec sum = zero();
     for (int v = 0; v < TILE_VECS; v++) sum = add(sum, load(scores + q * TILE + v * LANES));
-    *runs[q].sum += sum_lanes(sum);
+    *softmaxes[q].sum += sum_lanes(sum);
   }
 }
 
-// Add the values of keys low .. high, WIDE vectors of them at a time. Of pairs of bfloat16, the first of all pairs in a vector
-// come before the second (`part_pairs` undoes it).
+// Add the weighted values of keys low .. high - 1, WIDE vectors at a time. A vector of bfloat16 pairs becomes two: the low halves,
+// then the high ones. Softmaxes hold their values in that order until `interleave_pairs` restores it.
 template <int COUNT, int WIDE, bool NARROW>
-static inline void add_values(const float *weights, const KeyTile &tile, int64_t low, int64_t high, int64_t d, Ahead &all,
-                              Running *runs) {
-  Ahead ahead = all;
+static inline void add_values(const float *weights, const KeyTile &tile, int64_t low, int64_t high, int64_t d, Prefetcher &shared,
+                              Softmax *softmaxes) {
+  Prefetcher prefetcher = shared;  // in registers
   Vec acc[COUNT][WIDE];
   for (int q = 0; q < COUNT; q++)
-    for (int v = 0; v < WIDE; v++) acc[q][v] = load(runs[q].values + d + v * LANES);
+    for (int v = 0; v < WIDE; v++) acc[q][v] = load(softmaxes[q].values + d + v * LANES);
   const int64_t offset = tile.offset + d * (NARROW ? 2 : 4);
   for (int64_t i = low; i < high; i++) {
-    ahead.prefetch_next();
+    prefetcher.prefetch_next();
     const char *from = tile.values[i] + offset;
     Vec value[WIDE];
     for (int v = 0; v < WIDE; v++) {
@@ -316,21 +394,21 @@ static inline void add_values(const float *weights, const KeyTile &tile, int64_t
       for (int v = 0; v < WIDE; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
     }
   }
-  all = ahead;
+  shared = prefetcher;
   for (int q = 0; q < COUNT; q++)
-    for (int v = 0; v < WIDE; v++) store(runs[q].values + d + v * LANES, acc[q][v]);
+    for (int v = 0; v < WIDE; v++) store(softmaxes[q].values + d + v * LANES, acc[q][v]);
 }
 
 template <int COUNT, bool NARROW>
-static inline void add_all_values(const float *weights, const KeyTile &tile, int64_t low, int64_t high, int64_t padded, Ahead &ahead,
-                                  Running *runs) {
+static inline void add_all_values(const float *weights, const KeyTile &tile, int64_t low, int64_t high, int64_t padded,
+                                  Prefetcher &prefetcher, Softmax *softmaxes) {
   constexpr int REST = NARROW ? 2 : 1;
   int64_t d = 0;
-  for (; d + 4 * LANES <= padded; d += 4 * LANES) add_values<COUNT, 4, NARROW>(weights, tile, low, high, d, ahead, runs);
-  for (; d < padded; d += REST * LANES) add_values<COUNT, REST, NARROW>(weights, tile, low, high, d, ahead, runs);
+  for (; d + 4 * LANES <= padded; d += 4 * LANES) add_values<COUNT, 4, NARROW>(weights, tile, low, high, d, prefetcher, softmaxes);
+  for (; d < padded; d += REST * LANES) add_values<COUNT, REST, NARROW>(weights, tile, low, high, d, prefetcher, softmaxes);
 }
 
-static inline void part_pairs(float *values, int64_t padded) {
+static inline void interleave_pairs(float *values, int64_t padded) {
   float pairs[2 * LANES];
   for (int64_t d = 0; d < padded; d += 2 * LANES) {
     memcpy(pairs, values + d, sizeof pairs);
@@ -340,116 +418,126 @@ static inline void part_pairs(float *values, int64_t padded) {
 
 template <int COUNT>
 static void attend_tile(const SpOp &op, const float *queries, const KeyTile &tile, int64_t low, int64_t high, int64_t padded,
-                        Ahead &ahead, Running *runs) {
+                        Prefetcher &prefetcher, Softmax *softmaxes) {
   alignas(64) float scores[COUNT * TILE];
   if (tile.pairs)
-    score_tile<COUNT, true>(queries, tile.transposed, op.dim, op.factor, ahead, scores);
+    score_tile<COUNT, true>(queries, tile.transposed, op.dim, op.factor, prefetcher, scores);
   else
-    score_tile<COUNT, false>(queries, tile.transposed, op.dim, op.factor, ahead, scores);
-  weigh_tile<COUNT>(scores, low, high, padded, runs);
+    score_tile<COUNT, false>(queries, tile.transposed, op.dim, op.factor, prefetcher, scores);
+  weigh_tile<COUNT>(scores, low, high, padded, softmaxes);
   if (tile.narrow)
-    add_all_values<COUNT, true>(scores, tile, low, high, padded, ahead, runs);
+    add_all_values<COUNT, true>(scores, tile, low, high, padded, prefetcher, softmaxes);
   else
-    add_all_values<COUNT, false>(scores, tile, low, high, padded, ahead, runs);
+    add_all_values<COUNT, false>(scores, tile, low, high, padded, prefetcher, softmaxes);
 }
 
-typedef void (*AttendTile)(const SpOp &, const float *, const KeyTile &, int64_t, int64_t, int64_t, Ahead &, Running *);
-constexpr int TOGETHER = TILE_VECS == 4 ? 4 : 1;  // queries whose sums fit the registers
+typedef void (*AttendTile)(const SpOp &, const float *, const KeyTile &, int64_t, int64_t, int64_t, Prefetcher &, Softmax *);
+constexpr int MOST_QUERIES = TILE_VECS == 4 ? 4 : 1;  // of a call: their sums fit the registers
 static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>};
 
-// One span of a block for key heads first .. first + count, a tile at a time: positions lie one after the other in memory,
-// heads within them. `run_at(row, head)` is a query's running softmax, begun here; `position` is the block's first row's;
-// `next_span` is the one that this thread probably takes next.
-template <typename RunAt>
-static void attend_span(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t first, int64_t count, int64_t position,
-                        int64_t span, int64_t next_span, int64_t padded, RunAt run_at) {
-  KeyTile tile;
-  Rows found[2];
-  const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
-  const int64_t row_bytes = op.dim * real_size(op.type), last = position + block.rows;  // keys end here
-  const int64_t oldest = op.window && position + 1 > op.window ? position + 1 - op.window : 0, seen = oldest / TILE * TILE;
-  const int64_t begin = span * SPAN > seen ? span * SPAN : seen, end = (span + 1) * SPAN < last ? (span + 1) * SPAN : last;
-  for (int64_t r = 0; r < block.rows; r++)
-    for (int64_t head = first * group; head < (first + count) * group; head++) begin_running(run_at(r, head), padded);
-  find_rows(keys, begin, last, found[0]);
-  for (int64_t from = begin, turn = 0; from < end; from += TILE, turn ^= 1) {
-    const Rows &rows = found[turn];
-    find_rows(keys, from + TILE < (span + 1) * SPAN ? from + TILE : next_span * SPAN, last, found[turn ^ 1]);
-    Ahead ahead(found[turn ^ 1], first * row_bytes, (first + count) * row_bytes);
-    for (int64_t kv_head = first; kv_head < first + count; kv_head++) {
-      load_keys(op, rows, kv_head, padded, ahead, tile);
-      load_values(op, rows, kv_head, padded, block.rows * group > 2 * TOGETHER, tile);
-      for (int64_t r = 0; r < block.rows; r++) {
-        const int64_t stop = position + r + 1, start = op.window && stop > op.window ? stop - op.window : 0;
-        const int64_t low = start > from ? start - from : 0, high = stop - from < TILE ? stop - from : TILE;
-        if (low >= high) continue;
-        const float *queries = op.in + (block.segment->first + block.first + r) * width;
-        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head += TOGETHER) {
-          const int64_t rest = (kv_head + 1) * group - head, some = rest < TOGETHER ? rest : TOGETHER;
-          Running runs[TOGETHER];
-          for (int64_t i = 0; i < some; i++) runs[i] = run_at(r, head + i);
-          ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, ahead, runs);
-        }
-      }
-    }
-  }
-  if (begin >= end || !tile.narrow) return;
-  for (int64_t r = 0; r < block.rows; r++)
-    for (int64_t head = first * group; head < (first + count) * group; head++) part_pairs(run_at(r, head).values, padded);
+// Whether bfloat16 values are widened each time they are used. Many queries share a float32 copy instead.
+static inline bool reads_narrow(const SpOp &op, int64_t rows) {
+  return op.type != SP_F32 && op.dim % (2 * LANES) == 0 && rows * (op.heads / op.kv_heads) <= 2 * MOST_QUERIES;
 }
 
-static inline void put_attended(const SpOp &op, int64_t row, int64_t head, Running run) {
+// One tile and key head, for the rows that share its slots. softmax_of(row, head) is a query's softmax.
+template <typename SoftmaxOf>
+static void attend_rows(const Keys &keys, const TileSlots &slots, int64_t kv_head, int64_t padded, Prefetcher &prefetcher,
+                        KeyTile &tile, SoftmaxOf softmax_of) {
+  const SpOp &op = keys.op;
+  const int64_t group = op.heads / op.kv_heads, width = (op.heads + 2 * op.kv_heads) * op.dim;
+  load_keys(op, slots, kv_head, padded, prefetcher, tile);
+  load_values(op, slots, kv_head, padded, tile);
+  for (uint32_t rows = slots.rows; rows; rows &= rows - 1) {
+    const int64_t r = __builtin_ctz(rows), begin = keys.begin[r] - slots.from, end = keys.end[r] - slots.from;
+    const int64_t low = begin > 0 ? begin : 0, high = end < TILE ? end : TILE;
+    const float *queries = op.in + (keys.first_row + r) * width;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head += MOST_QUERIES) {
+      const int64_t rest = (kv_head + 1) * group - head, some = rest < MOST_QUERIES ? rest : MOST_QUERIES;
+      Softmax softmaxes[MOST_QUERIES];
+      for (int64_t i = 0; i < some; i++) softmaxes[i] = softmax_of(r, head + i);
+      ATTEND_TILES[some](op, queries + head * op.dim, tile, low, high, padded, prefetcher, softmaxes);
+    }
+  }
+}
+
+// One span of a block for key heads first .. first + count - 1. All heads of a tile come before the next tile, because a slot's
+// heads are contiguous in memory. Softmaxes are cleared first. `next_span` is the span that this thread will probably compute next.
+template <typename SoftmaxOf>
+static void attend_span(const Keys &keys, int64_t first, int64_t count, int64_t span, int64_t next_span, int64_t padded,
+                        SoftmaxOf softmax_of) {
+  KeyTile tile;
+  TileSlots slots[2];
+  const SpOp &op = keys.op;
+  const int64_t group = op.heads / op.kv_heads, bytes = op.dim * real_size(op.type);
+  const auto for_each_softmax = [&](auto apply) {
+    for (int64_t r = 0; r < keys.rows; r++)
+      for (int64_t head = first * group; head < (first + count) * group; head++) apply(softmax_of(r, head));
+  };
+  for_each_softmax([&](Softmax softmax) { clear_softmax(softmax, padded); });
+  tile.narrow = reads_narrow(op, keys.rows);
+  TileWalk walk(keys, span);
+  bool more = walk.next(slots[0]);
+  for (int current = 0; more; current ^= 1) {
+    TileSlots &next = slots[current ^ 1];
+    more = walk.next(next);
+    if (!more) TileWalk(keys, next_span).next(next);
+    Prefetcher prefetcher(next, first * bytes, (first + count) * bytes);
+    for (int64_t kv_head = first; kv_head < first + count; kv_head++)
+      attend_rows(keys, slots[current], kv_head, padded, prefetcher, tile, softmax_of);
+  }
+  if (tile.narrow) for_each_softmax([&](Softmax softmax) { interleave_pairs(softmax.values, padded); });
+}
+
+static inline void put_attended(const SpOp &op, int64_t row, int64_t head, Softmax softmax) {
   float *out = op.out + (row * op.heads + head) * op.dim;
-  for (int64_t i = 0; i < op.dim; i++) out[i] = run.values[i] / *run.sum;
+  for (int64_t i = 0; i < op.dim; i++) out[i] = softmax.values[i] / *softmax.sum;
 }
 
 static inline float *partial_at(Plan &plan, const SpOp &op, int64_t row, int64_t head, int64_t span) {
   return plan.partial.items + ((row * op.heads + head) * plan.most_spans + span) * (plan.padded + 2);
 }
 
-// All spans of a block and key head, one after the other.
-static void attend_block(const SpOp &op, const RowBlock &block, const Keys &keys, int64_t head, int64_t position, int64_t padded) {
+// All spans of a block and key head, in order.
+static void attend_block(const Keys &keys, int64_t kv_head, int64_t padded) {
   alignas(64) float memory[2][BLOCK_ROWS * MOST_GROUP * (MOST_DIM + 2)];
-  const int64_t group = op.heads / op.kv_heads, count = block.rows * group;
-  Running all[BLOCK_ROWS * MOST_GROUP], one[BLOCK_ROWS * MOST_GROUP];
+  const int64_t group = keys.op.heads / keys.op.kv_heads, count = keys.rows * group, first_head = kv_head * group;
+  Softmax all[BLOCK_ROWS * MOST_GROUP], one[BLOCK_ROWS * MOST_GROUP];
   for (int64_t i = 0; i < count; i++) {
-    all[i] = running_at(memory[0] + i * (padded + 2), padded), one[i] = running_at(memory[1] + i * (padded + 2), padded);
-    begin_running(all[i], padded);
+    all[i] = softmax_at(memory[0] + i * (padded + 2), padded), one[i] = softmax_at(memory[1] + i * (padded + 2), padded);
+    clear_softmax(all[i], padded);
   }
-  const auto run_at = [&](int64_t row, int64_t query) { return one[row * group + query - head * group]; };
-  for (int64_t span = 0; span * SPAN < position + block.rows; span++) {
-    attend_span(op, block, keys, head, 1, position, span, span + 1, padded, run_at);
+  const auto softmax_of = [&](int64_t row, int64_t head) { return one[row * group + head - first_head]; };
+  for (int64_t span = 0; span * SPAN < keys.end_position; span++) {
+    attend_span(keys, kv_head, 1, span, span + 1, padded, softmax_of);
     for (int64_t i = 0; i < count; i++)
       if (*one[i].sum != 0.0f) merge(all[i], one[i], padded);
   }
-  for (int64_t i = 0; i < count; i++)
-    put_attended(op, block.segment->first + block.first + i / group, head * group + i % group, all[i]);
+  for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / group, first_head + i % group, all[i]);
 }
 
-// A piece of work is a block and a key head, or, split, a block and a span with all its heads.
+// Work items are blocks times key heads or, where spans are split, blocks times spans.
 static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
   return plan.blocks.size * (plan.split ? plan.most_spans : op.kv_heads);
 }
 
-static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t piece) {
-  const int64_t shares = plan.split ? plan.most_spans : op.kv_heads, share = piece % shares;
-  const RowBlock &block = plan.blocks[piece / shares];
-  Keys keys(op, pass, *block.segment);
-  const int64_t position = find_keys(block, keys);
-  if (!plan.split) return attend_block(op, block, keys, share, position, plan.padded);
-  attend_span(op, block, keys, 0, op.kv_heads, position, share, share + plan.threads, plan.padded, [&](int64_t row, int64_t head) {
-    return running_at(partial_at(plan, op, block.segment->first + block.first + row, head, share), plan.padded);
+static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t item) {
+  const int64_t items = plan.split ? plan.most_spans : op.kv_heads, index = item % items;  // of a block
+  const Keys keys(op, pass, plan, plan.blocks[item / items]);
+  if (!plan.split) return attend_block(keys, index, plan.padded);
+  attend_span(keys, 0, op.kv_heads, index, index + plan.threads, plan.padded, [&](int64_t row, int64_t head) {
+    return softmax_at(partial_at(plan, op, keys.first_row + row, head, index), plan.padded);
   });
 }
 
-// After a split: merge a row's spans in order. A span without keys changes nothing.
-static void run_merge(const SpOp &op, Plan &plan, int64_t piece) {
+// Where spans are split: merge those of a row and head in order. A span without keys of the row is left out.
+static void run_merge(const SpOp &op, Plan &plan, int64_t item) {
   alignas(64) float memory[MOST_DIM + 2];
-  const int64_t row = piece / op.heads, head = piece % op.heads;
-  Running all = running_at(memory, plan.padded);
-  begin_running(all, plan.padded);
+  const int64_t row = item / op.heads, head = item % op.heads;
+  const Softmax all = softmax_at(memory, plan.padded);
+  clear_softmax(all, plan.padded);
   for (int64_t span = 0; span < plan.most_spans; span++) {
-    Running one = running_at(partial_at(plan, op, row, head, span), plan.padded);
+    const Softmax one = softmax_at(partial_at(plan, op, row, head, span), plan.padded);
     if (*one.sum != 0.0f) merge(all, one, plan.padded);
   }
   put_attended(op, row, head, all);

@@ -1,20 +1,20 @@
-// Linear layers over packed weights: y = x W^T, one summation order per row, always.
+// Linear layers over packed weights: y = x W^T. A row is always summed in the same order.
 //
 //   panel p   outputs p * WIDTH .. p * WIDTH + WIDTH - 1, step by step of k:   [k][WIDTH]        float32
 //                                                                              [k / 2][WIDTH][2] bfloat16, a pair of k in a dword
-//   tile      up to MOST_ROWS rows of x side by side, in dwords too:           [k][rows]         float32
+//   tile      up to MOST_ROWS packed rows of x, in dwords too:                 [k][rows]         float32
 //                                                                              [k / 2][rows][2]  pairs of bfloat16
 //
-// A step of a panel meets the same step of a tile. An output is one accumulator that runs over k in order, whatever the number
-// of rows beside it; rows are only taken together so that a weight is loaded once for several.
+// A step of a panel is multiplied by the same step of a tile. An output has one accumulator that runs over k in order, whatever the
+// number of rows in the tile; tiles exist so that a weight is loaded once for several rows.
 //
-// The steps of a large panel lie in several streams, and successive ones in successive streams. So memory is read at several
-// places in turn: the processor's prefetchers follow each of them, and it gives a quarter more than to a reader of one.
+// The steps of a large panel are stored in several streams, successive steps in successive streams. Memory is then read at several
+// addresses in turn, and the hardware prefetchers follow each of them: this reads a quarter more bytes per second than one stream.
 //
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
-// x is float32 and bfloat16 weights are widened; but where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
-// rounded to bfloat16 before it meets them (tiles.h), and accumulators take k by pairs: of each, the second goes first.
+// x is float32, and bfloat16 weights are widened to it. Where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
+// rounded to bfloat16 instead (tiles.h), and accumulators take k in pairs, the second of each pair first.
 #pragma once
 #include "simd.h"
 #include "speculant.h"
@@ -24,50 +24,50 @@ namespace SP_NAMESPACE {
 
 constexpr int VECS = 3;                          // vectors across a panel
 constexpr int WIDTH = VECS * LANES;              // outputs of a panel
-constexpr int MOST_ROWS = LANES / 2;             // rows of a tile: its accumulators and a step of the panel fit the registers
+constexpr int MOST_ROWS = LANES / 2;             // rows of a tile: its accumulators and a step of the panel fit in the registers
 constexpr int STEP = WIDTH * 4;                  // bytes of a step: a dword for each output
-constexpr int STREAMS = 8;                       // of a panel of so many bytes:
+constexpr int STREAMS = 8;                       // of a panel of at least LEAST_STREAMED bytes
 constexpr int64_t LEAST_STREAMED = 1 << 15;
 constexpr int AHEAD = 4096;                      // bytes to prefetch ahead, in all streams together
 
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
-// The steps of a panel, and where they lie. A small panel is read from a cache, and one stream is best.
+// The steps of a panel and their layout. A small panel has one stream, as it is read from a processor cache.
 struct Steps {
   int64_t count, streams;
-  int64_t length;                // steps of a stream: an odd number, or those read together want one place in the first cache
-  int64_t apart, advance;        // bytes from a step to the next one, and from the first of STREAMS steps to that of the next
+  int64_t length;                // steps of a stream: odd, else steps read together share a set of the first-level cache
+  int64_t stride, advance;       // bytes from a step to the next one, and from STREAMS steps to the next STREAMS
   int64_t ahead;                 // bytes to prefetch ahead
 
   explicit Steps(int64_t n) : count(n) {
     streams = n * STEP < LEAST_STREAMED ? 1 : STREAMS;
     length = streams == 1 ? n : (n + STREAMS - 1) / STREAMS | 1;
-    apart = streams == 1 ? STEP : length * STEP, advance = STREAMS / streams * STEP, ahead = AHEAD / streams;
+    stride = streams == 1 ? STEP : length * STEP, advance = STREAMS / streams * STEP, ahead = AHEAD / streams;
   }
 
   int64_t size() const { return streams * length * STEP; }
-  int64_t at(int64_t j) const { return j / STREAMS * advance + j % STREAMS * apart; }
+  int64_t at(int64_t j) const { return j / STREAMS * advance + j % STREAMS * stride; }
 
-  // Call step(j, where it lies) for the first `some` of them, in order.
+  // Call step(j, its address) for the first `some` steps, in order.
   template <typename Step>
   inline __attribute__((always_inline)) void each(const char *panel, int64_t some, Step step) const {
     int64_t j = 0;
     for (; j + STREAMS <= some; panel += advance) {
       const char *from = panel;
 #pragma GCC unroll 8
-      for (int s = 0; s < STREAMS; s++, j++, from += apart) step(j, from);
+      for (int s = 0; s < STREAMS; s++, j++, from += stride) step(j, from);
     }
-    for (; j < some; j++, panel += apart) step(j, panel);
+    for (; j < some; j++, panel += stride) step(j, panel);
   }
 
-  // Call group(where a step lies) for all steps, SIZE of them at a time, `apart` from one another.
+  // Call group(the first one's address) for all steps, SIZE of them at a time, `stride` bytes from one another.
   template <int SIZE, typename Group>
   inline __attribute__((always_inline)) void each_group(const char *panel, Group group) const {
-    static_assert(STREAMS % SIZE == 0, "a group lies within one turn of the streams");
+    static_assert(STREAMS % SIZE == 0, "a group lies within one round of the streams");
     int64_t j = 0;
     for (; j + STREAMS <= count; j += STREAMS, panel += advance)
-      for (int s = 0; s < STREAMS; s += SIZE) group(panel + s * apart);
-    for (; j < count; j += SIZE, panel += SIZE * apart) group(panel);
+      for (int s = 0; s < STREAMS; s += SIZE) group(panel + s * stride);
+    for (; j < count; j += SIZE, panel += SIZE * stride) group(panel);
   }
 };
 
@@ -75,11 +75,11 @@ static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 
 
 static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k).size(); }
 
-// Rows side by side, as the weights' type takes them (tiles.h).
+// Packed rows, converted to what the weights' type is multiplied by (tiles.h).
 struct Tile {
   const void *dwords;   // [dwords of a row][rows]
   const float *scales;  // int8 and int4 weights (quantized.h): [rows]
-  const int32_t *surplus;
+  const int32_t *compensation;
 };
 
 // acc[rows][VECS] += x[rows] w[VECS]
@@ -107,9 +107,9 @@ static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec
 }
 
 #if defined(SP_BF16_PAIRS)
-constexpr bool ROUNDS = true;  // whether x becomes bfloat16 where the weights are
+constexpr bool ROUNDS = true;  // whether x is rounded to bfloat16 for bfloat16 weights
 
-// Where k is odd, a zero is behind it.
+// An odd k is padded with a zero.
 template <int ROWS>
 static inline void add_bf16(const char *panel, const void *x, int64_t depth, Vec acc[ROWS][VECS]) {
   const Steps steps = steps_of(SP_BF16, depth);
@@ -144,7 +144,7 @@ static inline void add_bf16(const char *panel, const void *rows, int64_t depth, 
 }
 #endif
 
-// sums[ROWS][WIDTH] of one panel, for a tile of rows whose depth is k.
+// sums[ROWS][WIDTH] of one panel and a tile, over k inputs.
 template <int ROWS, bool NARROW>
 static void sum_reals(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
@@ -207,7 +207,7 @@ static inline float read_weight(int source, const void *weight, int64_t i) {
   return source == SP_F32 ? ((const float *)weight)[i] : read_bf16(((const uint16_t *)weight)[i]);
 }
 
-// Round to nearest even; a NaN stays one.
+// Round to nearest even; a NaN stays a NaN.
 static inline uint16_t to_bf16(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
@@ -230,7 +230,7 @@ static void pack_panel(int type, int source, const void *weight, int64_t n, int6
   }
 }
 
-// The input embedding that a row brings, or a row of the packed table: what pack_panel put there.
+// Copy the input embedding that a row brings, or look up a row of the packed table; pack_panel has the layout.
 static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
   const int64_t width = op.n;  // the table is [vocabulary, n]: packed with k = n
   if (pass.inputs && pass.inputs[t]) {

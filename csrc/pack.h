@@ -1,4 +1,4 @@
-// How weights are laid out for the kernels: once, when a model is loaded.
+// Packs weights for the kernels, once, when a model is loaded.
 #pragma once
 #include "quantized.h"
 
@@ -17,9 +17,9 @@ static void pack_any(int type, int source, const void *weight, int64_t n, int64_
 
 static void pack(int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed, int threads) {
   const int64_t bytes = bytes_of_panel(type, k);
-  WorkQueue pieces = {0, 0};
+  WorkQueue queue = {0, 0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  pieces.run(panels_of(n), [&](int64_t panel) {
+  queue.run(panels_of(n), [&](int64_t panel) {
     char *to = (char *)packed + panel * bytes * (second ? 2 : 1);
     pack_any(type, source, weight, n, k, panel, to);
     if (second) pack_any(type, source, second, n, k, panel, to + bytes);

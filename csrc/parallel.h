@@ -1,5 +1,5 @@
-// How threads share the work, and memory that outlives a run. No templates of the standard library: they would be shared among
-// translation units that are compiled for different processors.
+// Work queues for parallel threads, and scratch memory that outlives a run. No templates of the standard library: the linker would
+// merge them across translation units that are compiled for different processors.
 #pragma once
 #include <omp.h>
 #include <sched.h>
@@ -14,19 +14,19 @@ static inline void relax() {
 #endif
 }
 
-// The pieces of one stage, taken by whoever is free. Nobody waits for a thread, only for pieces: one that the system has put
-// aside between two pieces holds nobody up.
+// The work items of one stage. Each thread takes the next item until none is left, then waits until all items are done. A thread
+// that is descheduled between two items delays no other.
 struct alignas(64) WorkQueue {
   int64_t taken, done;
 
   template <typename Work>
   void run(int64_t count, Work work) {
-    for (int64_t piece; (piece = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < count;) {
-      work(piece);
+    for (int64_t item; (item = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < count;) {
+      work(item);
       __atomic_fetch_add(&done, 1, __ATOMIC_RELEASE);
     }
-    for (int64_t turns = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; turns++) {
-      if (turns % 1024 == 1023)
+    for (int64_t spins = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; spins++) {
+      if (spins % 1024 == 1023)
         sched_yield();
       else
         relax();
@@ -34,7 +34,7 @@ struct alignas(64) WorkQueue {
   }
 };
 
-// A list that keeps its memory when it is cleared.
+// A growable array that keeps its memory when it shrinks.
 template <typename T>
 struct List {
   T *items = nullptr;

@@ -1,13 +1,13 @@
-// Linear layers over int8 and int4 weights. A row of x becomes int8 by its own largest value; products are summed exactly in
-// int32, so only the few float operations behind them have an order, and that is fixed.
+// Linear layers over int8 and int4 weights. A row of x is quantized to int8 by its largest magnitude. Products are summed exactly
+// in int32, so only the few float operations after them depend on order, and that order is fixed.
 //
-//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; behind them all scale[WIDTH] float32            w = scale * q, |q| < 128
-//   int4   steps of 8 k: [WIDTH][4] bytes; behind them all scale[groups of k][WIDTH] bfloat16      w = scale * (q - 8), q < 16
-//          a byte holds k + j below and k + 4 + j above, j = 0 .. 3
+//   int8   steps of 4 k: [WIDTH][4] bytes q + 128; after the steps scale[WIDTH] float32            w = scale * q, |q| < 128
+//   int4   steps of 8 k: [WIDTH][4] bytes; after the steps scale[groups of k][WIDTH] bfloat16      w = scale * (q - 8), q < 16
+//          a byte holds k + j in its low half and k + 4 + j in its high half, j = 0 .. 3
 //   tile   [k / 4][rows][4] int8
 //
-// Weights are stored without sign because that is what the instruction takes; sums begin at what is surplus, a multiple of the
-// sum of x.
+// Weights are stored as unsigned bytes, as the instruction takes them. Sums start at a compensation for the offset of 128 or 8: a
+// multiple of the sum of x.
 #pragma once
 #include "linear.h"
 
@@ -15,7 +15,7 @@ namespace SP_NAMESPACE {
 
 constexpr int64_t GROUP = 32;
 constexpr int GROUP_STEPS = GROUP / 8;
-constexpr int UNROLLED = LANES == 16 ? GROUP_STEPS : 1;  // of a group's steps: sixteen registers are too few for more
+constexpr int UNROLLED = LANES == 16 ? GROUP_STEPS : 1;  // steps of a group; 16 registers hold one only
 
 static inline int64_t padded_depth(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
 static inline int64_t groups_of(int64_t k) { return padded_depth(k) / GROUP; }
@@ -31,8 +31,8 @@ static inline int64_t bytes_of_panel(int type, int64_t k) {
   return type == SP_F32 || type == SP_BF16 ? panel_bytes(type, k) : quantized_panel_bytes(type, k);
 }
 
-// A row in int8: x = scale * q. What of its groups is surplus is `apart` from one another: a tile's rows lie side by side.
-static void quantize_row(int type, const float *x, int64_t k, int8_t *values, float *scale, int64_t apart, int32_t *surplus) {
+// Quantize a row to int8: x = scale * q. The compensations of its groups are `stride` apart, as a tile's rows are interleaved.
+static void quantize_row(int type, const float *x, int64_t k, int8_t *values, float *scale, int64_t stride, int32_t *compensation) {
   float largest = 0.0f;
   bool finite = true;
   for (int64_t i = 0; i < k; i++) {
@@ -41,7 +41,7 @@ static void quantize_row(int type, const float *x, int64_t k, int8_t *values, fl
     finite &= size <= 3.402823466e38f;
   }
   const float factor = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
-  *scale = finite ? largest / 127.0f : NAN;  // what is not a number must not vanish
+  *scale = finite ? largest / 127.0f : NAN;  // so that infinities and NaN reach the output
   int32_t all = 0;
   for (int64_t g = 0; g < groups_of(k); g++) {
     const int64_t first = g * GROUP, some = k - first < GROUP ? k - first : GROUP;
@@ -50,22 +50,22 @@ static void quantize_row(int type, const float *x, int64_t k, int8_t *values, fl
     for (int64_t i = 0; i < some; i++) group[i] = finite ? (int8_t)lrintf(x[first + i] * factor) : 0;
     for (int64_t i = some; i < GROUP; i++) group[i] = 0;
     for (int64_t i = 0; i < GROUP; i++) sum += group[i];
-    if (type == SP_INT4) surplus[g * apart] = -8 * sum;
+    if (type == SP_INT4) compensation[g * stride] = -8 * sum;
     all += sum;
   }
-  if (type == SP_INT8) *surplus = -128 * all;
+  if (type == SP_INT8) *compensation = -128 * all;
 }
 
 template <int ROWS>
 static void sum_int8(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Ints acc[ROWS][VECS];
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) acc[r][v] = splat_ints(tile.surplus[r]);
+    for (int v = 0; v < VECS; v++) acc[r][v] = splat_ints(tile.compensation[r]);
   const Steps steps = quantized_steps(SP_INT8, k);
   const char *x = (const char *)tile.dwords;
   steps.each_group<GROUP_STEPS>(panel, [&](const char *weight) __attribute__((always_inline)) {
 #pragma GCC unroll UNROLLED
-    for (int s = 0; s < GROUP_STEPS; s++, weight += steps.apart, x += 4 * ROWS) {
+    for (int s = 0; s < GROUP_STEPS; s++, weight += steps.stride, x += 4 * ROWS) {
       Ints w[VECS];
       prefetch_step(weight, steps.ahead);
       for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
@@ -88,14 +88,14 @@ static void sum_int4(const char *panel, const Tile &tile, int64_t k, float *sums
     for (int v = 0; v < VECS; v++) total[r][v] = zero();
   const Steps steps = quantized_steps(SP_INT4, k);
   const uint16_t *scales = (const uint16_t *)(panel + steps.size());
-  const int32_t *surplus = tile.surplus;
+  const int32_t *compensation = tile.compensation;
   const char *x = (const char *)tile.dwords;
   steps.each_group<GROUP_STEPS>(panel, [&](const char *weight) __attribute__((always_inline)) {
     Ints acc[ROWS][VECS];
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECS; v++) acc[r][v] = splat_ints(surplus[r]);
+      for (int v = 0; v < VECS; v++) acc[r][v] = splat_ints(compensation[r]);
 #pragma GCC unroll UNROLLED
-    for (int s = 0; s < GROUP_STEPS; s++, weight += steps.apart, x += 8 * ROWS) {
+    for (int s = 0; s < GROUP_STEPS; s++, weight += steps.stride, x += 8 * ROWS) {
       Ints low[VECS], high[VECS];
       prefetch_step(weight, steps.ahead);
       for (int v = 0; v < VECS; v++) {
@@ -112,7 +112,7 @@ static void sum_int4(const char *panel, const Tile &tile, int64_t k, float *sums
       const Vec scale = load_bf16(scales);
       for (int r = 0; r < ROWS; r++) total[r][v] = fma(to_floats(acc[r][v]), scale, total[r][v]);
     }
-    surplus += ROWS;
+    compensation += ROWS;
   });
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, mul(total[r][v], splat(tile.scales[r])));
@@ -142,7 +142,7 @@ static void pack_int8(int source, const void *weight, int64_t n, int64_t k, int6
   }
 }
 
-// The scale of a group that leaves the least squared error, of some around largest / 8.
+// The scale of a group with the least squared error, of sixteen near -extreme / 8 (the extreme has the largest magnitude).
 static float best_scale(const float *group) {
   float extreme = 0.0f, best = 0.0f, least = INFINITY;
   for (int64_t j = 0; j < GROUP; j++)

@@ -1,11 +1,11 @@
-// Doubles, several at a time, for distributions and draws: written once with the compiler's own vectors.
+// Vectors of doubles for distributions and draws, written once with the compiler's vector extensions.
 #pragma once
 #include "simd.h"
 
 namespace SP_NAMESPACE {
 
 #if defined(SP_PORTABLE)
-constexpr int REALS = 2;  // what every 64-bit processor has
+constexpr int REALS = 2;  // every 64-bit processor has vectors of two
 #else
 constexpr int REALS = LANES / 2;
 #endif
@@ -39,14 +39,14 @@ static inline float most_lane(Vec x) {
   return most;
 }
 
-constexpr double WHOLE = 0x1.8p52;  // added to a small double, it leaves the nearest whole number in the lowest bits
+constexpr double WHOLE = 0x1.8p52;  // added to a small double, it leaves the nearest integer in the lowest bits
 constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
 
 // e^x for x <= 0, within two units in the last place; 0 below -708.
 static inline Reals exp_reals(Reals x) {
   const Reals shifted = x * 0x1.71547652b82fep+0 + WHOLE, n = shifted - WHOLE;
   const Reals r = (x - n * LN2_HIGH) - n * LN2_LOW;
-  Reals y = splat_reals(1.0 / 6227020800.0);  // 1 / 13!, and on to 1 / 0!
+  Reals y = splat_reals(1.0 / 6227020800.0);  // the Taylor coefficients 1 / 13! .. 1 / 0!
   y = y * r + 1.0 / 479001600.0;
   y = y * r + 1.0 / 39916800.0;
   y = y * r + 1.0 / 3628800.0;
@@ -64,8 +64,8 @@ static inline Reals exp_reals(Reals x) {
   return x < -708.0 ? Reals{} : y * power;
 }
 
-// The natural logarithm of normal positive numbers, within one unit in the last place: x = 2^n m, and log m as a series in
-// (m - 1) / (m + 1), with the coefficients of fdlibm's log.
+// The natural logarithm of a normal positive number, within one unit in the last place: x = 2^n m, and log m is a series in
+// (m - 1) / (m + 1) with the coefficients of fdlibm's log.
 static inline Reals log_reals(Reals x) {
   const Longs bits = (Longs)x, n = (bits - 0x3fe6a09e667f3bcd) >> 52;
   const Reals f = (Reals)(bits - (n << 52)) - 1.0;

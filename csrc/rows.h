@@ -1,4 +1,4 @@
-// What a row goes through by itself: norms, rotary embedding, and the way into the cache.
+// Operations on single rows: norms, rotary embedding, and storing keys and values in the cache.
 #pragma once
 #include "linear.h"
 
@@ -52,7 +52,7 @@ static inline void *layer_of(void *storage, const SpOp &op, const SpPass &pass) 
   return (char *)storage + op.layer * pass.layer_stride;
 }
 
-// One row: queries and keys are normed (if the family does) and rotated in place; keys and values go to the cache.
+// Norm (where there are scales) and rotate one row's queries and keys in place; store its keys and values in the cache.
 static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
   const int64_t half = op.dim / 2;
   const float *cosine = pass.cosines + pass.positions[t] * half, *sine = pass.sines + pass.positions[t] * half;

@@ -1,15 +1,14 @@
-// One vector type per instruction set. Everything a kernel computes goes through these functions, so that its
-// arithmetic (order and rounding) is written once. No contraction by the compiler: multiply-add is always explicit.
+// One vector type per instruction set. Kernels compute through these functions alone, so their arithmetic (order and rounding) is
+// written once. The compiler contracts nothing: fused multiply-adds are explicit.
 #pragma once
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
 
-// Across the lanes, always in the same order: halves are folded onto one another until one lane is left.
+// Reductions over lanes, always in the same order: the high half is folded onto the low one until one lane is left.
 #if defined(SP_AVX2) || defined(SP_AVX512)
 #include <immintrin.h>
 namespace SP_NAMESPACE {
@@ -39,26 +38,24 @@ static inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 static inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 static inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 static inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if one of them is NaN
+static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if either is NaN
 static inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-static inline Vec fma_into(Vec sum, Vec a, Vec b) {  // the intrinsic's sums are moved from register to register
+static inline Vec fma_into(Vec sum, Vec a, Vec b) {  // GCC copies the accumulators of the intrinsic between registers
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 }
 static inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline Vec times_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }  // a * 2^n for whole n
 static inline Ints load_ints(const void *p) { return _mm512_loadu_si512(p); }
-static inline Ints no_ints() { return _mm512_setzero_si512(); }
 static inline Ints splat_ints(int32_t x) { return _mm512_set1_epi32(x); }
-static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 static inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 4)); }
-// Adds the products of four unsigned bytes of w and four signed ones of x to each dword, exactly.
+// Add the products of four unsigned bytes of w and four signed bytes of x to each dword, exactly.
 static inline Ints add_products(Ints sum, Ints w, Ints x) {
 #if defined(SP_VNNI)
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // the intrinsic's sums are moved from register to register
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // GCC copies the accumulators of the intrinsic between registers
   return sum;
 #else
   const Ints even = _mm512_and_si512(w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w, 8);
@@ -69,15 +66,15 @@ static inline Ints add_products(Ints sum, Ints w, Ints x) {
 static inline Vec low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 static inline Vec high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000))); }
 #if defined(SP_BF16_PAIRS)
-// A subnormal number becomes a zero of its sign.
+// Replace subnormal numbers by zeros of the same sign.
 static inline Vec flush(Vec v) {
   const Ints bits = _mm512_castps_si512(v);
   const __mmask16 small = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
   return _mm512_castsi512_ps(_mm512_mask_and_epi32(bits, small, bits, _mm512_set1_epi32((int)0x80000000)));
 }
-// Adds the products of a pair of bfloat16 to each lane: first that of the high halves, then that of the low ones, each sum rounded
-// to nearest even, subnormal numbers taken for zeros. The model, for tests on processors that lack the instruction (VDPBF16PS),
-// is what Intel's manual says of it.
+// Add the products of a pair of bfloat16 to each lane: that of the high halves, then that of the low ones. Each sum is rounded to
+// nearest even, and subnormal numbers count as zeros. The model follows Intel's manual on VDPBF16PS, for tests on processors
+// without it.
 static inline Vec add_pairs(Vec sum, Ints w, Ints x) {
 #if defined(SP_BF16_MODEL)
   sum = flush(fma(flush(high_bf16(w)), flush(high_bf16(x)), flush(sum)));
@@ -98,7 +95,7 @@ static inline float max_lanes(Vec v) { return max_of_eight(_mm256_max_ps(low_hal
 static inline Vec pick(Vec a, Vec b, bool high) {
   return high ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88);
 }
-// to[j][i] = from[i][j] for LANES x LANES dwords, whatever they hold; the rows of `to` are `to_stride` apart.
+// to[j][i] = from[i][j] for LANES x LANES dwords of any type; the rows of `to` are `to_stride` dwords apart.
 static inline void transpose(const float *const *from, float *to, int64_t to_stride) {
   __m512d t[16];
   for (int i = 0; i < 16; i += 4) {
@@ -143,9 +140,7 @@ static inline Vec times_power(Vec a, Vec n) {  // in two steps, so that 2^n itse
   return mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
 }
 static inline Ints load_ints(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
-static inline Ints no_ints() { return _mm256_setzero_si256(); }
 static inline Ints splat_ints(int32_t x) { return _mm256_set1_epi32(x); }
-static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 static inline Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm256_srli_epi16(a, 4)); }
@@ -178,7 +173,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 }
 }  // namespace SP_NAMESPACE
 
-#else  // portable: loops over lanes that the compiler turns into what there is
+#else  // portable: loops over lanes, vectorized by the compiler
 namespace SP_NAMESPACE {
 constexpr int LANES = 8;
 struct Vec { float at[LANES]; };
@@ -203,9 +198,7 @@ static inline Vec fma_into(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 static inline Vec nearest(Vec a) { SP_EACH(Vec, nearbyintf(a.at[i])) }
 static inline Vec times_power(Vec a, Vec n) { SP_EACH(Vec, ldexpf(a.at[i], n.at[i] == n.at[i] ? (int)n.at[i] : 0)) }
 static inline Ints load_ints(const void *p) { Ints out; memcpy(&out, p, sizeof out); return out; }
-static inline Ints no_ints() { SP_EACH(Ints, 0) }
 static inline Ints splat_ints(int32_t x) { SP_EACH(Ints, (uint32_t)x) }
-static inline Ints sub_ints(Ints a, Ints b) { SP_EACH(Ints, a.at[i] - b.at[i]) }
 static inline Vec to_floats(Ints a) { SP_EACH(Vec, (float)(int32_t)a.at[i]) }
 static inline Ints low_halves(Ints a) { SP_EACH(Ints, a.at[i] & 0x0f0f0f0fu) }
 static inline Ints high_halves(Ints a) { SP_EACH(Ints, a.at[i] >> 4 & 0x0f0f0f0fu) }
@@ -238,14 +231,14 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 
 namespace SP_NAMESPACE {
 
-// The four bytes at p in every lane.
+// Every lane holds the four bytes at p.
 static inline Ints splat_dword(const void *p) {
   int32_t dword;
   memcpy(&dword, p, 4);
   return splat_ints(dword);
 }
 
-// The first `count` < LANES floats, zeros behind them.
+// Load `count` < LANES floats; the other lanes are zero.
 static inline Vec load_part(const float *p, int64_t count) {
   alignas(64) float lanes[LANES] = {0};
   memcpy(lanes, p, count * sizeof(float));

@@ -1,38 +1,38 @@
-// The rows of a linear layer, side by side in tiles, and the layer over them. A stage before the layer makes of each row what its
-// weights take:
+// Packs the rows of a linear layer into tiles, and runs the layer over them. A stage before the layer converts each row to what its
+// weights are multiplied by:
 //
-//   float32, bfloat16       the row in float32; a row that is alone lies right where it is
-//   bfloat16 in pairs       the row rounded to bfloat16, where the processor multiplies pairs of them (linear.h)
-//   int8, int4              the row in int8 (quantized.h)
+//   float32, bfloat16       float32; a single row is read in place
+//   bfloat16 in pairs       bfloat16, where the processor multiplies pairs of them (linear.h)
+//   int8, int4              int8 (quantized.h)
 #pragma once
 #include "quantized.h"
 
 namespace SP_NAMESPACE {
 
-constexpr int64_t PART = 8 * LANES;        // dwords of a row that are laid at once
-constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows of a piece of a layer
+constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
+constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
 static const SumTile *const SUM_TILES[] = {SUM_F32, SUM_BF16, SUM_INT8, SUM_INT4};  // by SpType
 
 struct Tiles {
-  List<uint32_t> dwords, narrowed;  // tiles, and rows that became int8 or bfloat16 on their way there
+  List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
   List<float> scales;
-  List<int32_t> surplus;
+  List<int32_t> compensation;
 };
 
 static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || (op.type == SP_BF16 && !ROUNDS); }
 static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
 
-// Of a row.
+// The size of a packed row.
 static inline int64_t dwords_of(const SpOp &op) {
   return is_float(op) ? op.k : op.type == SP_BF16 ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
 }
-static inline int64_t surplus_of(const SpOp &op) { return op.type == SP_INT4 ? groups_of(op.k) : 1; }
+static inline int64_t compensations_of(const SpOp &op) { return op.type == SP_INT4 ? groups_of(op.k) : 1; }
 
 static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
   for (int i = 0; i < count; i++) {
     if (ops[i].code != SP_LINEAR || !is_packed(ops[i], rows)) continue;
-    x.dwords.resize(rows * dwords_of(ops[i])), x.scales.resize(rows), x.surplus.resize(rows * surplus_of(ops[i]));
+    x.dwords.resize(rows * dwords_of(ops[i])), x.scales.resize(rows), x.compensation.resize(rows * compensations_of(ops[i]));
     if (!is_float(ops[i])) x.narrowed.resize(rows * dwords_of(ops[i]));
   }
 }
@@ -40,12 +40,12 @@ static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
 static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first < MOST_ROWS ? rows - first : MOST_ROWS; }
 
-// Parts of floats are pieces of their own. What becomes narrow does so a whole tile at a time.
+// A work item packs a part of a tile, or a whole tile where rows are converted to a narrower type.
 static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
 static inline int64_t packing_pieces(const SpOp &op, int64_t rows) { return is_packed(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
-// Lay dwords begin .. end of `count` rows side by side. Two vectors of each row are transposed at once: what was in the first ones
-// is then in low halves, and what was in the second ones in high halves.
+// Pack dwords begin .. end - 1 of `count` rows. Two vectors of each row are transposed at once, the first ones into the low halves
+// and the second ones into the high halves.
 static void pack_rows(const uint32_t *rows, int64_t width, int64_t count, int64_t begin, int64_t end, uint32_t *tile) {
   alignas(64) uint32_t transposed[LANES][2][MOST_ROWS];
   const float *from[LANES];
@@ -60,7 +60,7 @@ static void pack_rows(const uint32_t *rows, int64_t width, int64_t count, int64_
       const uint32_t *dwords = transposed[j % LANES][j / LANES];
       uint32_t *to = tile + (i + j) * count;
       if (to + MOST_ROWS <= tile + end * count)
-        memcpy(to, dwords, MOST_ROWS * 4);  // what is too much is written over by those behind it
+        memcpy(to, dwords, MOST_ROWS * 4);  // the next dwords overwrite the excess
       else
         memcpy(to, dwords, count * 4);
     }
@@ -74,38 +74,38 @@ static void round_row(const float *x, int64_t k, uint16_t *rounded) {
   if (k % 2) rounded[k] = 0;
 }
 
-static void narrow_row(const SpOp &op, const float *x, uint32_t *to, float *scale, int64_t apart, int32_t *surplus) {
+static void narrow_row(const SpOp &op, const float *x, uint32_t *to, float *scale, int64_t stride, int32_t *compensation) {
   if (op.type == SP_BF16)
     round_row(x, op.k, (uint16_t *)to);
   else
-    quantize_row(op.type, x, op.k, (int8_t *)to, scale, apart, surplus);
+    quantize_row(op.type, x, op.k, (int8_t *)to, scale, stride, compensation);
 }
 
-static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t piece) {
-  const int64_t first = piece / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
+static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
+  const int64_t first = item / parts_of(op) * MOST_ROWS, some = rows_at(first, rows), width = dwords_of(op);
   uint32_t *tile = x.dwords.items + first * width;
   if (is_float(op)) {
-    const int64_t begin = piece % parts_of(op) * PART, end = begin + PART < width ? begin + PART : width;
+    const int64_t begin = item % parts_of(op) * PART, end = begin + PART < width ? begin + PART : width;
     return pack_rows((const uint32_t *)(op.in + first * width), width, some, begin, end, tile);
   }
   uint32_t *narrowed = some == 1 ? tile : x.narrowed.items + first * width;
   for (int64_t r = 0; r < some; r++)
     narrow_row(op, op.in + (first + r) * op.k, narrowed + r * width, x.scales.items + first + r, some,
-               x.surplus.items + first * surplus_of(op) + r);
+               x.compensation.items + first * compensations_of(op) + r);
   if (some > 1) pack_rows(narrowed, width, some, 0, width, tile);
 }
 
 static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
   if (!is_packed(op, rows)) return {op.in, nullptr, nullptr};
-  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.surplus.items + first * surplus_of(op)};
+  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op)};
 }
 
-// One piece of a layer is a panel (or gate and up of one) for a share of the rows.
+// A work item of a layer is a panel (gate and up, if it is gated) for SHARE rows.
 static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panels_of(op.n) * ((rows + SHARE - 1) / SHARE); }
 
-static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t piece) {
+static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
   alignas(64) float sums[MOST_ROWS * WIDTH], ups[MOST_ROWS * WIDTH];
-  const int64_t panel = piece % panels_of(op.n), begin = piece / panels_of(op.n) * SHARE;
+  const int64_t panel = item % panels_of(op.n), begin = item / panels_of(op.n) * SHARE;
   const int64_t end = begin + SHARE < rows ? begin + SHARE : rows, bytes = bytes_of_panel(op.type, op.k);
   const bool gated = op.flags & SP_SILU;
   const char *weight = (const char *)op.weight + panel * bytes * (gated ? 2 : 1);

@@ -165,3 +165,20 @@ def test_a_path_of_a_tree_is_a_chain(variant: str, context: int, committed: int)
     cache.compact(1, context + committed, nodes)
     after = feed(native, cache, 1, tokens[context + committed + 4 :], [1])
     assert torch.equal(after, chain[-1:])
+
+
+@torch.inference_mode()
+def test_a_tree_has_no_bound_of_depth() -> None:
+    """A path of 620 nodes and a sibling at the root, as a beam search of two hypotheses feeds them."""
+    native = make_native(dtype=torch.bfloat16, windows=(None, 100))
+    tokens, context = tokens_of(5), 10
+    path = tokens[context : context + 620]
+    tree = DraftTree.of([(path[0] + 1) % 96, *path], [-1, -1, *range(1, 620)])
+    chain = feed(native, CACHES["slotted"](native.cache_shape), 1, tokens, [context - 1, 621, 1])
+    cache = CACHES["paged by 5"](native.cache_shape)
+    feed(native, cache, 1, tokens, [context - 1])
+    batch = build_batch([SequenceInput(1, tokens[context - 1 : context], tree)], cache, CPU)
+    logits = native.logits(native.forward(batch, cache))
+    assert torch.equal(logits[[0, *range(2, 622)]], chain[context - 1 : context + 620])
+    cache.compact(1, context, range(1, 621))
+    assert torch.equal(feed(native, cache, 1, tokens[context + 620 :], [1]), chain[-1:])

@@ -24,7 +24,7 @@ from speculant.errors import ConfigError, suggest
 
 VERSION = 5
 ALIGNMENT = 64  # bytes
-MOST_DIM, MOST_GROUP, MOST_DEPTH = 256, 32, 512  # of a head, query heads per key head, of a tree: the kernels' bounds
+MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head: the kernels' bounds
 NO_TOKEN = -1  # what is drawn from a distribution that is none
 
 

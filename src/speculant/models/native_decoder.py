@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.errors import CapacityError
-from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
-from speculant.models.base import Batch, Chain, Hidden, Segment, check_embeddings, check_taps, check_tokens
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
+from speculant.models.base import Batch, Chain, Hidden, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
 from speculant.models.replay import ChainRows, Drawn, address
 from speculant.models.rotary import Rotary
-from speculant.tree import depths_of
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
 
@@ -168,18 +166,11 @@ def _segments(batch: Batch) -> tuple[array[int], array[int]]:
     for segment in batch.segments:
         chain, tree = segment.num_rows, -1
         if not segment.is_chain:
-            _check_depth(segment)
             chain, tree = segment.num_committed, len(parents)
             parents += segment.parents
         fields += (first, segment.num_rows, segment.start, chain, tree, address(segment.table))
         first += segment.num_rows
     return array("q", fields), array("q", parents)
-
-
-def _check_depth(segment: Segment) -> None:
-    deepest = max(depths_of(segment.parents))
-    if deepest > MOST_DEPTH:
-        raise CapacityError(f"a draft tree is {deepest} deep and the kernels go to {MOST_DEPTH}", "draft fewer tokens.")
 
 
 def _next_power(n: int) -> int:

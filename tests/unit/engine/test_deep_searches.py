@@ -48,9 +48,8 @@ class LastTokenModel:
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; the hidden states are the tokens."""
-        self.deepest = max(
-            self.deepest, *(depth for segment in batch.segments for depth in [0, *depths_of(segment.parents)])
-        )
+        depths = (depth for segment in batch.segments for depth in [0, *depths_of(segment.parents)])
+        self.deepest = max(self.deepest, *depths)
         return Hidden(batch.tokens[:, None].to(torch.float64))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,225 @@
+"""Attention of the native kernels: every node of a tree has the bits of its path fed as a chain, on every set."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from speculant.kernels.native import Code, Kernels, Op, Pass, Type, open_kernels, usable_sets
+from speculant.models.replay import address
+
+SETS = usable_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16}
+WIDE = [-1] * 5 + [node // 3 for node in range(42)]  # 47 nodes, five at the root and three below each
+COMB = [-1, *(node for step in range(30) for node in (2 * step, 2 * step))]  # a path of 31, with a sibling at each node
+
+
+TREES = st.lists(st.one_of(st.integers(0, 2), st.integers(0, 30)), max_size=40).map(
+    lambda backwards: [max(-1, node - 1 - back) for node, back in enumerate(backwards)]
+)  # a node follows one of those before it, or the root
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What attention is computed over: heads, and how the cache holds their keys and values."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    window: int = 0
+    block: int = 16
+    type: Type = Type.F32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One sequence's rows: `chain` tokens behind a cache of `start` positions, then a tree of `parents`."""
+
+    start: int
+    chain: int
+    parents: Sequence[int] = ()
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.chain + len(self.parents)
+
+    def path(self, node: int) -> list[int]:
+        """Return the rows, within the sequence, of the chain and a node's ancestors and itself."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(self.chain + node)
+            node = self.parents[node]
+        return [*range(self.chain), *reversed(path)]
+
+    def leaves(self) -> list[int]:
+        """Return the nodes without children; the root if there are none."""
+        return sorted(set(range(len(self.parents))) - set(self.parents)) or [-1]
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One sequence with its queries, keys and values: [positions, heads, dim] in order of their places."""
+
+    rows: Rows
+    queries: Tensor  # [count, heads, dim]
+    keys: Tensor  # [start + count, kv_heads, dim]
+    values: Tensor
+
+    def along(self, node: int) -> Fed:
+        """Return the path to a node as a chain."""
+        path = self.rows.path(node)
+        places = [*range(self.rows.start), *(self.rows.start + row for row in path)]
+        return Fed(Rows(self.rows.start, len(path)), self.queries[path], self.keys[places], self.values[places])
+
+
+def make(shape: Shape, rows: Rows, seed: int = 0) -> Fed:
+    generator = torch.Generator().manual_seed(seed)
+    places, dtype = rows.start + rows.count, TYPES[shape.type]
+    queries = 2 * torch.randn(rows.count, shape.heads, shape.dim, generator=generator)
+    keys, values = (torch.randn(places, shape.kv_heads, shape.dim, generator=generator).to(dtype) for _ in range(2))
+    return Fed(rows, queries, keys, values)
+
+
+class Attention:
+    """Attention of several sequences in one pass; their blocks lie scattered in the cache."""
+
+    def __init__(self, shape: Shape, fed: Sequence[Fed]) -> None:
+        self.counts = [each.rows.count for each in fed]
+        self._store(shape, fed)
+        self._segments, self._parents = array("q"), array("q")
+        for place, each in enumerate(fed):
+            rows, tree = each.rows, len(self._parents) if each.rows.parents else -1
+            first, table = sum(self.counts[:place]), self._tables[place].data_ptr()
+            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, table))
+            self._parents.extend(rows.parents)
+        self._inputs = torch.full((sum(self.counts), shape.heads + 2 * shape.kv_heads, shape.dim), torch.nan)
+        self._inputs[:, : shape.heads] = torch.cat([each.queries for each in fed])
+        self._out = torch.full((sum(self.counts), shape.heads, shape.dim), torch.nan)
+        self._op = Op(
+            code=Code.ATTEND, type=shape.type, heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim,
+            window=shape.window, factor=shape.dim**-0.5, source=self._inputs.data_ptr(), out=self._out.data_ptr(),
+        )  # fmt: skip
+        self._pass = Pass(
+            rows=sum(self.counts), num_segments=len(fed), block=shape.block, segments=address(self._segments),
+            parents=address(self._parents), keys=self._keys.data_ptr(), values=self._values.data_ptr(),
+        )  # fmt: skip
+
+    def _store(self, shape: Shape, fed: Sequence[Fed]) -> None:
+        """Put keys and values into blocks in random order; slots that hold none are not a number."""
+        blocks = [-(-len(each.keys) // shape.block) for each in fed]
+        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(1))
+        self._tables = [table.clone() for table in torch.split(order, blocks)]
+        size = (sum(blocks) * shape.block, shape.kv_heads, shape.dim)
+        self._keys, self._values = (torch.full(size, torch.nan, dtype=TYPES[shape.type]) for _ in range(2))
+        for each, table in zip(fed, self._tables, strict=True):
+            slots = (table[:, None] * shape.block + torch.arange(shape.block)).flatten()[: len(each.keys)]
+            self._keys[slots], self._values[slots] = each.keys, each.values
+
+    def run(self, kernels: Kernels) -> tuple[Tensor, ...]:
+        """Return each sequence's result [count, heads, dim]."""
+        kernels.run((Op * 1)(self._op), self._pass)
+        return torch.split(self._out.clone(), self.counts)
+
+
+def opened(isa: str, threads: int = 1) -> Kernels:
+    kernels = open_kernels(isa, threads)
+    assert kernels is not None
+    return kernels
+
+
+def check_paths(isa: str, threads: int, shape: Shape, fed: Sequence[Fed], leaves: int = 1000) -> None:
+    """Compare what sequences get side by side with what each path gets alone, as a chain and in one thread."""
+    for each, seen in zip(fed, Attention(shape, fed).run(opened(isa, threads)), strict=True):
+        assert bool(seen.isfinite().all())
+        for leaf in each.rows.leaves()[-leaves:]:
+            (alone,) = Attention(shape, [each.along(leaf)]).run(opened(isa))
+            assert torch.equal(seen[each.rows.path(leaf)], alone), (each.rows.start, each.rows.chain, leaf)
+
+
+def expected(shape: Shape, fed: Fed) -> Tensor:
+    """Return the attention of a chain in float64, by its definition."""
+    group, start = shape.heads // shape.kv_heads, fed.rows.start
+    keys, values = (each.double().repeat_interleave(group, dim=1) for each in (fed.keys, fed.values))
+    scores = torch.einsum("qhd,khd->hqk", fed.queries.double(), keys) * shape.dim**-0.5
+    ahead = torch.arange(len(keys)) - torch.arange(start, start + fed.rows.count)[:, None]
+    hidden = (ahead > 0) | (ahead <= -shape.window if shape.window else ahead > 0)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(window=70, type=Type.BF16), Shape(dim=6, kv_heads=4, block=5)], ids=str
+)
+@pytest.mark.parametrize("isa", SETS)
+def test_attention_matches_its_definition(isa: str, shape: Shape) -> None:
+    fed = make(shape, Rows(600, 9, COMB))
+    (seen,) = Attention(shape, [fed]).run(opened(isa, 2))
+    for leaf in fed.rows.leaves():
+        along = expected(shape, fed.along(leaf))
+        assert torch.allclose(seen[fed.rows.path(leaf)].double(), along, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("type_", list(TYPES))
+@pytest.mark.parametrize("parents", [WIDE, COMB], ids=["wide", "comb"])
+@pytest.mark.parametrize("isa", SETS)
+def test_tree_attention_has_the_bits_of_a_chain(isa: str, parents: list[int], type_: Type) -> None:
+    """Trees that begin in a tile, at its edges and at those of a span, with and without a window."""
+    for threads, start in ((1, 0), (1, 60), (1, 63), (2, 511), (1, 1000), (2, 4096)):
+        for window in (0, 40, 600):
+            shape = Shape(type=type_, window=window)
+            check_paths(isa, threads, shape, [make(shape, Rows(start, 1, parents))], leaves=3)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), seed=st.integers(0, 99), threads=st.sampled_from([1, 2]))
+@pytest.mark.parametrize("isa", SETS)
+def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int, threads: int) -> None:
+    """Several sequences in a pass, prompt chunks before trees, any heads, dimensions, windows and block sizes."""
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (1, 5), (2, 4), (3, 2), (1, 32)]))
+    shape = Shape(
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        dim=data.draw(st.sampled_from([1, 6, 8, 16, 24, 32, 40, 64, 128])),
+        window=data.draw(st.sampled_from([0, 1, 7, 64, 100])),
+        block=data.draw(st.sampled_from([1, 3, 5, 16, 64])),
+        type=data.draw(st.sampled_from(list(TYPES))),
+    )
+    drawn = data.draw(st.lists(st.tuples(st.integers(0, 640), st.integers(1, 80), TREES), min_size=1, max_size=3))
+    check_paths(isa, threads, shape, [make(shape, Rows(*rows), seed) for rows in drawn], leaves=3)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("isa", SETS)
+def test_tree_attention_has_no_bound_of_depth(isa: str, window: int) -> None:
+    """Paths of 700 nodes with a sibling at the root, before them and behind them."""
+    shape = Shape(window=window)
+    before, behind = [-1, -1, *range(1, 700)], [*range(-1, 699), -1]
+    check_paths(isa, 2, shape, [make(shape, Rows(100, 3, parents)) for parents in (before, behind)])
+
+
+def test_tree_attention_of_interleaved_paths() -> None:
+    """Four paths of 200 nodes each, in order of depth."""
+    check_paths(SETS[0], 2, Shape(), [make(Shape(), Rows(200, 1, [-1] * 4 + list(range(796))))])
+
+
+@pytest.mark.parametrize("context", [4096, 4050])
+def test_tree_attention_costs_what_a_chain_does(context: int) -> None:
+    """47 nodes behind a long context: if each loaded its tiles alone, they would take four times as long as a chain."""
+    shape, kernels = Shape(heads=8, kv_heads=8, dim=64, type=Type.BF16), opened(SETS[0])
+    passes = [Attention(shape, [make(shape, rows)]) for rows in (Rows(context, 48), Rows(context, 1, WIDE))]
+    seconds: list[list[float]] = [[], []]
+    for _ in range(7):
+        for attention, times in zip(passes, seconds, strict=True):
+            started = time.thread_time()
+            attention.run(kernels)
+            times.append(time.thread_time() - started)
+    assert min(seconds[1]) < 2 * min(seconds[0])
