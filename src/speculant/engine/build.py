@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,10 +138,3 @@ def build_drafter(
     )
     drafter: Drafter = plugins.load(_DRAFTERS, method_name(spec)).build(context)
     return drafter
-
-
-def generation_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the sampling settings that a checkpoint recommends, under this package's names."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
-    return found if checkpoint.generation.get("do_sample") else {}

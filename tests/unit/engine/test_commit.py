@@ -31,10 +31,17 @@ class Watch:
 
     stop: Sequence[int]
     seen: list[int] = field(default_factory=list)
+    saved: int = 0
 
     def push(self, token: int) -> str | None:
         self.seen.append(token)
         return "STOP" if self.seen[-len(self.stop) :] == list(self.stop) else None
+
+    def checkpoint(self) -> None:
+        self.saved = len(self.seen)
+
+    def rollback(self) -> None:
+        del self.seen[self.saved :]
 
 
 def random_logits(rows: int) -> Tensor:

@@ -31,6 +31,7 @@ class Watch:
     def __init__(self, index: int | None = None) -> None:
         self.raises = index == Watch.made
         self.seen: list[int] = []
+        self.saved = 0
         Watch.made += 1
 
     def push(self, token: int) -> str | None:
@@ -38,6 +39,12 @@ class Watch:
         if self.raises and len(self.seen) == 3:
             raise TroubleError
         return None
+
+    def checkpoint(self) -> None:
+        self.saved = len(self.seen)
+
+    def rollback(self) -> None:
+        del self.seen[self.saved :]
 
 
 def failing_at(length: int) -> TableModel:
@@ -79,6 +86,7 @@ def test_an_error_of_one_sample_s_text_ends_all_of_them(index: int) -> None:
     rig.add((1, 2), SamplingParams(temperature=0, max_tokens=8), "other")
     assert_failed(rig, rig.finish())
     assert [(sample.output, sample.score, sample.cumulative_logprob) for sample in samples] == [([], None, None)] * 3
+    assert [sample.stop_checker.seen for sample in samples] == [[], [], []], "text of tokens that nobody has"
 
 
 def test_every_sample_s_watch_sees_its_own_tokens() -> None:
