@@ -240,6 +240,8 @@ def test_a_failure_ends_a_request_and_keeps_what_was_told() -> None:
 def test_what_nobody_was_told_is_taken_back() -> None:
     a = a_round(output=[9], params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({14}))
     a.request.logprobs = [{}]
+    a.request.stop_checker = stop_checker = Watch(stop=[20], seen=[9], saved=1)
     a.commit((1, 2, 4), 7)
     roll_back(a.request, 1)
     assert (a.request.tokens, a.request.logprobs, a.request.stop_reason) == ([*PROMPT, 9], [{}], None)
+    assert stop_checker.seen == [9]
