@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from speculant.text.tokenizer import Tokenizer
 
@@ -11,8 +10,7 @@ _KEPT = 8  # tokens of context; the last character never begins before them
 _REPLACEMENT = "\ufffd"
 
 
-@dataclass(frozen=True)
-class WindowState:
+class WindowState(NamedTuple):
     """Where an `IncrementalDetokenizer` stands; a value to go back to."""
 
     window: list[int]  # shared with the detokenizer, which only appends to it or takes another one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from speculant.errors import RequestError
 
@@ -45,13 +46,12 @@ def compile_stops(stops: Sequence[str]) -> StopStrings | None:
     return StopStrings(stops) if stops else None
 
 
-@dataclass(frozen=True)
-class SearchState:
+class SearchState(NamedTuple):
     """Where a `StopSearch` stands; a value to go back to."""
 
     place: _State
-    held: str = ""
-    stop: str | None = None
+    held: str
+    stop: str | None
 
 
 class StopSearch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from speculant.params import SamplingParams
 from speculant.text.detokenize import IncrementalDetokenizer, WindowState
@@ -11,8 +11,7 @@ from speculant.text.stop import SearchState, StopSearch, StopStrings
 from speculant.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
+class _Checkpoint(NamedTuple):
     window: WindowState
     search: SearchState | None
     unsearched: int
