@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
 
 
 class SpeculantError(Exception):
@@ -52,6 +54,30 @@ class EngineClosedError(SpeculantError, RuntimeError):
 
 class EngineDeadError(SpeculantError, RuntimeError):
     """An engine that broke down; what broke it is the `__cause__`."""
+
+
+@dataclass(frozen=True)
+class Converts:
+    """A context that raises what foreign code raises in it as a SpeculantError of kind `to`, with its reason.
+
+    A panic of a Rust extension is converted as well: pyo3 raises it as a BaseException, which `except Exception`
+    does not catch. SpeculantErrors, KeyboardInterrupt and SystemExit pass. An instance may be used again.
+    """
+
+    to: type[SpeculantError]
+    problem: str
+    fix: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, SpeculantError):
+            return
+        if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
+            raise self.to(f"{self.problem}: {error}", self.fix) from error
 
 
 def suggest(given: str, known: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from speculant.errors import ConfigError, suggest
 MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
 MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
 MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
@@ -99,6 +100,10 @@ class SamplingParams:
         texts: tuple[object, ...] = tuple(self.stop)
         if len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(f"stop must be at most {MAX_STOPS} non-empty strings", "remove empty or surplus ones.")
+        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise ConfigError(
+                f"stop has {length} characters, more than {MAX_STOP_CHARACTERS} over all strings", "use shorter ones."
+            )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"temperature={self.temperature} is too small to divide by", "use 0 for greedy decoding.")
         self._check_search()

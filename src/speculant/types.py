@@ -29,6 +29,14 @@ class StopChecker(Protocol):
         """Take one token; return the stop string that it completes, if any."""
         ...
 
+    def checkpoint(self) -> None:
+        """Remember this state for `rollback`; called before a step commits."""
+        ...
+
+    def rollback(self) -> None:
+        """Return to the last checkpoint, to the beginning without one, also when a push has raised."""
+        ...
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -36,7 +44,7 @@ class Logprob:
 
     logprob: float
     rank: int  # 1 = the most likely
-    decoded_token: str | None = None
+    decoded_token: str | None = None  # None if the tokenizer can't decode the token by itself
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.architecture.source import PACKAGE, Module
 
-EVERYWHERE = frozenset({"types", "tree", "beams", "params", "config", "errors", "metrics"})
+EVERYWHERE = frozenset({"types", "tree", "beams", "params", "config", "errors", "files", "metrics"})
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
 
@@ -17,13 +17,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "": ENGINE_AND_BELOW | EVERYWHERE,
     "errors": frozenset(),
     "params": frozenset({"errors"}),
+    "files": frozenset({"errors"}),
     "metrics": frozenset({"errors"}),
     "tree": frozenset(),
     "beams": frozenset({"tree"}),
     "types": frozenset({"errors", "params", "metrics", "beams", "tree"}),
     "config": frozenset({"errors", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
-    "text": frozenset({"errors", "params", "types", "config"}),
+    "text": frozenset({"errors", "files", "params", "types", "config"}),
     "kernels": EVERYWHERE,
     "cache": EVERYWHERE | {"kernels"},
     "sampling": EVERYWHERE | {"kernels"},

@@ -163,11 +163,20 @@ class StopAfter:
 
     stop: list[int]
     seen: list[int] = field(default_factory=list)
+    saved: int = 0
 
     def push(self, token: int) -> str | None:
         """See `StopChecker.push`."""
         self.seen.append(token)
         return "found" if self.seen[-len(self.stop) :] == self.stop else None
+
+    def checkpoint(self) -> None:
+        """See `StopChecker.checkpoint`."""
+        self.saved = len(self.seen)
+
+    def rollback(self) -> None:
+        """See `StopChecker.rollback`."""
+        del self.seen[self.saved :]
 
 
 @everywhere

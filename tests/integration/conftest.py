@@ -40,5 +40,5 @@ def llm_of(made: dict[str, LLM], checkpoints: Checkpoints) -> Iterator[MakeLLM]:
     for llm in used:
         assert not llm.engine.has_unfinished(), "a test left requests behind"
         llm.engine.check()
-        for cache in llm.engine._caches:
+        for cache in (llm.engine._context.cache, *llm.engine._drafters.caches):
             assert cache.free_tokens() == cache.num_blocks * cache.block_size, "a test left cache in use"

@@ -8,11 +8,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from speculant.bench.workloads import Workload
 from speculant.engine.build import Runtime
 from speculant.metrics import SpeculationMetrics, TimingMetrics, percentile
 from speculant.params import SamplingParams
+from speculant.text.stop import compile_stops
 from speculant.text.stream import TextStream
 from speculant.types import Request, StepOutput
 
@@ -150,9 +152,8 @@ class _Delivery:
         arrival = time.perf_counter() if self._mode.sequential else self._started + due
         params, tokenizer = self._mode.params, self._runtime.tokenizer
         request_id = f"{self._salt}-{len(self.requests)}"
-        added = self._engine.add_request(
-            prompt, params, request_id, stop_checker=lambda: TextStream(tokenizer, params), cache_salt=self._salt
-        )
+        checker = partial(TextStream, tokenizer, params, compile_stops(params.stop))
+        added = self._engine.add_request(prompt, params, request_id, stop_checker=checker, cache_salt=self._salt)
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
 

@@ -173,10 +173,3 @@ def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:
         return own or _method(method).default_length
 
     return of
-
-
-def generation_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the sampling settings that a checkpoint recommends, under this package's names."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
-    return found if checkpoint.generation.get("do_sample") else {}

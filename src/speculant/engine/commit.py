@@ -162,6 +162,9 @@ def roll_back(request: Request, num_output: int) -> None:
     del request.tokens[len(request.prompt) + num_output :]
     del request.logprobs[num_output:]
     request.stop_reason = None
+    for each in ending_with(request):
+        if each.stop_checker is not None:
+            each.stop_checker.rollback()
 
 
 def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_engine, generation_defaults
+from speculant.engine.build import Runtime, build_engine
 from speculant.engine.job import Job
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
+from speculant.text.stop import StopStrings, compile_stops
 from speculant.text.stream import TextStream
 
 Prompt = str | Sequence[int]
@@ -18,7 +20,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Order:
-    """A tokenised prompt and what is wanted of it. `text` is None if the prompt came as token ids."""
+    """A tokenised prompt and what is wanted of it. `text` is None if the prompt came as token ids.
+
+    stops: the stop strings of `params`, compiled; None = there are none.
+    """
 
     request_id: str
     text: str | None
@@ -26,6 +31,7 @@ class Order:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    stops: StopStrings | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
@@ -45,6 +51,7 @@ class Frontend:
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
         self._runtime = build_engine(self.config)
         self.tokenizer = self._runtime.tokenizer
+        self._compile_stops = lru_cache(maxsize=8)(compile_stops)  # many prompts share their stop strings
 
     @property
     def speculating(self) -> bool:
@@ -69,12 +76,12 @@ class Frontend:
     @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
-        return SamplingParams.from_mapping(generation_defaults(self._runtime.checkpoint))
+        return self._runtime.checkpoint.sampling
 
     def _order(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
     ) -> Order:
-        """Tokenise a prompt; raises RequestError for what is none."""
+        """Tokenise a prompt and compile its stop strings; raises RequestError for what is no prompt."""
         given: object = prompt
         if not isinstance(given, (str, Sequence)):
             raise RequestError(
@@ -82,7 +89,9 @@ class Frontend:
             )
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Order(request_id, text, tokens, params or self.default_params, priority, cache_salt)
+        params = params or self.default_params
+        stops = self._compile_stops(tuple(params.stop))
+        return Order(request_id, text, tokens, params, priority, cache_salt, stops)
 
 
 def start_job(runtime: Runtime, order: Order) -> Job:
@@ -91,7 +100,7 @@ def start_job(runtime: Runtime, order: Order) -> Job:
         order.tokens,
         order.params,
         order.request_id,
-        stop_checker=lambda: TextStream(runtime.tokenizer, order.params),
+        stop_checker=partial(TextStream, runtime.tokenizer, order.params, order.stops),
         priority=order.priority,
         cache_salt=order.cache_salt,
     )

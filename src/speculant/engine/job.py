@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
+from speculant.errors import SpeculantError
 from speculant.metrics import SpeculationMetrics
 from speculant.text.stream import TextStream
 from speculant.text.tokenizer import Tokenizer
@@ -34,11 +35,12 @@ class Job:
         self.unread: deque[StepOutput] = deque()
         self._prompt, self._requests, self._tokenizer = prompt, requests, tokenizer
         self._closed: set[int] = set()
+        self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
 
     @property
     def error(self) -> Exception | None:
         """What every sequence ended with, if nothing could be completed."""
-        errors = [request.error for request in self._requests]
+        errors = self._errors()
         return errors[0] if all(errors) else None
 
     @property
@@ -52,12 +54,14 @@ class Job:
         if output.finish_reason is None:
             return StreamPiece(output.index, output.token, text, output.drafted)
         text += self._close(self._requests[output.index])
+        reason = self._reason(self._requests[output.index])
         done = self.output() if len(self._closed) == len(self._requests) else None
-        return StreamPiece(output.index, output.token, text, output.drafted, output.finish_reason, done)
+        return StreamPiece(output.index, output.token, text, output.drafted, reason, done)
 
     def output(self) -> RequestOutput:
         """Return everything as it stands."""
         first = self._requests[0]
+        outputs = [self._completion(request) for request in self._requests]
         metrics = replace(first.metrics, speculative_decoding=SpeculationMetrics(), num_preemptions=0)
         for request in self._requests:
             metrics.speculative_decoding.add(request.metrics.speculative_decoding)
@@ -66,11 +70,11 @@ class Job:
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(first.prompt),
-            outputs=[self._completion(request) for request in self._requests],
+            outputs=outputs,
             finished=self.finished,
             metrics=metrics,
             prompt_logprobs=self._prompt_logprobs(first),
-            error=next((str(request.error) for request in self._requests if request.error), None),
+            error=next((str(error) for error in self._errors() if error), None),
         )
 
     def _completion(self, request: Request) -> CompletionOutput:
@@ -82,7 +86,7 @@ class Job:
             index=request.index,
             text=_stream(request).text,
             token_ids=request.output,
-            finish_reason=request.finish_reason,
+            finish_reason=self._reason(request),
             stop_reason=request.stop_reason,
             logprobs=[self._readable(entry) for entry in request.logprobs] if asked else None,
             cumulative_logprob=found.logprob if found else request.cumulative_logprob,
@@ -96,15 +100,25 @@ class Job:
         return [None, *(self._readable(entry) for entry in request.prompt_logprobs)]
 
     def _readable(self, entry: Logprobs) -> Logprobs:
-        decode = self._tokenizer.decode
-        return {t: replace(value, decoded_token=decode([t], skip_special_tokens=False)) for t, value in entry.items()}
+        decode = self._tokenizer.decode_alone
+        return {t: replace(value, decoded_token=decode(t)) for t, value in entry.items()}
 
     def _close(self, request: Request) -> str:
-        """Release what a finished sample's text held back, once."""
+        """Release what a finished sample's text held back, once; what can't be decoded is that sample's failure."""
         if request.index in self._closed:
             return ""
         self._closed.add(request.index)
-        return _stream(request).finish()
+        try:
+            return _stream(request).finish()
+        except SpeculantError as error:
+            self._failed[request.index] = error
+            return ""
+
+    def _reason(self, request: Request) -> str | None:
+        return "error" if request.index in self._failed else request.finish_reason
+
+    def _errors(self) -> list[Exception | None]:
+        return [request.error or self._failed.get(request.index) for request in self._requests]
 
 
 def _stream(request: Request) -> TextStream:

@@ -46,10 +46,11 @@ class LLM(Frontend):
                 self._step()
         finally:
             self._close(jobs)
+        outputs = [job.output() for job in jobs]
         errors = [job.error for job in jobs]
         if errors and errors[0] is not None and all(errors):
             raise errors[0]
-        return [job.output() for job in jobs]
+        return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.

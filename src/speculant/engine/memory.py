@@ -14,6 +14,7 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
+from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
 
 SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory says otherwise
@@ -80,12 +81,17 @@ class CacheMemory:
         )
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that could be allocated on a device."""
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Return the bytes that could be allocated on a device; on the CPU, within the limits of control groups."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    machine, groups = _available(root), free_in_cgroups(root)
+    return machine if groups is None else min(machine, groups)
+
+
+def _available(root: Path) -> int:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return FALLBACK
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), FALLBACK)

@@ -92,6 +92,8 @@ def commit_sequence(
     """Commit one sequence's share of a step; a failure ends that request and no other."""
     request = output.item.request
     num_output = request.num_output
+    if request.stop_checker is not None:
+        request.stop_checker.checkpoint()
     try:
         request.metrics.timing.record_pass(timing.draft_s, timing.verify_s)
         if output.prompt_logits is not None:

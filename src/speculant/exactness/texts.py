@@ -19,6 +19,7 @@ from speculant.exactness.scores import Scores
 from speculant.models.base import SequenceInput, build_batch
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
+from speculant.text.stop import compile_stops
 from speculant.text.stream import TextStream
 from speculant.types import DraftTree, Request
 
@@ -34,9 +35,8 @@ def complete(
     for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         while runtime.engine.has_unfinished() and (alone or not runtime.engine.accepts(1)):
             runtime.engine.step()
-        requests += runtime.engine.add_request(
-            prompt, each, f"check-{number}", partial(TextStream, runtime.tokenizer, each)
-        )
+        checker = partial(TextStream, runtime.tokenizer, each, compile_stops(each.stop))
+        requests += runtime.engine.add_request(prompt, each, f"check-{number}", checker)
     while runtime.engine.has_unfinished():
         runtime.engine.step()
     for request in requests:

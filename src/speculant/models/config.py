@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.errors import ModelError
+from speculant.models.fields import count as count
+from speculant.models.fields import flag, is_whole, number, show, window
+
+MOST_HEAD_DIM = 2**16
+MOST_WEIGHTS = 2**40  # in one matrix; no machine holds more
+MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far beyond any checkpoint's, and finite in float32
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,29 @@ class DecoderConfig:
                 f"config.json has {len(self.windows)} layer_types for {self.num_layers} layers",
                 "check layer_types and num_hidden_layers in config.json.",
             )
+        if self.rope.kind == "dynamic" and self.head_dim == 2:
+            raise ModelError(
+                "config.json asks for dynamic rope scaling of heads of 2 dimensions, for which it is not defined",
+                "check rope_scaling and head_dim in config.json.",
+            )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Refuse matrices whose sizes overflow before their files are looked at."""
+        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        largest = max(heads, self.intermediate_size, self.vocab_size) * self.hidden_size
+        if largest > MOST_WEIGHTS:
+            raise ModelError(
+                f"config.json describes a matrix of {largest} weights, more than {MOST_WEIGHTS}",
+                "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json.",
+            )
 
 
 def read_decoder(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
     """Read what all families share from a Hugging Face config; `family` adds or replaces what is a family's own."""
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(
-            f"config.json asks for hidden_act={hf['hidden_act']!r}; only 'silu' is implemented",
+            f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
             "use a checkpoint of one of the supported families.",
         )
     heads = count(hf, "num_attention_heads")
@@ -79,25 +101,14 @@ def read_decoder(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": count(hf, "num_key_value_heads", heads),
-        "head_dim": count(hf, "head_dim", count(hf, "hidden_size") // heads),
-        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "head_dim": count(hf, "head_dim", count(hf, "hidden_size") // heads, MOST_HEAD_DIM),
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6, 1e-30, 1),
         "max_positions": max_positions,
         "rope": read_rope(hf, max_positions),
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "tie_embeddings": flag(hf, "tie_word_embeddings"),
         "windows": (None,) * layers,
     }
     return DecoderConfig(**{**shared, **family})
-
-
-def count(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive whole number of the config; `default` stands in for an absent or null entry."""
-    value = hf.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ModelError(f"config.json has no {key!r}", "the checkpoint is incomplete; download it again.")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json has {key} = {value!r}, not a positive whole number", "correct config.json.")
-    return value
 
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
@@ -105,43 +116,79 @@ _ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters)."""
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    scaling = _rope_settings(hf)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if kind not in _ROPE_KINDS or partial not in (None, 1.0) or any(isinstance(v, dict) for v in scaling.values()):
         raise ModelError(
-            f"config.json asks for rotary settings that are not implemented: {scaling}, over {partial} of each head",
+            "config.json asks for rotary settings that are not implemented:"
+            f" {show(scaling)}, over {show(partial)} of each head",
             f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
         )
-    theta = scaling.get("rope_theta", hf.get("rope_theta"))
     return RopeConfig(
-        theta=10000.0 if theta is None else float(theta),
+        theta=number(
+            scaling if scaling.get("rope_theta") is not None else hf, "rope_theta", 10000.0, 1 / MOST_THETA, MOST_THETA
+        ),
         kind=kind,
-        original_max_positions=_original_positions(hf, scaling, kind) or max_positions,
+        original_max_positions=_original_positions(hf, scaling, max_positions) if kind == "llama3" else max_positions,
         **_rope_factors(scaling, kind),
     )
 
 
-def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], kind: str) -> int | None:
+def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("rope_parameters", "rope_scaling"):
+        value = hf.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"config.json has {key} = {show(value)}, not an object", "correct config.json.")
+        if value:
+            return value
+    return {}
+
+
+def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_positions: int) -> int:
     """Return the length a llama3 scaling starts from; dynamic scaling starts from the context itself."""
     key = "original_max_position_embeddings"
-    return hf.get(key) or scaling.get(key) if kind == "llama3" else None
+    return count(hf if hf.get(key) is not None else scaling, key, max_positions)
 
 
 def _rope_factors(scaling: Mapping[str, Any], kind: str) -> dict[str, float]:
     names = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    missing = [name for name in names.get(kind, ()) if not isinstance(scaling.get(name), int | float)]
+    missing = [name for name in names.get(kind, ()) if scaling.get(name) is None]
     if missing:
         raise ModelError(f"config.json has rope scaling {kind!r} without {', '.join(missing)}", "correct config.json.")
-    return {name: float(scaling[name]) for name in names.get(kind, ())}
+    factors = {name: number(scaling, name, None, 1 / MOST_FACTOR, MOST_FACTOR) for name in names.get(kind, ())}
+    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
+        raise ModelError(
+            f"config.json has low_freq_factor = {factors['low_freq_factor']:g}, not below"
+            f" high_freq_factor = {factors['high_freq_factor']:g}",
+            "correct config.json.",
+        )
+    return factors
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Read Qwen's windows: by layer_types, else for the layers from max_window_layers on."""
     layers = count(hf, "num_hidden_layers")
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    if window is None:
+    size = window(hf) if flag(hf, "use_sliding_window") else None
+    if size is None:
         return (None,) * layers
+    kinds = hf.get("layer_types")
+    if kinds is None or kinds == []:
+        first = _first_window(hf)
+        return (None,) * min(first, layers) + (size,) * max(layers - first, 0)
+    if not isinstance(kinds, list) or any(kind not in _LAYER_TYPES for kind in kinds):
+        raise ModelError(
+            f"config.json has layer_types = {show(kinds)}",
+            f"list one of these for each layer: {', '.join(_LAYER_TYPES)}.",
+        )
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _first_window(hf: Mapping[str, Any]) -> int:
     first = hf.get("max_window_layers", 28)
-    kinds = hf.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if not is_whole(first) or first < 0:
+        raise ModelError(f"config.json has max_window_layers = {show(first)}, not a whole number", "correct it.")
+    return int(first)

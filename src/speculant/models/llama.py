@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import DecoderConfig, read_decoder
+from speculant.models.fields import flag
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Llama config.json."""
-    bias = bool(hf.get("attention_bias", False))
-    return read_decoder(hf, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    bias = flag(hf, "attention_bias")
+    return read_decoder(hf, qkv_bias=bias, output_bias=bias, mlp_bias=flag(hf, "mlp_bias"))

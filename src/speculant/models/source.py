@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from speculant.errors import ModelError
+from speculant.files import read_json as read_json
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
@@ -23,29 +22,18 @@ def resolve_source(source: str, role: str = "target", revision: str | None = Non
     """
     if source == "demo":
         return _demo(role)
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(source).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # not allowed, too long, or the home of an unknown user
+        raise ModelError(f"{source!r} can't be looked up: {error}", "check the path.") from error
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise ModelError(f"{source} is a file, not a folder", "name the folder that holds config.json.")
     if not _HUB_ID.fullmatch(source):
         raise ModelError(f"there is no folder {source}", "check the path, or give a Hugging Face id such as org/name.")
     return _download(source, revision)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError when it is missing, broken or no object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{path.parent} has no {path.name}", "name a folder in Hugging Face format, or download it again."
-        ) from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}", "download the checkpoint again.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object", "download the checkpoint again.")
-    return content
 
 
 def _demo(role: str) -> Path:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from speculant.errors import ModelError
+from speculant.errors import Converts, ModelError
+from speculant.models.fields import count
 from speculant.models.source import read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SHOWN = 5
+_SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # a file of the folder itself
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,29 @@ class TensorFiles:
         """
         state = {}
         for file in sorted({entry.file for entry in self.entries.values()}):
-            with safe_open(file, framework="pt") as opened:
+            with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     if not _is_harmless(name):
                         state[name] = opened.get_tensor(name).to(device=device, dtype=dtype, copy=True)
         return state
 
 
-def check_tensors(found: TensorFiles, wanted: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> None:
+def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
+    """Compare the number of layers in the files' headers with config.json's. Raises ModelError if they differ."""
+    hits = (re.match(r"model\.layers\.([0-9]{1,10})\.", name) for name in found.entries if not _is_harmless(name))
+    numbers = {int(hit.group(1)) for hit in hits if hit}
+    layers = count(config, "num_hidden_layers")
+    if len(numbers) != layers or max(numbers) != layers - 1:
+        spanned = f" ({min(numbers)} to {max(numbers)})" if numbers else ""
+        raise ModelError(
+            f"config.json says num_hidden_layers = {layers}, but the weights hold {len(numbers)} layers{spanned}",
+            "use the config.json that belongs to these weights, or download the checkpoint again.",
+        )
+
+
+def check_tensors(found: TensorFiles, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Compare the files with the model that config.json describes. Raises ModelError on any difference."""
     shapes = {name: entry.shape for name, entry in found.entries.items() if not _is_harmless(name)}
-    _check_layers(shapes, config)
     if "lm_head.weight" in shapes and "lm_head.weight" not in wanted:
         _check_tied_head(found)
         del shapes["lm_head.weight"]
@@ -95,38 +110,32 @@ def _find_files(folder: Path) -> list[Path]:
 
 def _find_shards(folder: Path) -> list[Path]:
     weight_map = read_json(folder / _INDEX).get("weight_map")
-    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
+    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not shards or any(not isinstance(name, str) or not _SHARD.fullmatch(name) for name in shards):
         raise ModelError(f"{folder / _INDEX} has no usable weight_map", "download the checkpoint again.")
-    missing = sorted(name for name in shards if not (folder / name).exists())
+    missing = sorted(name for name in set(shards) if not (folder / name).is_file())
     if missing:
         raise ModelError(f"{folder} lacks {_listed(missing)}, which {_INDEX} lists", "download the checkpoint again.")
-    return [folder / name for name in sorted(shards)]
+    return [folder / name for name in sorted(set(shards))]
 
 
 def _read_header(file: Path) -> dict[str, Entry]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-            return {name: Entry(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a readable safetensors file: {error}", "download it again.") from error
+    with _open(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        return {name: Entry(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises ModelError if its header is broken, or it can't be read now or later."""
+    reading = Converts(ModelError, f"{file} is not a readable safetensors file", "download it again.")
+    with reading, safe_open(file, framework="pt") as opened:
+        yield opened
 
 
 def _is_harmless(name: str) -> bool:
     """Whether a tensor is a table that older programs stored and every program can work out itself."""
     return name.endswith("rotary_emb.inv_freq")
-
-
-def _check_layers(shapes: Iterable[str], config: Mapping[str, Any]) -> None:
-    numbers = {int(hit.group(1)) for name in shapes if (hit := re.match(r"model\.layers\.(\d+)\.", name))}
-    layers = config["num_hidden_layers"]
-    if numbers and numbers != set(range(layers)):
-        raise ModelError(
-            f"config.json says num_hidden_layers = {layers}, but the weights hold {len(numbers)} layers"
-            f" ({min(numbers)} to {max(numbers)})",
-            "use the config.json that belongs to these weights, or download the checkpoint again.",
-        )
 
 
 def _check_tied_head(found: TensorFiles) -> None:
@@ -141,7 +150,7 @@ def _check_tied_head(found: TensorFiles) -> None:
 def _read_one(found: TensorFiles, name: str) -> Tensor | None:
     if name not in found.entries:
         return None
-    with safe_open(found.entries[name].file, framework="pt") as opened:
+    with _open(found.entries[name].file) as opened:
         tensor: Tensor = opened.get_tensor(name)
         return tensor
 

@@ -15,9 +15,11 @@ from speculant.errors import ConfigError, ModelError, suggest
 from speculant.kernels.native import QUANTIZED, Kernels, open_kernels
 from speculant.models.base import CausalLM
 from speculant.models.decoder import Decoder
+from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.native_decoder import NativeDecoder, why_not_native
 from speculant.models.source import read_json, resolve_source
-from speculant.models.tensors import TensorFiles, check_tensors
+from speculant.models.tensors import TensorFiles, check_layers, check_tensors
+from speculant.params import SamplingParams
 
 _FAMILIES = "speculant.models"
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,6 +36,7 @@ class Checkpoint:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]  # empty when the checkpoint names none
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
+    sampling: SamplingParams  # what generation_config.json recommends
     name: str
     kernels: str = "reference"  # what computes it, and why not the native ones if they were wanted
     native: Kernels | None = None  # the native kernels, if they compute it
@@ -61,16 +64,19 @@ def load_model(
     _check_choices(dtype, device)
     folder = resolve_source(source, role, revision)
     config = read_json(folder / "config.json")
-    model = _empty_model(config)
+    _check_family(config)
     tensors = TensorFiles.open(folder)
-    check_tensors(tensors, _shapes(model), config)
+    check_layers(tensors, config)  # before a module is made for each
+    model = _empty_model(config)
+    check_tensors(tensors, _shapes(model))
+    generation = read_generation(folder)
+    ends, sampling = read_end_tokens(generation, config, model.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors, device)
     _fill(model, tensors.read(chosen, torch.device(device)))
     computing, says = _choose_kernels(model, kernels, quantization)
     native = computing.kernels if isinstance(computing, NativeDecoder) else None
-    generation = _read_optional(folder / "generation_config.json")
-    ends = _eos_token_ids(generation, config)
-    return Checkpoint(computing, config, folder, chosen, ends, generation, _name(source, role, folder), says, native)
+    name = _name(source, role, folder)
+    return Checkpoint(computing, config, folder, chosen, ends, generation, sampling, name, says, native)
 
 
 def _check_choices(dtype: str, device: str) -> None:
@@ -84,8 +90,7 @@ def _check_choices(dtype: str, device: str) -> None:
         raise ConfigError(f"device {device!r} was asked for but torch sees no CUDA device", "use device='cpu'.")
 
 
-def _empty_model(config: Mapping[str, Any]) -> Decoder:
-    """Make the model without memory for its parameters."""
+def _check_family(config: Mapping[str, Any]) -> None:
     family = config.get("model_type")
     if family not in (known := plugins.names(_FAMILIES)):
         raise _unknown_family(config, known)
@@ -93,16 +98,20 @@ def _empty_model(config: Mapping[str, Any]) -> Decoder:
         raise ModelError(
             "this checkpoint is quantised, which is not supported yet", "use the unquantised checkpoint it came from."
         )
+
+
+def _empty_model(config: Mapping[str, Any]) -> Decoder:
+    """Make the model without memory for its parameters."""
     with torch.device("meta"):
-        return Decoder(plugins.load(_FAMILIES, family).read_config(config))
+        return Decoder(plugins.load(_FAMILIES, config["model_type"]).read_config(config))
 
 
 def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
     family = config.get("model_type")
-    if family is None:
+    if not isinstance(family, str):
         return ModelError("config.json names no model_type", f"name one of: {', '.join(known)}.")
     own_code = " and wants to run code of its own (auto_map), which is never done" if "auto_map" in config else ""
-    return ModelError(f"model_type {family!r} is unknown{own_code}", suggest(str(family), known))
+    return ModelError(f"model_type {family!r} is unknown{own_code}", suggest(family, known))
 
 
 def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
@@ -144,18 +153,6 @@ def _choose_kernels(decoder: Decoder, wanted: str, quantization: str | None) -> 
 _NATIVE_FIX = (
     'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
 )
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the end tokens; generation_config.json has the last word, as it lists the chat ones too."""
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    if ends is None:
-        return frozenset()
-    return frozenset(ends if isinstance(ends, list) else [ends])
 
 
 def _name(source: str, role: str, folder: Path) -> str:

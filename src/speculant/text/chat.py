@@ -15,7 +15,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from speculant.errors import ModelError, RequestError
+from speculant.errors import Converts, ModelError, RequestError
+
+_REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt."
 
 
 class ChatTemplate:
@@ -23,13 +25,12 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """Compile the template. Raises ModelError when it is not valid Jinja."""
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(
-                f"the chat template is not valid: {error.message} (line {error.lineno})",
-                "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt.",
-            ) from error
+        with Converts(ModelError, "the chat template is not valid", _REPAIR):
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                problem = f"the chat template is not valid: {error.message} (line {error.lineno})"
+                raise ModelError(problem, _REPAIR) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
         """Return the prompt text of a conversation. Raises RequestError with the template's own reason."""
@@ -41,7 +42,7 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template tried what a template must not do: {error}", "do not trust this checkpoint."
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except Exception as error:
             raise RequestError(
                 f"the chat template can't render these messages: {error}",
                 "give each message a role that the model knows and a text content, in the order it expects.",
@@ -49,15 +50,33 @@ class ChatTemplate:
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the source of a checkpoint's template: its own file, or an entry of tokenizer_config.json."""
+    """Return the source of a checkpoint's template: its own file, or an entry of tokenizer_config.json.
+
+    Raises ModelError when the file can't be read, or the entry is neither a text nor a list of named ones.
+    """
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        with Converts(ModelError, f"{file} can't be read", "download it again."):
+            return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        template = _named_templates(template).get("default")
+    if template is not None and not isinstance(template, str):
+        raise _unusable_template()
+    return template
+
+
+def _named_templates(entries: list[Any]) -> dict[str, Any]:
+    if any(not isinstance(entry, dict) or not isinstance(entry.get("name"), str) for entry in entries):
+        raise _unusable_template()
+    return {entry["name"]: entry.get("template") for entry in entries}
+
+
+def _unusable_template() -> ModelError:
+    return ModelError(
+        "chat_template in tokenizer_config.json is neither a text nor a list of named ones",
+        "correct it, or add a chat_template.jinja to the checkpoint's folder.",
+    )
 
 
 class _GenerationBlock(Extension):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from speculant.text.tokenizer import Tokenizer
 
 _KEPT = 8  # tokens of context; the last character never begins before them
 _REPLACEMENT = "\ufffd"
+
+
+class WindowState(NamedTuple):
+    """Where an `IncrementalDetokenizer` stands; a value to go back to."""
+
+    window: list[int]  # shared with the detokenizer, which only appends to it or takes another one
+    length: int
+    returned: int
+    open_run: bool
 
 
 class IncrementalDetokenizer:
@@ -38,6 +47,15 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         self._open_run = token_id in self._fallback
         return "" if self._open_run else self._advance()
+
+    def checkpoint(self) -> WindowState:
+        """Return what `restore` needs to come back here. O(1)."""
+        return WindowState(self._window, len(self._window), self._returned, self._open_run)
+
+    def restore(self, state: WindowState) -> None:
+        """Forget what was pushed since the checkpoint."""
+        self._window, self._returned, self._open_run = state.window, state.returned, state.open_run
+        del self._window[state.length :]
 
     def flush(self) -> str:
         """Return what is left when the sequence has ended, an incomplete character as U+FFFD."""

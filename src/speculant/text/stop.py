@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from speculant.errors import RequestError
 
@@ -17,7 +18,7 @@ class Released:
     stop: str | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     """How far the end of the text has come into some stop string (Aho-Corasick)."""
 
@@ -28,21 +29,51 @@ class _State:
 
 
 class StopStrings:
-    """Watches a text for the first completed stop string.
+    """Stop strings, compiled to an automaton (Aho and Corasick, doi:10.1145/360825.360855).
+
+    It is not changed once it is made, so that any number of searches, in any threads, can share it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Time and memory are linear in the characters of all stop strings. Raises RequestError."""
+        if any(not stop for stop in stops):
+            raise RequestError("a stop string is empty, which would stop before the first token", "leave it out.")
+        self.root = _automaton(stops)
+
+
+def compile_stops(stops: Sequence[str]) -> StopStrings | None:
+    """Compile the stop strings of a request, once for all its samples; None if there are none."""
+    return StopStrings(stops) if stops else None
+
+
+class SearchState(NamedTuple):
+    """Where a `StopSearch` stands; a value to go back to."""
+
+    place: _State
+    held: str
+    stop: str | None
+
+
+class StopSearch:
+    """Searches a text for the first completed stop string.
 
     The one that ends first wins; of several that end together, the longest. So the outcome does not
     depend on how the text was cut into pieces. Time is linear in the text.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`include` leaves the stop string at the end of the released text. Raises RequestError."""
-        if any(not stop for stop in stops):
-            raise RequestError("a stop string is empty, which would stop before the first token", "leave it out.")
-        self._root = _automaton(stops)
-        self._include = include
-        self._state = self._root
-        self._held = ""
+    def __init__(self, stops: StopStrings, include: bool = False) -> None:
+        """`include` leaves the stop string at the end of the released text."""
+        self._root, self._include = stops.root, include
+        self._state, self._held = self._root, ""
         self._stop: str | None = None
+
+    def checkpoint(self) -> SearchState:
+        """Return what `restore` needs to come back here."""
+        return SearchState(self._state, self._held, self._stop)
+
+    def restore(self, state: SearchState) -> None:
+        """Forget what was pushed since the checkpoint."""
+        self._state, self._held, self._stop = state.place, state.held, state.stop
 
     def push(self, piece: str) -> Released:
         """Take the next piece of text; return what can no longer be part of a stop string.

@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from speculant.params import SamplingParams
-from speculant.text.detokenize import IncrementalDetokenizer
-from speculant.text.stop import StopStrings
+from speculant.text.detokenize import IncrementalDetokenizer, WindowState
+from speculant.text.stop import SearchState, StopSearch, StopStrings
 from speculant.text.tokenizer import Tokenizer
+
+
+class _Checkpoint(NamedTuple):
+    window: WindowState
+    search: SearchState | None
+    unsearched: int
+    num_pieces: int
+    text: str
 
 
 class TextStream:
     """A `StopChecker`: takes committed tokens and holds the pieces of text they made final.
 
-    Stop strings count from the min_tokens-th token on; text before that is not searched.
+    `stops` are the stop strings of `params`, compiled. They count from the min_tokens-th token on; text before that
+    is not searched.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._stops = StopSearch(stops, params.include_stop_str_in_output) if stops else None
         self._unsearched = params.min_tokens - 1
         self._pieces: deque[str] = deque()
         self.text = ""  # all that may be shown so far
+        self._checkpoint = self._state()
 
     def push(self, token: int) -> str | None:
         """See `StopChecker.push`; the token's piece can be taken with `pop`."""
         piece, stop = self._search(self._detokenizer.push(token))
         self._add(piece)
         return stop
+
+    def checkpoint(self) -> None:
+        """See `StopChecker.checkpoint`."""
+        self._checkpoint = self._state()
+
+    def rollback(self) -> None:
+        """See `StopChecker.rollback`; pieces popped since the checkpoint can't be taken back, so there must be none."""
+        to = self._checkpoint
+        self._detokenizer.restore(to.window)
+        if self._stops is not None and to.search is not None:
+            self._stops.restore(to.search)
+        self._unsearched, self.text = to.unsearched, to.text
+        while len(self._pieces) > to.num_pieces:
+            self._pieces.pop()
 
     def pop(self) -> str:
         """Return the piece of the oldest token not yet popped; may be empty."""
@@ -40,6 +65,10 @@ class TextStream:
             piece += self._stops.flush().text
         self._add(piece)
         return piece
+
+    def _state(self) -> _Checkpoint:
+        search = self._stops.checkpoint() if self._stops else None
+        return _Checkpoint(self._detokenizer.checkpoint(), search, self._unsearched, len(self._pieces), self.text)
 
     def _search(self, piece: str) -> tuple[str, str | None]:
         if self._stops is None:

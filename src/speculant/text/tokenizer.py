@@ -10,8 +10,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from speculant.errors import ModelError, PairError
+from speculant.errors import Converts, ModelError, PairError, RequestError
+from speculant.files import read_optional_json
 from speculant.text.chat import ChatTemplate, find_template
+
+_SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
+_ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
+_DECODING = Converts(RequestError, "the tokenizer can't decode these token ids", _SOURCE)
 
 
 class Tokenizer:
@@ -28,18 +33,40 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Load tokenizer.json and what stands beside it. Raises ModelError."""
-        settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-        return cls(_load_backend(folder), settings, find_template(folder, settings))
+        settings = {
+            **read_optional_json(folder / "special_tokens_map.json"),
+            **read_optional_json(folder / "tokenizer_config.json"),
+        }
+        backend, template = _load_backend(folder), find_template(folder, settings)
+        with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
+            tokenizer = cls(backend, settings, template)
+            _ = tokenizer.special_ids, tokenizer.decoder_settings, tokenizer.vocab_size
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with those the tokenizer puts around it unless told not to."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the token ids of a text, with those the tokenizer puts around it unless told not to.
+
+        Raises RequestError for a text that the tokenizer can't encode.
+        """
+        with _ENCODING:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Ids that name no token (padded rows of a head) are left out."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of token ids. Ids that name no token (padded rows of a head) are left out.
+
+        Raises RequestError for ids that the tokenizer's decoder fails on.
+        """
+        with _DECODING:
+            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_alone(self, token_id: int) -> str | None:
+        """Return the text of one token, special or not; None if the decoder fails on it without its neighbours."""
+        try:
+            return self.decode([token_id], skip_special_tokens=False)
+        except RequestError:
+            return None
 
     @property
     def vocab_size(self) -> int:
@@ -138,10 +165,8 @@ def _load_backend(folder: Path) -> Backend:
             f"{folder} has no tokenizer.json{only}",
             "save it with a fast tokenizer: AutoTokenizer.from_pretrained(...).save_pretrained(...) in transformers.",
         )
-    try:
+    with Converts(ModelError, f"{file} can't be read", "download it again."):
         return Backend.from_file(str(file))
-    except Exception as error:  # tokenizers raises plain Exception for every defect of a file
-        raise ModelError(f"{file} can't be read: {error}", "download it again.") from error
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -152,13 +177,3 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if role.endswith("_token") and isinstance(content, str):
             tokens[role] = content
     return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}", "download it again.") from error
-    return content if isinstance(content, dict) else {}

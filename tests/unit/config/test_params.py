@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.params import MAX_LOGPROBS, MAX_N, MAX_STOPS, SamplingParams
+from speculant.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,7 +27,7 @@ BAD: dict[str, list[Any]] = {
     "seed": [1.5, "x", -(2**63) - 1, 2**64, True],
     "max_tokens": [0, -1, 1.5, INF, "many"],
     "min_tokens": [-1, 17, 0.5, None],  # 17 is above the default of max_tokens
-    "stop": [[""], "", ["a", 3], 3, ["x"] * (MAX_STOPS + 1)],
+    "stop": [[""], "", ["a", 3], 3, ["x"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARACTERS + 1)],
     "stop_token_ids": [3],
     "include_stop_str_in_output": ["no", None, 1],
     "ignore_eos": ["false", None],
@@ -107,6 +107,7 @@ def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(n=MAX_N, temperature=100, top_p=1, min_p=1, logprobs=MAX_LOGPROBS, prompt_logprobs=0)
     SamplingParams(n=1, temperature=1e-10, top_p=1e-9, min_p=0, repetition_penalty=100, presence_penalty=-100)
     SamplingParams(max_tokens=None, min_tokens=10**9, seed=2**64 - 1, stop=["x"] * MAX_STOPS)
+    SamplingParams(stop=["x" * (MAX_STOP_CHARACTERS // MAX_STOPS)] * MAX_STOPS)
     SamplingParams(max_tokens=16, min_tokens=16, seed=-(2**63), logit_bias={0: -INF, 1: 1e6})
 
 

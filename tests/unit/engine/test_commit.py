@@ -32,10 +32,17 @@ class Watch:
 
     stop: Sequence[int]
     seen: list[int] = field(default_factory=list)
+    saved: int = 0
 
     def push(self, token: int) -> str | None:
         self.seen.append(token)
         return "STOP" if self.seen[-len(self.stop) :] == list(self.stop) else None
+
+    def checkpoint(self) -> None:
+        self.saved = len(self.seen)
+
+    def rollback(self) -> None:
+        del self.seen[self.saved :]
 
 
 def random_logits(rows: int) -> Tensor:
@@ -234,6 +241,8 @@ def test_a_failure_ends_a_request_and_keeps_what_was_told() -> None:
 def test_what_nobody_was_told_is_taken_back() -> None:
     a = a_round(output=[9], params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({14}))
     a.request.logprobs = [{}]
+    a.request.stop_checker = stop_checker = Watch(stop=[20], seen=[9], saved=1)
     a.commit((1, 2, 4), 7)
     roll_back(a.request, 1)
     assert (a.request.tokens, a.request.logprobs, a.request.stop_reason) == ([*PROMPT, 9], [{}], None)
+    assert stop_checker.seen == [9]

@@ -105,12 +105,19 @@ class TroubledWatch:
     """Raises at the third token."""
 
     seen: int = 0
+    saved: int = 0
 
     def push(self, token: int) -> str | None:
         self.seen += 1
         if self.seen == 3:
             raise TroubleError
         return None
+
+    def checkpoint(self) -> None:
+        self.saved = self.seen
+
+    def rollback(self) -> None:
+        self.seen = self.saved
 
 
 TARGETS = {"target raises": raising(PAIR.target), "target gives NaN": without_numbers(PAIR.target)}

@@ -136,6 +136,71 @@ def test_memory_for_nothing_is_refused_without_naming_a_length() -> None:
     assert refused(memory.make_target).fix == "raise kv_memory."
 
 
+GIB = 2**30
+V1 = "4:memory:/outer/inner\n3:cpu,cpuacct:/outer\n0::/\n"
+V2 = "0::/outer/inner\n"
+
+
+def write_group(folder: Path, version: int, limit: str, usage: int, cached: int) -> None:
+    """Write the files of a control group; half of its cached pages are active ones."""
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
+    prefix = "total_" if version == 1 else ""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(
+        f"anon 7\n{prefix}inactive_file {cached // 2}\n{prefix}active_file {cached // 2}\n"
+    )
+
+
+@pytest.fixture(params=[1, 2])
+def version(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def root(version: int, tmp_path: Path) -> Path:
+    """A file system of a machine with 9 GiB free and a process in the group /outer/inner."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {9 * 2**20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text({1: V1, 2: V2}[version])
+    return tmp_path
+
+
+def tree(root: Path, version: int) -> Path:
+    return root / ("sys/fs/cgroup/memory" if version == 1 else "sys/fs/cgroup")
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        ((str(4 * GIB), GIB, 0), ("max", GIB, 0), 3 * GIB),
+        ((str(4 * GIB), 3 * GIB, 2 * GIB), ("max", GIB, 0), 3 * GIB),  # pages of files can be given up
+        ((str(4 * GIB), GIB, 0), (str(3 * GIB), 2 * GIB, 0), GIB),  # the outer group has less
+        ((str(4 * GIB), 5 * GIB, 0), ("max", 0, 0), 0),  # over its limit
+        (("max", GIB, 0), (str(20 * GIB), GIB, 0), 9 * GIB),  # the machine has less
+        (("max", GIB, 0), ("max", GIB, 0), 9 * GIB),
+    ],
+)
+def test_free_memory_obeys_control_groups(
+    root: Path, version: int, inner: tuple[str, int, int], outer: tuple[str, int, int], expected: int
+) -> None:
+    unlimited = "9223372036854771712" if version == 1 else "max"
+    for path, (limit, usage, cached) in {"outer/inner": inner, "outer": outer}.items():
+        write_group(tree(root, version) / path, version, unlimited if limit == "max" else limit, usage, cached)
+    assert free_memory(torch.device("cpu"), root) == expected
+
+
+def test_free_memory_in_a_container_with_its_own_root(root: Path, version: int) -> None:
+    """The path is the host's and the files are those of the container's own group."""
+    write_group(tree(root, version), version, str(2 * GIB), GIB // 2, 0)
+    assert free_memory(torch.device("cpu"), root) == 3 * GIB // 2
+
+
+def test_free_memory_without_limits_is_the_machine_s(root: Path, version: int) -> None:
+    assert free_memory(torch.device("cpu"), root) == 9 * GIB
+
+
 def test_free_memory_is_what_the_machine_says_or_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_memory(torch.device("cpu")) > 0
 

@@ -32,6 +32,7 @@ class Watch:
     def __init__(self, index: int | None = None) -> None:
         self.raises = index == Watch.made
         self.seen: list[int] = []
+        self.saved = 0
         Watch.made += 1
 
     def push(self, token: int) -> str | None:
@@ -39,6 +40,12 @@ class Watch:
         if self.raises and len(self.seen) == 3:
             raise TroubleError
         return None
+
+    def checkpoint(self) -> None:
+        self.saved = len(self.seen)
+
+    def rollback(self) -> None:
+        del self.seen[self.saved :]
 
 
 def failing_at(length: int) -> TableModel:
@@ -80,6 +87,7 @@ def test_an_error_of_one_sample_s_text_ends_all_of_them(index: int) -> None:
     rig.add((1, 2), SamplingParams(temperature=0, max_tokens=8), "other")
     assert_failed(rig, rig.finish())
     assert [(sample.output, found_by(sample)) for sample in samples] == [([], (None, None))] * 3
+    assert [sample.stop_checker.seen for sample in samples] == [[], [], []], "text of tokens that nobody has"
 
 
 def test_every_sample_s_watch_sees_its_own_tokens() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from speculant.errors import ModelError
 from speculant.models import llama, mistral, qwen2, qwen3
 from speculant.models.rotary import Rotary
 from tests.unit.models.families import LLAMA3, SMALL
@@ -61,6 +62,26 @@ def test_old_and_new_rotary_settings(old: dict[str, Any], new: dict[str, Any]) -
 )
 def test_windows(family: ModuleType, settings: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert family.read_config({**SMALL, "model_type": "any", **settings}).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((mistral, {"sliding_window": value}) for value in (0, -1, "8", 1.5, True, 2**31, [4])),
+        *((qwen2, {"use_sliding_window": value}) for value in (1, "yes", [])),
+        *((qwen2, {"use_sliding_window": True, "max_window_layers": value}) for value in (-1, "1", 1.0, None)),
+        *((qwen3, {"use_sliding_window": True, "sliding_window": value}) for value in (0, "8")),
+        *(
+            (qwen3, {"use_sliding_window": True, "sliding_window": 8, "layer_types": value})
+            for value in ("full_attention", ["full_attention"], ["full"] * 3, [["full_attention"]] * 3, {}, 3)
+        ),
+        (llama, {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_settings_of_another_kind_are_refused(family: ModuleType, settings: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        family.read_config({**SMALL, "model_type": "any", **settings})
 
 
 @pytest.mark.parametrize("given", [{}, {"head_dim": None, "num_key_value_heads": None}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Never
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from speculant.errors import ConfigError, ModelError
 from speculant.models.source import resolve_source
 from speculant.models.weights import load_model
-from tests.unit.models.families import Pair, Session, make_pair, random_tokens
+from speculant.params import SamplingParams
+from tests.unit.models.families import LLAMA3, Pair, Session, make_pair, random_tokens
 
 PROMPT = random_tokens(9)
 
@@ -82,6 +84,42 @@ def test_end_tokens_come_from_config_without_a_generation_config(folder: Path) -
     assert load_model(str(folder)).eos_token_ids == {2}
     edit(folder / "config.json", eos_token_id=None)
     assert load_model(str(folder)).eos_token_ids == frozenset()
+
+
+BAD_ENDS = [-1, 61, 2**40, True, 2.0, "2", {"id": 2}, [2, -1], [[2]], [None]]
+
+
+@pytest.mark.parametrize("ends", BAD_ENDS, ids=str)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_refuses_end_tokens_that_are_no_tokens(folder: Path, file: str, ends: Any) -> None:
+    """Both files are checked, also where the other one has the last word."""
+    edit(folder / "generation_config.json", eos_token_id=2)
+    edit(folder / file, eos_token_id=ends)
+    refused(folder, f"{file} has eos_token_id", "from 0 to 60", f"correct {file}.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": float("nan")}, {"repetition_penalty": -1}],
+    ids=str,
+)
+def test_refuses_sampling_settings_out_of_range(folder: Path, change: dict[str, Any]) -> None:
+    edit(folder / "generation_config.json", do_sample=True, **change)
+    refused(folder, "generation_config.json", *change)
+    edit(folder / "generation_config.json", do_sample=False)
+    load_model(str(folder))
+
+
+def test_refuses_a_do_sample_that_is_neither_true_nor_false(folder: Path) -> None:
+    edit(folder / "generation_config.json", do_sample="yes")
+    refused(folder, "generation_config.json", "do_sample", "'yes'")
+
+
+def test_sampling_settings_are_those_recommended(folder: Path) -> None:
+    edit(folder / "generation_config.json", do_sample=True, temperature=0.6, top_k=None, top_p=0.9, max_length=20)
+    assert load_model(str(folder)).sampling == SamplingParams(temperature=0.6, top_p=0.9)
+    edit(folder / "generation_config.json", do_sample=False)
+    assert load_model(str(folder)).sampling == SamplingParams()
 
 
 def test_a_tied_head_is_one_tensor(folder: Path) -> None:
@@ -198,6 +236,25 @@ def test_refuses_misshaped_tensors(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("yarn", "linear")),
         ({"rope_parameters": {"rope_type": "linear"}}, ("linear", "factor")),
         ({"partial_rotary_factor": 0.5}, ("0.5",)),
+        ({"vocab_size": 2**62}, ("vocab_size",)),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 2}, ("vocab_size",)),
+        ({"head_dim": 2**31 - 2}, ("head_dim",)),
+        ({"rms_norm_eps": "1e-6"}, ("rms_norm_eps", "'1e-6'")),
+        ({"rms_norm_eps": -1e-6}, ("rms_norm_eps",)),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+        ({"rms_norm_eps": 1e30}, ("rms_norm_eps",)),
+        ({"tie_word_embeddings": "no"}, ("tie_word_embeddings", "'no'")),
+        ({"attention_bias": 1}, ("attention_bias",)),
+        ({"mlp_bias": "false"}, ("mlp_bias",)),
+        ({"hidden_act": ["silu"]}, ("hidden_act",)),
+        ({"rope_parameters": None, "rope_theta": "abc"}, ("rope_theta", "'abc'")),
+        ({"rope_parameters": None, "rope_theta": float("inf")}, ("rope_theta", "inf")),
+        ({"rope_parameters": None, "rope_scaling": [1]}, ("rope_scaling", "[1]")),
+        ({"rope_parameters": "llama3"}, ("rope_parameters",)),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, ("low_freq_factor", "high_freq_factor")),
+        ({"rope_parameters": {**LLAMA3, "factor": 0}}, ("factor",)),
+        ({"rope_parameters": {**LLAMA3, "factor": float("nan")}}, ("factor",)),
+        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": "8k"}}, ("original_max_position",)),
     ],
 )
 def test_refuses_a_config_that_contradicts_the_weights_or_itself(
@@ -207,20 +264,45 @@ def test_refuses_a_config_that_contradicts_the_weights_or_itself(
     refused(folder, *words)
 
 
+@pytest.mark.parametrize("layers", [10**7, 2**31 - 1])
+def test_layers_are_counted_before_any_is_made(folder: Path, layers: int) -> None:
+    edit(folder / "config.json", num_hidden_layers=layers)
+    started = time.process_time()
+    refused(folder, f"num_hidden_layers = {layers}", "3 layers (0 to 2)")
+    assert time.process_time() - started < 1
+
+
+def test_refuses_weights_without_layers(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
+    refused(folder, "num_hidden_layers = 3", "0 layers")
+
+
 def test_refuses_integer_weights(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
     refused(folder, "model.norm.weight is I8")
 
 
 def test_refuses_broken_files(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
-    refused(folder, "model.safetensors")
     (folder / "config.json").write_text("{")
     refused(folder, "config.json", "JSON")
     (folder / "config.json").write_text("[]")
     refused(folder, "config.json", "object")
+    (folder / "config.json").write_text('{"a":' * 500 + "1" + "}" * 500)
+    refused(folder, "config.json", "nested")
+    (folder / "config.json").write_text('{"a":' * 10**5)
+    refused(folder, "config.json", "JSON")
+    (folder / "config.json").write_text('{"a": "\\ud800"}')
+    refused(folder, "config.json", "Unicode")
     (folder / "config.json").unlink()
-    refused(folder, "config.json")
+    (folder / "config.json").mkdir()
+    refused(folder, "config.json", "can't be read")
+    (folder / "config.json").rmdir()
+    refused(folder, "has no config.json")
+
+
+def test_refuses_a_broken_file_of_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
+    refused(folder, "model.safetensors")
 
 
 def test_refuses_truncated_weights(folder: Path) -> None:
@@ -244,6 +326,11 @@ def test_refuses_an_index_that_points_outside(folder: Path) -> None:
 def test_refuses_a_folder_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     refused(folder, "neither")
+
+
+@pytest.mark.parametrize("source", ["~nobody-of-that-name/model", "x" * 5000, "\0"])
+def test_refuses_a_path_that_can_t_be_looked_up(source: str) -> None:
+    refused(source)
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "/no/such/folder", "a/b/c", "no spaces"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculant.errors import RequestError
-from speculant.text.stop import Released, StopStrings
+from speculant.text.stop import Released, StopSearch, StopStrings
 
 stops_over_ab = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 pieces_over_ab = st.lists(st.text("abc", max_size=4), max_size=12)
@@ -26,7 +26,7 @@ def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None]:
-    stop_checker = StopStrings(stops, include)
+    stop_checker = StopSearch(StopStrings(stops), include)
     results = [*(stop_checker.push(piece) for piece in pieces), stop_checker.flush()]
     return [result.text for result in results], results[-1].stop
 
@@ -41,7 +41,7 @@ def test_agrees_with_the_oracle_however_the_text_is_cut(stops: list[str], pieces
 @settings(deadline=None, max_examples=300)
 @given(stops=stops_over_ab, pieces=pieces_over_ab)
 def test_holds_back_exactly_what_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
-    stop_checker, seen, shown = StopStrings(stops), "", ""
+    stop_checker, seen, shown = StopSearch(StopStrings(stops)), "", ""
     for piece in pieces:
         seen += piece
         result = stop_checker.push(piece)
@@ -73,7 +73,7 @@ def test_what_is_held_comes_at_the_end() -> None:
 
 
 def test_nothing_comes_after_the_stop() -> None:
-    stop_checker = StopStrings(["b"])
+    stop_checker = StopSearch(StopStrings(["b"]))
     assert stop_checker.push("abc") == Released("a", "b")
     assert stop_checker.push("def") == Released("", "b")
     assert stop_checker.flush() == Released("", "b")
@@ -88,7 +88,7 @@ def test_time_is_linear_in_the_text() -> None:
     """The worst text for a naive search: it nearly completes the stop string at every character."""
 
     def seconds(length: int) -> float:
-        stop_checker, start = StopStrings(["a" * 2000 + "b"]), time.process_time()
+        stop_checker, start = StopSearch(StopStrings(["a" * 2000 + "b"])), time.process_time()
         for _ in range(length):
             stop_checker.push("a")
         return time.process_time() - start

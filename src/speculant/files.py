@@ -1,0 +1,66 @@
+"""The JSON files of a checkpoint: a broken one is a ModelError that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from speculant.errors import ModelError
+
+MOST_DEPTH = 32  # levels of nesting; far from the interpreter's recursion limit, so that values can be shown
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises ModelError when it is missing, broken or no object, nested over MOST_DEPTH levels, or has text with lone
+    surrogates, which can't be encoded.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path.parent} has no {path.name}", "name a folder in Hugging Face format, or download it again."
+        ) from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error}", "check that it is a file you may read.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}", "download the checkpoint again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object", "download the checkpoint again.")
+    _check(content, path)
+    return content
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, an empty one if there is no such file; raises as `read_json` does."""
+    return read_json(path) if path.exists() else {}
+
+
+def _check(content: dict[str, Any], path: Path) -> None:
+    level: list[Any] = [content]
+    for _ in range(MOST_DEPTH):
+        level = [inner for value in level for inner in _inner(value)]
+        for value in level:
+            if isinstance(value, str) and not _is_encodable(value):
+                raise ModelError(f"{path} has text that is not valid Unicode: {value!r}", "correct it.")
+    if level:
+        raise ModelError(f"{path} is nested over {MOST_DEPTH} levels deep", "download the checkpoint again.")
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""What a checkpoint says about generation: its end tokens, and the sampling settings it recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speculant.errors import ConfigError, ModelError
+from speculant.files import read_optional_json
+from speculant.models.fields import is_whole, show
+from speculant.params import SamplingParams
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return generation_config.json as it is, empty when there is none. Raises ModelError."""
+    return read_optional_json(folder / _GENERATION)
+
+
+def read_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """Return the end tokens; generation_config.json has the last word, as it lists the chat ones too.
+
+    Both files are checked. Raises ModelError for an entry that is no token id below vocab_size.
+    """
+    files = {_CONFIG: config, _GENERATION: generation}
+    given = {
+        name: _read_ids(name, content["eos_token_id"], vocab_size)
+        for name, content in files.items()
+        if "eos_token_id" in content
+    }
+    return given.get(_GENERATION, given.get(_CONFIG, frozenset()))
+
+
+def _read_ids(file: str, given: Any, vocab_size: int) -> frozenset[int]:
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for token_id in ids:
+        if not is_whole(token_id) or not 0 <= token_id < vocab_size:
+            raise ModelError(
+                f"{file} has eos_token_id = {show(given)}, in which {show(token_id)} is no token id from 0 to"
+                f" {vocab_size - 1}",
+                f"correct {file}.",
+            )
+    return frozenset(ids)
+
+
+def read_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling settings that a checkpoint recommends, this package's defaults if it does not sample.
+
+    Raises ModelError for a setting that is out of range.
+    """
+    sampled = generation.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ModelError(f"{_GENERATION} has do_sample = {show(sampled)}, not true or false", f"correct {_GENERATION}.")
+    if not sampled:
+        return SamplingParams()
+    given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    try:
+        return SamplingParams.from_mapping(given)
+    except ConfigError as error:
+        raise ModelError(f"{_GENERATION} recommends what can't be used: {error.problem}", error.fix) from error
