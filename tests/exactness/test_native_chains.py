@@ -82,10 +82,10 @@ def assert_same(some: list[Chain], others: list[Chain]) -> None:
     assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
     for one, other in zip(some, others, strict=True):
         assert (
-            (one.distributions is None) == (other.distributions is None) == (one.request.shared_noise or not one.tokens)
+            (one.probs is None) == (other.probs is None) == (one.request.shared_noise or not one.tokens)
         )
-        if one.distributions is not None and other.distributions is not None:
-            assert torch.equal(one.distributions, other.distributions)
+        if one.probs is not None and other.probs is not None:
+            assert torch.equal(one.probs, other.probs)
 
 
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
@@ -140,5 +140,5 @@ def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatc
         text = [*chain.request.tokens, *whole.tokens]
         sound = text.index(poison) + 1 if poison in text else len(text)
         assert chain.tokens == whole.tokens[: max(0, sound - len(chain.request.tokens))]
-        assert not chain.tokens or (chain.distributions is not None and len(chain.distributions) == len(chain.tokens))
+        assert not chain.tokens or (chain.probs is not None and len(chain.probs) == len(chain.tokens))
     assert 0 < len(failing[2].tokens) < len(healthy[2].tokens)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
+from speculant.constraints import Constraint
 from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, fail
 from speculant.engine.step import StepContext, step
@@ -74,22 +75,25 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        constraint: Callable[[], Constraint] | None = None,
     ) -> list[Request]:
-        """Queue a tokenised prompt and return its `params.n` sequences; `watch` makes one stop checker for each.
+        """Queue a tokenised prompt and return its `params.n` sequences, with a stop checker and a constraint each.
 
-        A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError
-        for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many
-        requests wait; nothing is queued then.
+        A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError for what
+        can't be served or an id in use, and CapacityError if too many requests wait; nothing is queued then.
         """
         if any(request.request_id == request_id for request in self._requests.values()):
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         self._check_request(prompt, params)
+        if constraint is not None and params.beam_width is not None:
+            raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         given: tuple[object, object] = priority, cache_salt
         if not (isinstance(given[0], int) and isinstance(given[1], str)):
             raise RequestError(f"priority={priority!r}, salt={cache_salt!r}", "give priority as int and salt as str.")
         samples = [self._make_request(prompt, params, request_id, index, stop_checker) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.cache_salt = priority, cache_salt
+            sample.constraint = constraint() if constraint else None
         if params.beam_width is not None:
             self._begin_search(*samples)
         self._scheduler.add([sample for sample in samples if not sample.is_sibling])

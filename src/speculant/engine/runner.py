@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.errors import SpeculantError
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree
@@ -19,13 +18,14 @@ class TargetOutput:
     """One sequence's share of a pass.
 
     logits [n + 1, V] are those after the root and after each draft node; None while its tokens are
-    not all fed. prompt_logits [m, V] are those after the fed prompt tokens, if the request wants them.
+    not all fed. prompt_hidden [m, hidden] are the hidden states after the fed prompt tokens whose successor's
+    log-probability is asked for.
     """
 
     item: Scheduled
     tree: DraftTree
     logits: Tensor | None
-    prompt_logits: Tensor | None
+    prompt_hidden: Tensor | None
 
 
 def forward_target(
@@ -36,25 +36,24 @@ def forward_target(
     hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache)
     spans: list[tuple[int, int]] = []
     rows: list[int] = []
+    own: list[Tensor] = []  # hidden states of each sequence
     first = 0
     for item, tree in zip(scheduled, trees, strict=True):
         wanted = _wanted_rows(item, tree, first)
         spans.append((len(rows), len(rows) + len(wanted)))
         rows += wanted
+        own.append(hidden[first : first + item.count])
         first += item.count + tree.size
     chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
     logits = model.logits(chosen) if rows else chosen
-    if bool(logits.sum().isnan()):  # one number to look at; -inf stays what it is
-        raise SpeculantError("the target model produced NaN logits", "check the checkpoint, or load it in float32.")
-    return [
-        _fed(item, tree, logits[start:end]) for item, tree, (start, end) in zip(scheduled, trees, spans, strict=True)
-    ]
+    parts = zip(scheduled, trees, own, spans, strict=True)
+    return [_fed(item, tree, states, logits[start:end]) for item, tree, states, (start, end) in parts]
 
 
-def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:
-    """Rows in the batch: those of the prompt if asked for, then the root and its draft."""
-    chosen = range(item.count - 1, item.count + tree.size) if item.completes else range(0)
-    return [first + row for row in [*_prompt_rows(item), *chosen]]
+def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> range:
+    """Rows in the batch that get logits: the root and its draft, once all of its tokens are fed."""
+    root = first + item.count - 1
+    return range(root, root + 1 + tree.size) if item.completes else range(0)
 
 
 def _prompt_rows(item: Scheduled) -> range:
@@ -65,11 +64,11 @@ def _prompt_rows(item: Scheduled) -> range:
     return range(len(request.prompt_logprobs) - item.start, min(item.count, len(request.prompt) - 1 - item.start))
 
 
-def _fed(item: Scheduled, tree: DraftTree, logits: Tensor) -> TargetOutput:
-    prompt_rows = len(_prompt_rows(item))
+def _fed(item: Scheduled, tree: DraftTree, hidden: Tensor, logits: Tensor) -> TargetOutput:
+    prompt = _prompt_rows(item)
     return TargetOutput(
         item,
         tree,
-        logits[prompt_rows:] if item.completes else None,
-        logits[:prompt_rows] if prompt_rows else None,
+        logits if item.completes else None,
+        hidden[prompt.start : prompt.stop] if prompt else None,
     )

@@ -14,13 +14,15 @@ from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, roll_back
+from speculant.engine.commit import Committed, commit, commit_beams, fail, roll_back
+from speculant.engine.failures import advance_sound, failure_of, verify_sound
+from speculant.engine.logprobs import record_prompt
 from speculant.engine.runner import TargetOutput, forward_target
+from speculant.errors import SpeculantError
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.ranking import rank
 from speculant.scheduling.draft_length import DraftLength, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Verdict
@@ -88,15 +90,17 @@ def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
 
 
 def commit_sequence(
-    context: StepContext, fed: TargetOutput, verdict: Verdict | Beams | None, timing: Timing
+    context: StepContext, fed: TargetOutput, verdict: Verdict | Beams | SpeculantError | None, timing: Timing
 ) -> Committed:
     """Commit one sequence's share of a step; a failure ends that request and no other."""
     request = fed.item.request
     num_output = request.num_output
     try:
         request.metrics.timing.record_pass(timing.draft_s, timing.verify_s)
-        if fed.prompt_logits is not None:
-            record_prompt(request, fed.prompt_logits)
+        if isinstance(verdict, SpeculantError):
+            raise verdict
+        if fed.prompt_hidden is not None:
+            record_prompt(request, fed.prompt_hidden, context.target)
         committed = Committed(request, [], [])
         if isinstance(verdict, Beams):
             committed = commit_beams(fed, verdict, context.cache, timing.verified)
@@ -132,19 +136,20 @@ def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iter
         raise
 
 
-def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams]:
+def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams | SpeculantError]:
     """Make the target's distributions for all sequences at once, then let each one's rule decide; verdicts by sequence.
 
-    That of a beam search is what becomes of it.
+    That of a beam search is what becomes of it; that of a sequence whose next token has no distribution is an error.
     """
     if not ready:
         return {}
     nodes = [node for fed in ready for node in _nodes(fed, _verifier(context, fed))]
     probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
-    verdicts, first = dict[int, Verdict | Beams](), 0
+    totals: list[float] = probs.sum(-1).tolist()
+    verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
     for fed in ready:
         end = first + fed.tree.size + 1
-        verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end])
+        verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end], totals[first:end])
         first = end
     return verdicts
 
@@ -158,9 +163,14 @@ def _nodes(fed: TargetOutput, verifier: Verifier) -> list[Node]:
     return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in range(-1, tree.size)]
 
 
-def _verdict(context: StepContext, fed: TargetOutput, probs: Tensor) -> Verdict | Beams:
+def _verdict(
+    context: StepContext, fed: TargetOutput, probs: Tensor, totals: Sequence[float]
+) -> Verdict | Beams | SpeculantError:
     request, tree = fed.item.request, fed.tree
     if request.beams is not None:
         texts = [(*request.output, *tree.tokens_to(node)) for node in range(-1, tree.size)]
-        return request.beams.advance(dict(zip(texts, rank(probs, request.beams.num_continuations), strict=True)))
-    return _verifier(context, fed).verify(tree, probs, context.chances.verify(request))
+        return advance_sound(request.beams, texts, probs, totals)
+    failure = failure_of(totals[0])
+    if failure is not None:
+        return failure
+    return verify_sound(_verifier(context, fed), tree, probs, totals, context.chances.verify(request))

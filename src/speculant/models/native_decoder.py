@@ -11,12 +11,12 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.errors import CapacityError
-from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
+from speculant.kernels.native import MOST_DEPTH, MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type, address
 from speculant.models.base import Batch, Chain, Segment
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import PackedDecoder, Program, linear
-from speculant.models.replay import ChainRows, Drawn, address
+from speculant.models.replay import ChainRows, Drawn
 from speculant.models.rotary import Rotary
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
