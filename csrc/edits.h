@@ -56,7 +56,7 @@ static void penalise(const SpEdits &edits, float *scores, int64_t known) {
 }
 
 static void edit(const SpEdits &edits, float *scores, int64_t known) {
-  if (edits.allowed) forbid(edits, scores, known);
+  if (edits.masked) forbid(edits, scores, known);
   for (int64_t i = 0; i < edits.num_biased; i++)
     if (is_known(edits.biased[i], known)) scores[edits.biased[i]] += edits.biases[i];
   if (edits.num_drafted < edits.ban_below)

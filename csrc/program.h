@@ -149,7 +149,7 @@ struct Drafting {
       share_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), p % chunks, job.of(s)[p % chunks]);
     });
     stages[6].run(job.rows, [&](int64_t s) {
-      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);
+      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);  // a race says so by itself
       draft->drawn[s * draft->steps + step] =
           drawable ? finish_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), job.of(s)) : -1;
     });

@@ -73,8 +73,8 @@ typedef struct {
 
 /* What changes a row's logits before its distribution is made of them, in this order. Tokens that have no logit are passed over. */
 typedef struct {
-  const uint32_t *allowed;       /* bit v % 32 of word v / 32 = token v may come; NULL = all may */
-  int64_t words;                 /* in `allowed`; tokens beyond them may not come */
+  const uint32_t *allowed;       /* if `masked`: bit v % 32 of word v / 32 = token v may come; tokens beyond the words may not */
+  int64_t words, masked;
   const int64_t *biased;         /* distinct tokens, and what is added to their logits */
   const float *biases;
   int64_t num_biased;

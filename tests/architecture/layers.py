@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 from tests.architecture.source import PACKAGE, Module
 
-EVERYWHERE = frozenset(
-    {"types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "metrics"}
-)
+EVERYWHERE = frozenset({"types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "metrics"})
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
 

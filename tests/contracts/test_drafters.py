@@ -130,7 +130,7 @@ def fresh_proposal(workshop: Workshop, request: Request, limit: int) -> DraftTre
 def grow(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
     """Commit tokens to a request, as the engine would."""
     if tokens:
-        request.tokens += tokens
+        request.extend(tokens)
         request.rounds += 1
         drafter.observe(request, list(tokens))
 

@@ -95,7 +95,7 @@ class Edits(Structure):
     """What changes a row's logits before its distribution is made; csrc/speculant.h has the order."""
 
     _fields_: ClassVar[Any] = [
-        ("allowed", c_void_p), ("words", c_int64),
+        ("allowed", c_void_p), ("words", c_int64), ("masked", c_int64),
         ("biased", c_void_p), ("biases", c_void_p), ("num_biased", c_int64),
         ("banned", c_void_p), ("num_banned", c_int64), ("ban_below", c_int64),
         ("seen", c_void_p), ("counts", c_void_p), ("num_seen", c_int64),

@@ -70,7 +70,7 @@ class NativeEdits:
         made = Edits(drafted=address(drafted), num_drafted=len(drafted))
         mask = None if request.constraint is None else checked_mask(request.constraint, node.drafted)
         if mask is not None:
-            made.allowed, made.words = mask.data_ptr(), len(mask)
+            made.allowed, made.words, made.masked = mask.data_ptr(), len(mask), 1
         if params.logit_bias:
             biased, biases = params.biased, array("f", params.biases)
             made.biased, made.biases, made.num_biased = address(biased), address(biases), len(biased)
