@@ -61,8 +61,9 @@ void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head
   SETS[set].table->draft(ops, count, head, pass, draft, threads);
 }
 
-void sp_probs(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings, double *out) {
-  SETS[set].table->probs(logits, rows, given, width, settings, out, threads);
+void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
+              const SpEdits *const *edits, double *out) {
+  SETS[set].table->probs(logits, rows, given, width, settings, edits, out, threads);
 }
 
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance) {

@@ -2,8 +2,10 @@
 // sampling/chance.py define. Distributions are doubles. A row is cut into chunks of fixed size; sums run within a chunk, then over
 // the chunks, always in the same order.
 #pragma once
+#include <float.h>
 #include "reals.h"
 #include "speculant.h"
+#include "edits.h"
 #include "parallel.h"
 
 namespace SP_NAMESPACE {
@@ -14,7 +16,7 @@ constexpr double FIRST_LOOK = 8.0;  // nats below the best: where the cut of a f
 static inline int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
 struct Share {  // what a chunk contributes to its row
-  float max;
+  float max;     // NaN if there is a score that is NaN or +infinity
   int64_t at;    // of the largest score; of the winner of a race
   double sum, best;
 };
@@ -27,15 +29,16 @@ struct Candidate {
 
 // Rows of logits and where their distributions go.
 struct ProbsJob {
-  const float *logits;
+  float *logits;
   int64_t rows, given, width;  // tokens that have a logit, tokens that a distribution is over
   const SpSamplingSettings *settings;
+  const SpEdits *const *edits;  // [rows] or NULL
   double *const *out;  // [rows]
   Share *shares;       // [rows, chunks]
 
   int64_t chunks() const { return chunks_of(width); }
   int64_t known() const { return given < width ? given : width; }
-  const float *scores(int64_t row) const { return logits + row * given; }
+  float *scores(int64_t row) const { return logits + row * given; }
   double *probs_of(int64_t row) const { return out[row]; }
   Share *of(int64_t row) const { return shares + row * chunks(); }
 };
@@ -44,14 +47,27 @@ static inline bool is_filtered(const SpSamplingSettings &settings) {
   return settings.temperature > 0 && (settings.top_k > 0 || settings.top_p < 1.0 || settings.min_p > 0.0);
 }
 
+static void edit_row(const ProbsJob &job, int64_t row) {
+  if (job.edits[row]) edit(*job.edits[row], job.scores(row), job.known());
+}
+
 static void find_best(const ProbsJob &job, int64_t row, int64_t chunk) {
   const float *scores = job.scores(row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.known() ? begin + CHUNK : job.known();
-  Vec most = splat(-INFINITY);
+  const Vec lowest = splat(-FLT_MAX);
+  Vec most = splat(-INFINITY), sound = zero();  // 0, or NaN once a score is NaN or +infinity
   int64_t i = begin;
-  for (; i + LANES <= end; i += LANES) most = max(most, load(scores + i));
+  for (; i + LANES <= end; i += LANES) {
+    const Vec score = load(scores + i), raised = max(lowest, score);
+    most = max(most, score), sound = add(sound, sub(raised, raised));
+  }
   float best = most_lane(most);
-  for (; i < end; i++) best = scores[i] > best ? scores[i] : best;
+  bool failed = std::isnan(sum_lanes(sound));
+  for (; i < end; i++) best = scores[i] > best ? scores[i] : best, failed = failed || !(scores[i] < INFINITY);
+  if (failed) {
+    job.of(row)[chunk] = {NAN, begin, 0.0, 0.0};
+    return;
+  }
   int64_t at = begin;
   while (at < end && scores[at] != best) at++;
   job.of(row)[chunk] = {best, at, 0.0, 0.0};
@@ -59,17 +75,24 @@ static void find_best(const ProbsJob &job, int64_t row, int64_t chunk) {
 
 static inline const Share *best_share(const ProbsJob &job, int64_t row) {
   const Share *best = job.of(row);
-  for (int64_t chunk = 1; chunk < job.chunks(); chunk++)
-    if (job.of(row)[chunk].max > best->max) best = job.of(row) + chunk;
+  for (int64_t chunk = 1; chunk < job.chunks() && !std::isnan(best->max); chunk++)
+    if (!(job.of(row)[chunk].max <= best->max)) best = job.of(row) + chunk;
   return best;
 }
 
+// Whether a row has a distribution: some token is possible, and every score is a number.
+static inline bool is_sound(const ProbsJob &job, int64_t row) { return std::isfinite(best_share(job, row)->max); }
+
 static void weigh(const ProbsJob &job, int64_t row, int64_t chunk) {
-  if (job.settings[row].top_k > 0 && job.settings[row].temperature > 0) return;  // few are looked at, and they are weighed there
   const Share *best = best_share(job, row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
   const int64_t known = end < job.known() ? end : job.known();
   double *probs = job.probs_of(row);
+  if (!std::isfinite(best->max)) {
+    for (int64_t i = begin; i < end; i++) probs[i] = best->max < 0 ? 0.0 : NAN;
+    return;
+  }
+  if (job.settings[row].top_k > 0 && job.settings[row].temperature > 0) return;  // few are looked at, and they are weighed there
   Share &share = job.of(row)[chunk];
   share.sum = 0.0;
   if (job.settings[row].temperature <= 0) {
@@ -187,20 +210,21 @@ static void filter(const ProbsJob &job, int64_t row) {
 }
 
 static void normalise(const ProbsJob &job, int64_t row, int64_t chunk) {
-  if (is_filtered(job.settings[row]) || job.settings[row].temperature <= 0) return;  // it is normal
+  if (is_filtered(job.settings[row]) || job.settings[row].temperature <= 0 || !is_sound(job, row)) return;  // it is normal, or none
   const double sum = total(job, row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
   double *probs = job.probs_of(row);
   for (int64_t i = begin; i < end; i++) probs[i] /= sum;
 }
 
-// Every thread of a parallel region calls this; stages are four.
+// Every thread of a parallel region calls this; stages are five.
 static void make_probs(const ProbsJob &job, WorkQueue *stages) {
   const int64_t pieces = job.rows * job.chunks();
-  stages[0].run(pieces, [&](int64_t p) { find_best(job, p / job.chunks(), p % job.chunks()); });
-  stages[1].run(pieces, [&](int64_t p) { weigh(job, p / job.chunks(), p % job.chunks()); });
-  stages[2].run(job.rows, [&](int64_t row) { if (is_filtered(job.settings[row])) filter(job, row); });
-  stages[3].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
+  stages[0].run(job.edits ? job.rows : 0, [&](int64_t row) { edit_row(job, row); });
+  stages[1].run(pieces, [&](int64_t p) { find_best(job, p / job.chunks(), p % job.chunks()); });
+  stages[2].run(pieces, [&](int64_t p) { weigh(job, p / job.chunks(), p % job.chunks()); });
+  stages[3].run(job.rows, [&](int64_t row) { if (is_filtered(job.settings[row]) && is_sound(job, row)) filter(job, row); });
+  stages[4].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
 }
 
 // The hashes of sampling/chance.py: of one number, and for the tokens from `first` on.
@@ -254,11 +278,12 @@ static void add_up(const double *weights, int64_t begin, int64_t end, Share &sha
   for (; i < end; i++) share.sum += weights[i];
 }
 
+// The token that wins a race; -1 if none has weight.
 static int64_t winner(const Share *shares, int64_t chunks) {
   const Share *best = shares;
   for (int64_t chunk = 1; chunk < chunks; chunk++)
     if (shares[chunk].best > best->best) best = shares + chunk;
-  return best->at < 0 ? 0 : best->at;
+  return best->at;
 }
 
 // The token at a share u of all weight, or the last one with any.
@@ -310,16 +335,18 @@ static int64_t draw(const double *weights, int64_t n, int shared_noise, uint64_t
   static thread_local List<Share> shares;
   shares.resize(chunks_of(n));
   for (int64_t chunk = 0; chunk < shares.size; chunk++) share_draw(weights, n, shared_noise, chance, chunk, shares[chunk]);
-  return finish_draw(weights, n, shared_noise, chance, shares.items);
+  const int64_t token = finish_draw(weights, n, shared_noise, chance, shares.items);
+  return token < 0 ? 0 : token;
 }
 
-static void probs(const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *by, double *out, int threads) {
+static void probs(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *by,
+                  const SpEdits *const *edits, double *out, int threads) {
   static thread_local List<Share> shares;
   static thread_local List<double *> places;
   shares.resize(rows * chunks_of(width)), places.resize(rows);
   for (int64_t row = 0; row < rows; row++) places[row] = out + row * width;
-  const ProbsJob job = {logits, rows, given, width, by, places.items, shares.items};
-  WorkQueue stages[4] = {};
+  const ProbsJob job = {logits, rows, given, width, by, edits, places.items, shares.items};
+  WorkQueue stages[5] = {};
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * width > CHUNK)
   make_probs(job, stages);
 }

@@ -61,6 +61,8 @@ struct Drafting {
     SpPass pass;
     Plan plan;
     List<double *> probs;
+    List<SpEdits> edits;  // with the tokens that this draft has drawn so far
+    List<const SpEdits *> edits_of;
   };
   const SpOp *ops;
   int count, threads;
@@ -78,7 +80,7 @@ struct Drafting {
   int64_t num_steps = 0;
   ~Drafting() { delete[] steps; }
 
-  int num_stages() const { return 2 * count + 10; }
+  int num_stages() const { return 2 * count + 11; }
 
   void begin() {
     const int64_t most = draft->sequences, all = most * draft->steps;
@@ -123,21 +125,33 @@ struct Drafting {
     now.probs.resize(drawing);
     for (int64_t s = 0; s < drawing; s++)
       now.probs[s] = draft->out[s] ? draft->out[s] + step * draft->width : unasked.items + s * draft->width;
+    if (draft->edits) prepare_edits(step, now);
+  }
+
+  void prepare_edits(int64_t step, Step &now) {
+    now.edits.resize(now.drawing), now.edits_of.resize(now.drawing);
+    for (int64_t s = 0; s < now.drawing; s++) {
+      now.edits_of[s] = draft->edits[s] ? now.edits.items + s : nullptr;
+      if (!draft->edits[s]) continue;
+      now.edits[s] = *draft->edits[s];
+      now.edits[s].drafted = draft->drawn + s * draft->steps, now.edits[s].num_drafted = step;
+    }
   }
 
   // Distributions and draws, behind the pass.
   void draw(int64_t step, WorkQueue *stages) {
     const Step &now = steps[step];
-    const ProbsJob job = {head.out, now.drawing, head.n, draft->width, draft->settings, now.probs.items, shares.items};
+    const SpEdits *const *edits = draft->edits ? now.edits_of.items : nullptr;
+    const ProbsJob job = {head.out, now.drawing, head.n, draft->width, draft->settings, edits, now.probs.items, shares.items};
     make_probs(job, stages);
     const int64_t chunks = job.chunks();
     const auto chance = [&](int64_t s) { return mix_in(draft->chances[2 * s], draft->chances[2 * s + 1] + step); };
-    stages[4].run(job.rows * chunks, [&](int64_t p) {
+    stages[5].run(job.rows * chunks, [&](int64_t p) {
       const int64_t s = p / chunks;
       share_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), p % chunks, job.of(s)[p % chunks]);
     });
-    stages[5].run(job.rows, [&](int64_t s) {
-      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);
+    stages[6].run(job.rows, [&](int64_t s) {
+      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);  // a race says so by itself
       draft->drawn[s * draft->steps + step] =
           drawable ? finish_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), job.of(s)) : -1;
     });

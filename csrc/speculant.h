@@ -73,15 +73,33 @@ typedef struct {
   int64_t top_k;
 } SpSamplingSettings;
 
+/* What changes a row's logits before its distribution is made of them, in this order. Tokens that have no logit are passed over. */
+typedef struct {
+  const uint32_t *allowed;       /* if `masked`: bit v % 32 of word v / 32 = token v may come; tokens beyond the words may not */
+  int64_t words, masked;
+  const int64_t *biased;         /* distinct tokens, and what is added to their logits */
+  const float *biases;
+  int64_t num_biased;
+  const int64_t *banned;         /* tokens that may not come while fewer than ban_below are drafted */
+  int64_t num_banned, ban_below;
+  const int64_t *seen, *counts;  /* the distinct tokens of prompt and output, and how often each is in the output */
+  int64_t num_seen;
+  const int64_t *drafted;        /* tokens that follow the output and count as part of it; sp_draft has its own */
+  int64_t num_drafted;
+  int64_t penalises;             /* whether the penalties are used */
+  float repetition, presence, frequency;
+} SpEdits;
+
 /* What is drawn in sp_draft: tokens for the first `sequences` segments of a pass, each by feeding what was drawn before. */
 typedef struct {
   int64_t sequences, steps;  /* steps = the most that one draws */
   int64_t width;             /* tokens that a distribution is over; a model with fewer or more logits is filled up or cut */
   const int64_t *limits;     /* [sequences] tokens to draw, 1 .. steps; they never rise from one sequence to the next */
   const SpSamplingSettings *settings;         /* [sequences] */
+  const SpEdits *const *edits;    /* [sequences] or NULL; NULL = none */
   const int64_t *shared_noise;    /* [sequences] what its chances are: see sp_draw */
   const uint64_t *chances;   /* [sequences, 2] a key and a count: step i's chance is the hash of the key and count + i */
-  int64_t *drawn;            /* [sequences, steps]; -1 = its distribution is none, and what follows means nothing: not if shared_noise */
+  int64_t *drawn;            /* [sequences, steps]; -1 = its distribution is none, and what follows means nothing */
   double *const *out;        /* [sequences] where each one's distributions [limit, width] go, or NULL: nobody asks for them */
 } SpDraft;
 
@@ -99,8 +117,10 @@ void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw; and again with
  * each sequence's newest token, which goes behind the others in its block table, until all have what they want. */
 void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft);
-/* out[rows, width] = the distributions that logits[rows, given] make */
-void sp_probs(int set, int threads, const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings, double *out);
+/* out[rows, width] = the distributions that logits[rows, given] make. edits: [rows] or NULL; NULL = none. The logits of a row with edits
+ * are written to. A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN. */
+void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
+              const SpEdits *const *edits, double *out);
 /* A token drawn in proportion to weights[n]. `chance` is the key of the noise that draft and target share (shared_noise), else 64
  * random bits: the token at that share of the sum. 0 if there is no weight. */
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance);

@@ -8,7 +8,8 @@ struct SpTable {
                int threads);
   int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
   void (*draft)(const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft, int threads);
-  void (*probs)(const float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings, double *out, int threads);
+  void (*probs)(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
+                const SpEdits *const *edits, double *out, int threads);
   int64_t (*draw)(const double *weights, int64_t n, int shared_noise, uint64_t chance);
   double (*read)(const void *data, int64_t bytes, int threads);
 };

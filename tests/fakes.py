@@ -12,6 +12,7 @@ import pytest
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
+from speculant.constraints import Constraint
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
 from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.growth.topology import TreeTopology
@@ -142,10 +143,17 @@ class Rig:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        constraint: Callable[[], Constraint] | None = None,
     ) -> list[Request]:
         """Queue a prompt; return its sequences."""
         added = self.engine.add_request(
-            prompt, params, request_id, stop_checker, priority=priority, cache_salt=cache_salt
+            prompt,
+            params,
+            request_id,
+            stop_checker,
+            priority=priority,
+            cache_salt=cache_salt,
+            constraint=constraint,
         )
         self.requests += added
         return added

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together
+MAX_LOGIT_BIAS = 1024  # entries
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
 MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
 MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
@@ -83,6 +85,16 @@ class SamplingParams:
         if not self.greedy:
             return self
         return dataclasses.replace(self, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+    @cached_property
+    def biased(self) -> array[int]:
+        """The tokens of logit_bias, in int64."""
+        return array("q", self.logit_bias)
+
+    @cached_property
+    def biases(self) -> array[float]:
+        """What is added to the scores of `biased`, in float64."""
+        return array("d", self.logit_bias.values())
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -208,6 +220,11 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
 def _read_bias(given: Any) -> Mapping[int, float]:
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"logit_bias={given!r} is not a mapping", "map token ids to numbers.")
+    if given and len(given) > MAX_LOGIT_BIAS:
+        raise ConfigError(
+            f"logit_bias has {len(given)} entries and may have {MAX_LOGIT_BIAS}",
+            "bias fewer tokens.",
+        )
     return MappingProxyType({_token_id(key): _bias(value) for key, value in (given or {}).items()})
 
 

@@ -9,6 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from speculant.beams import BeamSearch
+from speculant.constraints import Constraint
+from speculant.counts import TokenCounts
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.tree import DraftTree as DraftTree
@@ -91,6 +93,7 @@ class Request:
     stop_checker: StopChecker | None = None
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # prefixes are shared among requests of one salt alone
+    constraint: Constraint | None = None  # what its output has to follow; it has taken the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -99,6 +102,23 @@ class Request:
     stop_reason: int | str | None = None  # the end token or stop string
     error: Exception | None = None  # what ended it, if that was an error
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
+    counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties ask for them
+
+    def __post_init__(self) -> None:
+        if self.params.penalised:
+            self.counts = TokenCounts(self.prompt, self.output)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the output."""
+        self.tokens += tokens
+        if self.counts is not None:
+            self.counts.add(tokens)
+
+    def shorten(self, length: int) -> None:
+        """Forget the tokens of the output behind the first `length` of prompt and output."""
+        if self.counts is not None:
+            self.counts.remove(self.tokens[length:])
+        del self.tokens[length:]
 
     @property
     def output(self) -> list[int]:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from tests.architecture.source import PACKAGE, Module
 
-EVERYWHERE = frozenset({"types", "tree", "beams", "params", "config", "errors", "files", "metrics"})
+EVERYWHERE = frozenset(
+    {"types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "files", "metrics"}
+)
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
 
@@ -21,7 +23,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "metrics": frozenset({"errors"}),
     "tree": frozenset(),
     "beams": frozenset({"tree"}),
-    "types": frozenset({"errors", "params", "metrics", "beams", "tree"}),
+    "constraints": frozenset({"errors"}),
+    "counts": frozenset({"tree"}),
+    "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts"}),
     "config": frozenset({"errors", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "files", "params", "types", "config"}),

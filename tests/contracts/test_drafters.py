@@ -131,7 +131,7 @@ def fresh_proposal(workshop: Workshop, request: Request, limit: int) -> DraftTre
 def grow(drafter: Drafter, request: Request, tokens: Sequence[int]) -> None:
     """Commit tokens to a request, as the engine would."""
     if tokens:
-        request.tokens += tokens
+        request.extend(tokens)
         request.rounds += 1
         start = len(request.tokens) - len(tokens) - 1
         drafter.observe(request, CommittedRows(start, request.tokens[start:-1], list(tokens)))

@@ -88,6 +88,21 @@ def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, bad: float) -> 
         assert 0 <= kernels.draw(found[row], False, 5 << 60) < 5000
 
 
+@pytest.mark.parametrize("size", [7, 64, 4097, 9000])
+def test_rows_without_a_distribution_are_the_reference(kernels: Kernels, size: int) -> None:
+    """No possible token: zeros. A score that is no number, wherever it is: NaN."""
+    logits, nodes = random_logits(24, size, seed=3), nodes_of(*MIXED * 4)
+    logits[:6] = -math.inf
+    logits[torch.arange(6, 12), torch.tensor([0, 5, size - 1, size // 2, 3, 1])] = math.nan
+    logits[torch.arange(12, 18), torch.tensor([1, 0, size // 2, size - 1, 3, 5])] = math.inf
+    expected, found = distribution(logits, nodes), distribution(logits, nodes, kernels)
+    assert torch.equal(expected.sum(-1).isnan(), torch.arange(24).ge(6) & torch.arange(24).lt(18))
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert bool(found[6:18].isnan().all())
+    assert not bool(found[:6].any())
+    assert torch.allclose(found[18:], expected[18:], rtol=1e-12, atol=TINY)
+
+
 def test_forbidden_tokens_have_no_share(kernels: Kernels) -> None:
     logits, nodes = random_logits(6, 5000, seed=2), nodes_of(*MIXED)
     logits[:, ::3] = -math.inf

@@ -14,9 +14,11 @@ from speculant.drafting.growth.chains import grow
 from speculant.kernels.native import QUANTIZED
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native_decoder import NativeDecoder
+from speculant.models.replay import can_replay
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree
+from tests.automata import Automaton
 from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, tokens_of
 from tests.models import make_request
 
@@ -109,33 +111,86 @@ def test_one_call_is_many(
     assert len({token for chain in stepwise for token in chain.tokens}) > 5
 
 
-def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> None:
-    """Penalties are counted in Python; the neighbour is none the worse."""
-    model = make_native()
-    plain = grown(model, "paged", [True] * 5, 96)
-    cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, [True] * 5)
-    penalised = make_request(tokens_of(0)[:9], params=SamplingParams(repetition_penalty=1.3), seq_id=50)
-    extra = Chain(penalised, penalised.tokens, 4, KeyedChances(model.kernels).draft(penalised))
+EDITED = [
+    {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 0.9},
+    {"temperature": 0.8, "logit_bias": {3: 9.5, 40: -float("inf"), 90: 9.0}},
+    {"temperature": 1.2, "top_p": 0.9, "presence_penalty": 1.5, "frequency_penalty": -0.4, "min_tokens": 7},
+    {"temperature": 2.0, "top_k": 7, "repetition_penalty": 0.8},
+    {"temperature": 0.1, "min_tokens": 6, "logit_bias": {3: 30.0}, "repetition_penalty": 1.1},
+]  # fmt: skip
+ENDS = frozenset({3, 95})
+
+
+def make_edited(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chain]:
+    """Make chains whose probs depend on single tokens; four tokens of each are output."""
+    chances, made = KeyedChances(model.kernels), []
+    for seq_id, (settings, shares) in enumerate(zip(EDITED, shared_noise, strict=True)):
+        tokens, params = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id], SamplingParams(**settings)  # type: ignore[arg-type]
+        shape = {"seq_id": seq_id, "shared_noise": shares, "end_token_ids": ENDS}
+        request = make_request(tokens[:-4], tokens[-4:], params, **shape)  # type: ignore[arg-type]
+        made.append(Chain(request, tokens[5:], 5, chances.draft(request)))
+    return made
+
+
+@torch.inference_mode()
+def grown_edited(model: NativeDecoder, shared_noise: Sequence[bool], vocab_size: int) -> list[Chain]:
+    cache, made = cache_of(model.cache_shape, "paged"), make_edited(model, shared_noise)
+    feed_before(model, made, cache)
+    grow(model, made, cache, vocab_size, model.kernels)
+    return made
+
+
+@pytest.mark.parametrize("vocab_size", [96, 130])
+@pytest.mark.parametrize("shared_noise", COUPLED)
+@pytest.mark.parametrize("isa", SETS)
+def test_chains_with_edits_are_drawn_in_one_call(
+    isa: str, shared_noise: list[bool], vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bias, end tokens and penalties, drafted tokens counted on the way: the bits of the chain drawn step by step."""
+    model = make_native(isa)
+    assert all(map(can_replay, make_edited(model, shared_noise)))
+    at_once = grown_edited(model, shared_noise, vocab_size)
+    monkeypatch.setattr(chains_module, "can_replay", lambda chain: False)
+    stepwise = grown_edited(model, shared_noise, vocab_size)
+    assert_same(at_once, stepwise)
+    assert [len(chain.tokens) for chain in stepwise] == [5] * 5
+    banned = [3 in chain.tokens[:place] for chain, place in ((stepwise[2], 3), (stepwise[4], 2))]
+    assert (banned, stepwise[4].tokens[2]) == ([False, False], 3), "an end token was banned for too long, or too short"
+
+
+@pytest.mark.parametrize("shared_noise", [True, False])
+def test_a_constrained_chain_is_drawn_beside_others(shared_noise: bool) -> None:
+    """Its masks are asked for step by step; it ends where nothing may follow, and the neighbours are the same."""
+    model, shares = make_native(), [shared_noise] * 5
+    plain = grown(model, "paged", shares, 96)
+    cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, shares)
+    constraint = Automaton({0: {7: 1, 8: 1}, 1: {60: 2}, 2: {}}).constrain()
+    request = make_request(tokens_of(0)[:9], seq_id=50, shared_noise=shared_noise, constraint=constraint)
+    extra = Chain(request, request.tokens, 4, KeyedChances(model.kernels).draft(request))
     feed_before(model, made, cache)
     with torch.inference_mode():
         grow(model, [extra, *made], cache, 96, model.kernels)
-    assert len(extra.tokens) == 4
+    assert extra.tokens in ([7, 60], [8, 60])
     assert_same(made, plain)
 
 
+@pytest.mark.parametrize("shared_noise", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_ends_where_the_model_fails(
+    kind: str, at_once: bool, shared_noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A token drawn from NaN would be accepted or rejected by chance; the neighbours are not affected."""
-    healthy = grown(make_native(), kind, [False] * 5, 96)
+    shares = [shared_noise] * 5
+    healthy = grown(make_native(), kind, shares, 96)
     poison = next(token for token in healthy[2].tokens[:-1] if token not in healthy[2].request.tokens)
     decoder = make_decoder()
     decoder.model.embed_tokens.weight[poison] = torch.nan
     monkeypatch.setattr(chains_module, "can_replay", lambda chain: at_once)
-    failing = grown(NativeDecoder(decoder, make_native().kernels), kind, [False] * 5, 96)
-    for chain, whole in list(zip(failing, healthy, strict=True))[1:]:  # what is not a number has a best one: the first
+    failing = grown(NativeDecoder(decoder, make_native().kernels), kind, shares, 96)
+    for chain, whole in zip(failing, healthy, strict=True):
         text = [*chain.request.tokens, *whole.tokens]
         sound = text.index(poison) + 1 if poison in text else len(text)
         assert chain.tokens == whole.tokens[: max(0, sound - len(chain.request.tokens))]
-        assert not chain.tokens or (chain.probs is not None and len(chain.probs) == len(chain.tokens))
+        assert shared_noise or not chain.tokens or (chain.probs is not None and len(chain.probs) == len(chain.tokens))
     assert 0 < len(failing[2].tokens) < len(healthy[2].tokens)

@@ -15,6 +15,7 @@ from speculant import AsyncEngine, SamplingParams, StreamPiece
 from speculant.engine.job import Job
 from speculant.engine.thread import Ticket
 from speculant.errors import CapacityError, ConfigError, RequestError
+from speculant.text.tokenizer import Tokenizer
 from tests.async_engines import MakeEngine, core, engine_of, read_into, run, until, until_idle
 from tests.integration.conftest import MakeLLM
 from tests.models import VOCAB_SIZE
@@ -43,6 +44,33 @@ def shown(pieces: Sequence[StreamPiece]) -> dict[int, list[tuple[Any, ...]]]:
 def result(pieces: Sequence[StreamPiece]) -> Any:
     (output,) = (piece.output for piece in pieces if piece.output is not None)
     return output.prompt, output.prompt_token_ids, output.outputs, output.finished, output.error
+
+
+def test_logprob_texts_are_decoded_by_the_caller(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token once, and not in the engine's thread, which decodes the output alone."""
+    decoded: dict[bool, list[int]] = {True: [], False: []}  # by whether it was the engine's thread
+    decode = Tokenizer.decode
+
+    def noting(self: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        decoded[threading.current_thread().name == "speculant-engine"].extend(ids)
+        return decode(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", noting)
+
+    async def main() -> None:
+        async with engine_of() as engine:
+            params = replace(GREEDY, logprobs=3, prompt_logprobs=2)
+            output = await engine.generate(TEXTS[0], params)
+            entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+            for entry in entries:
+                for token, told in (entry or {}).items():
+                    assert told.decoded_token == decode(engine.tokenizer, [token], False)
+            tokens = {token for entry in entries for token in entry or ()}
+            assert sorted(decoded[False]) == sorted(tokens)
+            assert set(decoded[True]) <= set(output.outputs[0].token_ids)
+            assert len(tokens) > len(set(output.outputs[0].token_ids)) + 5
+
+    run(main())
 
 
 # --- the same as LLM

@@ -70,7 +70,7 @@ class AsyncEngine(Frontend):
         self._thread.add(ticket)
         try:
             while (piece := await ticket.receive()) is not None:
-                yield piece
+                yield self._readable(piece)
         finally:
             self._thread.abort(ticket)
 

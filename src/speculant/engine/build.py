@@ -10,7 +10,7 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext, Method
+from speculant.drafting.base import Drafter, DrafterContext, Method, complete
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
@@ -145,8 +145,7 @@ def build_drafters(
             load_draft=load_draft,
             make_cache=make_cache,
         )
-        drafter: Drafter = plugins.load(_DRAFTERS, method).build(context)
-        return drafter
+        return complete(plugins.load(_DRAFTERS, method).build(context), target.model.num_layers)
 
     def make(method: str) -> Drafter:
         if config.use_speculative_decoding is False:

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import torch
-from torch import Tensor
-
 from speculant.beams import Beams, Hypothesis, common_prefix
 from speculant.cache.base import KVCache
+from speculant.engine.logprobs import record_logprobs
 from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
 from speculant.scheduling.draft_length.base import DraftOutcome
-from speculant.types import DraftTree, Logprob, Logprobs, Request, StepOutput, Verdict
+from speculant.types import DraftTree, Request, StepOutput, Verdict
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
     request, tree = output.item.request, output.tree
     base = len(request.tokens)
     tokens = _append([*(tree.token_list[node] for node in verdict.path), verdict.token], request, max_model_len)
-    _record_logprobs(request, output, verdict, len(tokens))
+    record_logprobs(request, output, verdict, len(tokens))
     kept = verdict.path[: len(tokens) - 1]
     cache.compact(request.seq_id, base, kept)
     request.rounds += 1
@@ -112,8 +110,8 @@ def _follow(output: TargetOutput, trunk: Hypothesis, goal: Hypothesis, cache: KV
     else:
         path = output.tree.path_along(tokens[:-1])
         cache.compact(request.seq_id, base, path)
-    del request.tokens[len(request.prompt) + agreed :]
-    request.tokens += tokens
+    request.shorten(len(request.prompt) + agreed)
+    request.extend(tokens)
     left = agreed < trunk.length
     return Committed(request, [] if left else tokens, [], left, path)
 
@@ -121,7 +119,8 @@ def _follow(output: TargetOutput, trunk: Hypothesis, goal: Hypothesis, cache: KV
 def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOutput]:
     """End a request with a finished hypothesis."""
     tokens = hypothesis.tokens()
-    request.tokens = [*request.prompt, *tokens]
+    request.shorten(len(request.prompt))
+    request.extend(tokens)
     stopped = tokens[-1] in request.end_token_ids
     request.finish_reason, request.stop_reason = ("stop", tokens[-1]) if stopped else ("length", None)
     for token in tokens:
@@ -152,14 +151,18 @@ def ending_with(request: Request) -> Sequence[Request]:
 def _fail(request: Request, error: Exception) -> StepOutput:
     request.finish_reason, request.error = "error", error
     if request.search is not None:  # what its hypotheses begin with is no part of a result
-        request.tokens, request.stop_reason = list(request.prompt), None
+        request.shorten(len(request.prompt))
+        request.stop_reason = None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
 
 
 def roll_back(request: Request, num_output: int) -> None:
     """Forget what a failed step had begun to commit: nobody was told."""
-    del request.tokens[len(request.prompt) + num_output :]
+    length = len(request.prompt) + num_output
+    if request.constraint is not None and length < len(request.tokens):
+        request.constraint.rollback(len(request.tokens) - length)
+    request.shorten(length)
     del request.logprobs[num_output:]
     request.stop_reason = None
     for each in ending_with(request):
@@ -170,7 +173,9 @@ def roll_back(request: Request, num_output: int) -> None:
 def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:
     committed = []
     for token in tokens:
-        request.tokens.append(token)
+        if request.constraint is not None:
+            request.constraint.advance([token])
+        request.extend([token])
         committed.append(token)
         request.finish_reason, request.stop_reason = _why_finished(request, token, max_model_len)
         if request.finished:
@@ -179,13 +184,15 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
 
 
 def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
-    """Say whether a request that just gained `token` is over; an end token or stop string comes first."""
+    """Say whether a request that just gained `token` is over: by an end, its constraint or its length."""
     stop_string = request.stop_checker.push(token) if request.stop_checker else None
     if request.num_output >= request.params.min_tokens:
         if token in request.end_token_ids:
             return "stop", token
         if stop_string is not None:
             return "stop", stop_string
+    if request.constraint is not None and request.constraint.is_done:
+        return "stop", None
     if request.num_output == request.params.max_tokens or len(request.tokens) >= max_model_len:
         return "length", None
     return None, None
@@ -200,32 +207,3 @@ def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[
             last.request_id, last.index, last.token, last.drafted, request.finish_reason, acceptance_rate=rate
         )
     return outputs
-
-
-def _record_logprobs(request: Request, output: TargetOutput, verdict: Verdict, count: int) -> None:
-    if request.params.logprobs is None or output.logits is None:
-        return
-    rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's distribution is its parent's row
-    request.logprobs += token_logprobs(output.logits[rows], request.tokens[-count:], request.params.logprobs)
-
-
-def record_prompt(request: Request, logits: Tensor) -> None:
-    """Note log-probabilities of the next prompt tokens; logits are [m, V]."""
-    first = len(request.prompt_logprobs) + 1  # nothing precedes the first token
-    following = request.prompt[first : first + len(logits)]
-    request.prompt_logprobs += token_logprobs(logits, following, request.params.prompt_logprobs or 0)
-
-
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
-    """Return, for each row of logits [m, V], the log-probability and rank of tokens[i] and of the `top` best."""
-    table = torch.log_softmax(logits.to(torch.float64), dim=-1)
-    chosen = table.gather(1, torch.tensor(tokens, device=table.device)[:, None])
-    ranks = (table > chosen).sum(-1) + 1
-    best = table.topk(min(top, table.shape[-1]), dim=-1)
-    tops = [_ranked(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-    columns = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True)
-    return [{**others, token: Logprob(value, rank)} for token, value, rank, others in columns]
-
-
-def _ranked(tokens: list[int], values: list[float]) -> dict[int, Logprob]:
-    return {token: Logprob(value, 1 + i) for i, (token, value) in enumerate(zip(tokens, values, strict=True))}

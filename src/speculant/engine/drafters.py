@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 
 from speculant.cache.base import KVCache
 from speculant.drafting.base import Drafter, DrafterNeeds, complete
@@ -48,7 +49,7 @@ class Drafters:
         """The caches of all drafters."""
         return tuple(cache for drafter in self._drafters.values() for cache in drafter.caches)
 
-    @property
+    @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
         """The target layers whose hidden states some drafter wants, in ascending order."""
         return tuple(sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.hidden_layers}))
@@ -62,6 +63,7 @@ class Drafters:
         if method not in self._drafters:
             assert self._make is not None, f"nothing makes the drafter {method!r}"
             self._drafters[method] = complete(self._make(method))
+            vars(self).pop("hidden_layers", None)
         return self._drafters[method]
 
     def needs(self, request: Request) -> DrafterNeeds | None:
@@ -96,7 +98,13 @@ class Drafters:
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """Pass on what was committed."""
         drafter = self._begun.get(request.seq_id)
-        if drafter is not None and not self._succeeds(str(request.drafter), lambda: drafter.observe(request, rows)):
+        if drafter is None:
+            return
+        if rows.hidden:
+            layers = self.hidden_layers
+            own = tuple(rows.hidden[layers.index(layer)] for layer in drafter.needs.hidden_layers)
+            rows = replace(rows, hidden=own)
+        if not self._succeeds(str(request.drafter), partial(drafter.observe, request, rows)):
             self._restart([request])
 
     def match_prefix(self, request: Request) -> int:

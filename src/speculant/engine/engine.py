@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from speculant.cache.base import KVCache
 from speculant.config import Limits
+from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
 from speculant.engine.requests import RequestFactory, RequestRules
@@ -16,7 +17,7 @@ from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError
 from speculant.kernels.native import Kernels
 from speculant.metrics import EngineMetrics
-from speculant.models.base import CausalLM
+from speculant.models.base import CausalLM, check_taps
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.scheduling.draft_length.base import DraftLength
@@ -53,6 +54,7 @@ class Engine:
         drafters: Drafters | None = None,
     ) -> None:
         self._drafters = Drafters() if drafters is None else drafters
+        check_taps(self._drafters.hidden_layers, target.num_layers)
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix)
         self._context = StepContext(
             options.limits, target, cache, self._drafters, draft_length, verifiers, chances, options.kernels
@@ -73,8 +75,9 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        constraint: Callable[[], Constraint] | None = None,
     ) -> list[Request]:
-        """Queue a tokenised prompt and return its `params.n` sequences; `stop_checker` makes one for each.
+        """Queue a tokenised prompt and return its `params.n` sequences, with a stop checker and a constraint each.
 
         A lower priority is served sooner. Prompts of different salts share no cache. Raises RequestError or ConfigError
         for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many requests wait;
@@ -82,7 +85,7 @@ class Engine:
         """
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
-        samples = self._factory.make(prompt, params, request_id, stop_checker, priority, cache_salt)
+        samples = self._factory.make(prompt, params, request_id, stop_checker, constraint, priority, cache_salt)
         sequences = samples if params.beam_width is None else samples[:1]  # the first is fed for all of a search
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)

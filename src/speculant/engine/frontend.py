@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
-from speculant.engine.job import Job
+from speculant.engine.job import Job, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.text.stop import StopStrings, compile_stops
@@ -93,6 +93,10 @@ class Frontend:
         stops = self._compile_stops(tuple(params.stop))
         return Order(request_id, text, tokens, params, priority, cache_salt, stops)
 
+    def _readable(self, piece: StreamPiece) -> StreamPiece:
+        """Return a piece for the caller: tokens of log-probabilities get their texts."""
+        return piece if piece.output is None else replace(piece, output=with_token_texts(piece.output, self.tokenizer))
+
 
 def start_job(runtime: Runtime, order: Order) -> Job:
     """Queue what is ordered; raises what `Engine.add_request` does, and nothing is queued then."""
@@ -104,4 +108,4 @@ def start_job(runtime: Runtime, order: Order) -> Job:
         priority=order.priority,
         cache_salt=order.cache_salt,
     )
-    return Job(order.request_id, order.text, requests, runtime.tokenizer)
+    return Job(order.request_id, order.text, requests)

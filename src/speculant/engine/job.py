@@ -30,10 +30,10 @@ class StreamPiece:
 class Job:
     """A prompt's `n` sequences. `unread` are the committed tokens that no stream has shown yet."""
 
-    def __init__(self, request_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer) -> None:
+    def __init__(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
         self.request_id = request_id
         self.unread: deque[StepOutput] = deque()
-        self._prompt, self._requests, self._tokenizer = prompt, requests, tokenizer
+        self._prompt, self._requests = prompt, requests
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
 
@@ -59,7 +59,7 @@ class Job:
         return StreamPiece(output.index, output.token, text, output.drafted, reason, done)
 
     def output(self) -> RequestOutput:
-        """Return everything as it stands."""
+        """Return everything as it stands; log-probabilities have no text yet, see `with_token_texts`."""
         first = self._requests[0]
         outputs = [self._completion(request) for request in self._requests]
         metrics = replace(first.metrics, speculative_decoding=SpeculationMetrics(), num_preemptions=0)
@@ -88,7 +88,7 @@ class Job:
             token_ids=request.output,
             finish_reason=self._reason(request),
             stop_reason=request.stop_reason,
-            logprobs=[self._readable(entry) for entry in request.logprobs] if asked else None,
+            logprobs=list(request.logprobs) if asked else None,
             cumulative_logprob=found.logprob if found else request.cumulative_logprob,
             score=search.score(request.index) if search else None,
         )
@@ -97,11 +97,7 @@ class Job:
         """Nothing precedes the first token, so its entry is None."""
         if request.params.prompt_logprobs is None:
             return None
-        return [None, *(self._readable(entry) for entry in request.prompt_logprobs)]
-
-    def _readable(self, entry: Logprobs) -> Logprobs:
-        decode = self._tokenizer.decode_alone
-        return {t: replace(value, decoded_token=decode(t)) for t, value in entry.items()}
+        return [None, *request.prompt_logprobs]
 
     def _close(self, request: Request) -> str:
         """Release what a finished sample's text held back, once; what can't be decoded is that sample's failure."""
@@ -119,6 +115,27 @@ class Job:
 
     def _errors(self) -> list[Exception | None]:
         return [request.error or self._failed.get(request.index) for request in self._requests]
+
+
+def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutput:
+    """Return an output whose log-probabilities have the text of each token; every token is decoded once.
+
+    That takes time where there are many: it is for the caller's thread, not for the engine's.
+    """
+    texts: dict[int, str | None] = {}
+
+    def readable(entry: Logprobs) -> Logprobs:
+        for token in entry:
+            if token not in texts:
+                texts[token] = tokenizer.decode_alone(token)
+        return {token: replace(value, decoded_token=texts[token]) for token, value in entry.items()}
+
+    samples = [
+        sample if sample.logprobs is None else replace(sample, logprobs=[readable(entry) for entry in sample.logprobs])
+        for sample in output.outputs
+    ]
+    prompt = output.prompt_logprobs and [entry and readable(entry) for entry in output.prompt_logprobs]
+    return replace(output, outputs=samples, prompt_logprobs=prompt)
 
 
 def _stream(request: Request) -> TextStream:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from speculant.engine.frontend import Frontend, Prompt, start_job
-from speculant.engine.job import Job, StreamPiece
+from speculant.engine.job import Job, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
@@ -50,7 +50,7 @@ class LLM(Frontend):
         errors = [job.error for job in jobs]
         if errors and errors[0] is not None and all(errors):
             raise errors[0]
-        return outputs
+        return [with_token_texts(output, self.tokenizer) for output in outputs]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
@@ -61,7 +61,7 @@ class LLM(Frontend):
         try:
             while job.unread or not job.finished:
                 while job.unread:
-                    yield job.piece(job.unread.popleft())
+                    yield self._readable(job.piece(job.unread.popleft()))
                 if not job.finished:
                     self._step()
         finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from speculant.beams import Beams, BeamSearch
 from speculant.config import Limits
+from speculant.constraints import Constraint
 from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, RequestError, suggest
@@ -45,6 +46,7 @@ class RequestFactory:
         params: SamplingParams,
         request_id: str,
         stop_checker: Callable[[], StopChecker] | None,
+        constraint: Callable[[], Constraint] | None,
         priority: int,
         cache_salt: str,
     ) -> list[Request]:
@@ -55,11 +57,14 @@ class RequestFactory:
             raise RequestError(
                 f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
             )
+        if constraint is not None and params.beam_width is not None:
+            raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.cache_salt = priority, cache_salt
             sample.stop_checker = stop_checker() if stop_checker else None
+            sample.constraint = constraint() if constraint else None
         if params.beam_width is not None:
             self._begin_search(samples, params.beam_width)
         return samples

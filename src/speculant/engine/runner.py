@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.errors import SpeculantError
-from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request
 
@@ -20,14 +20,16 @@ class TargetOutput:
     """One sequence's share of a pass.
 
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
-    None while its tokens are not all fed. prompt_logits [m, V] are those after the fed prompt tokens, if the request
-    wants them.
+    None while its tokens are not all fed. prompt_hidden [m, hidden] are the hidden states after the fed prompt tokens
+    whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
+    [count + tree.size, hidden] of the fed tokens and of the draft nodes.
     """
 
     item: Scheduled
     tree: DraftTree
     logits: Tensor | None
-    prompt_logits: Tensor | None
+    prompt_hidden: Tensor | None
+    hidden: tuple[Tensor, ...] = ()
 
     @cached_property
     def nodes(self) -> Sequence[int]:
@@ -47,32 +49,35 @@ def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
 
 
 def forward_target(
-    model: CausalLM, cache: KVCache, scheduled: Sequence[Scheduled], trees: Sequence[DraftTree]
+    model: CausalLM,
+    cache: KVCache,
+    scheduled: Sequence[Scheduled],
+    trees: Sequence[DraftTree],
+    layers: Sequence[int] = (),
 ) -> list[TargetOutput]:
-    """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them."""
-    feeds = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in zip(scheduled, trees, strict=True)]
-    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
-    spans: list[tuple[int, int]] = []
-    rows: list[int] = []
-    first = 0
-    for item, tree in zip(scheduled, trees, strict=True):
-        wanted = _wanted_rows(item, tree, first)
-        spans.append((len(rows), len(rows) + len(wanted)))
-        rows += wanted
-        first += item.count + tree.size
-    chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
+    """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
+
+    layers: those whose input hidden states are wanted, see `Hidden`.
+    """
+    pairs = list(zip(scheduled, trees, strict=True))
+    inputs = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in pairs]
+    hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, layers)
+    starts = [0, *accumulate(item.count + tree.size for item, tree in pairs)]
+    wanted = [_wanted_rows(item, tree, first) for (item, tree), first in zip(pairs, starts, strict=False)]
+    rows = [row for own in wanted for row in own]
+    chosen = hidden.last if len(rows) == len(hidden.last) else hidden.last[rows]
     logits = model.logits(chosen) if rows else chosen
-    if bool(logits.sum().isnan()):  # one number to look at; -inf stays what it is
-        raise SpeculantError("the target model produced NaN logits", "check the checkpoint, or load it in float32.")
-    return [
-        _fed(item, tree, logits[start:end]) for item, tree, (start, end) in zip(scheduled, trees, spans, strict=True)
-    ]
+    outputs, end = list[TargetOutput](), 0
+    for (item, tree), first, own in zip(pairs, starts, wanted, strict=False):
+        end += len(own)
+        outputs.append(_output(item, tree, hidden, first, logits[end - len(own) : end]))
+    return outputs
 
 
 def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:
-    """Rows in the batch: those of the prompt if asked for, then those that a next token may follow."""
-    chosen = [item.count + node for node in open_nodes(item.request, tree)] if item.completes else []
-    return [first + row for row in [*_prompt_rows(item), *chosen]]
+    """Rows in the batch that get logits: those that a next token may follow, once all of its tokens are fed."""
+    chosen = open_nodes(item.request, tree) if item.completes else ()
+    return [first + item.count + node for node in chosen]
 
 
 def _prompt_rows(item: Scheduled) -> range:
@@ -83,11 +88,13 @@ def _prompt_rows(item: Scheduled) -> range:
     return range(len(request.prompt_logprobs) - item.start, min(item.count, len(request.prompt) - 1 - item.start))
 
 
-def _fed(item: Scheduled, tree: DraftTree, logits: Tensor) -> TargetOutput:
-    prompt_rows = len(_prompt_rows(item))
+def _output(item: Scheduled, tree: DraftTree, hidden: Hidden, first: int, logits: Tensor) -> TargetOutput:
+    """Return the share of a sequence whose rows begin at `first`."""
+    prompt, end = _prompt_rows(item), first + item.count + tree.size
     return TargetOutput(
         item,
         tree,
-        logits[prompt_rows:] if item.completes else None,
-        logits[:prompt_rows] if prompt_rows else None,
+        logits if item.completes else None,
+        hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
+        tuple(states[first:end] for states in hidden.taps),
     )

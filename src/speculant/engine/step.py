@@ -13,15 +13,17 @@ from torch import Tensor
 from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
-from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, roll_back
+from speculant.engine.commit import Committed, commit, commit_beams, fail, roll_back
 from speculant.engine.drafters import Drafters
+from speculant.engine.failures import advance_sound, failure_of, verify_sound
+from speculant.engine.logprobs import record_prompt
 from speculant.engine.runner import TargetOutput, forward_target
+from speculant.errors import SpeculantError
 from speculant.kernels.native import Kernels
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.ranking import rank
 from speculant.scheduling.draft_length.base import DraftLength
 from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
@@ -55,7 +57,7 @@ def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], Ste
     trees = propose(context, schedule)
     drafted = time.perf_counter()
     with rolled_back_on_error(context.cache, schedule.items):
-        outputs = forward_target(context.target, context.cache, schedule.items, trees)
+        outputs = forward_target(context.target, context.cache, schedule.items, trees, context.drafters.hidden_layers)
         verdicts = verify(context, [each for each in outputs if each.logits is not None])
     timing = StepTiming(started, drafted, time.perf_counter())
     committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
@@ -87,7 +89,7 @@ def draft_bounds(context: StepContext, request: Request) -> DraftBounds:
 
 
 def commit_sequence(
-    context: StepContext, output: TargetOutput, verdict: Verdict | Beams | None, timing: StepTiming
+    context: StepContext, output: TargetOutput, verdict: Verdict | Beams | SpeculantError | None, timing: StepTiming
 ) -> Committed:
     """Commit one sequence's share of a step; a failure ends that request and no other."""
     request = output.item.request
@@ -96,8 +98,10 @@ def commit_sequence(
         request.stop_checker.checkpoint()
     try:
         request.metrics.timing.record_pass(timing.draft_s, timing.verify_s)
-        if output.prompt_logits is not None:
-            record_prompt(request, output.prompt_logits)
+        if isinstance(verdict, SpeculantError):
+            raise verdict
+        if output.prompt_hidden is not None:
+            record_prompt(request, output.prompt_hidden, context.target)
         committed = Committed(request, [], [])
         if isinstance(verdict, Beams):
             committed = commit_beams(output, verdict, context.cache, timing.verified)
@@ -118,7 +122,9 @@ def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> No
         drafters.end(item.request)
         return
     tokens = [*item.tokens, *(tree.token_list[node] for node in committed.kept)]
-    drafters.observe(item.request, CommittedRows(item.start, tokens, committed.tokens))
+    rows = [*range(item.count), *(item.count + node for node in committed.kept)]
+    hidden = tuple(states[rows] for states in output.hidden)
+    drafters.observe(item.request, CommittedRows(item.start, tokens, committed.tokens, hidden))
 
 
 @contextmanager
@@ -133,19 +139,20 @@ def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iter
         raise
 
 
-def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams]:
+def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams | SpeculantError]:
     """Make the target's distributions for all sequences at once, then let each one's rule decide; verdicts by sequence.
 
-    That of a beam search is what becomes of it.
+    That of a beam search is what becomes of it; that of a sequence whose next token has no distribution is an error.
     """
     if not ready:
         return {}
     nodes = [node for fed in ready for node in _nodes(fed, _verifier(context, fed))]
     probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
-    verdicts, first = dict[int, Verdict | Beams](), 0
+    totals: list[float] = probs.sum(-1).tolist()
+    verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
     for fed in ready:
         end = first + len(fed.nodes)
-        verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end])
+        verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end], totals[first:end])
         first = end
     return verdicts
 
@@ -159,10 +166,13 @@ def _nodes(fed: TargetOutput, verifier: Verifier) -> list[Node]:
     return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in fed.nodes]
 
 
-def _verdict(context: StepContext, fed: TargetOutput, probs: Tensor) -> Verdict | Beams:
+def _verdict(
+    context: StepContext, fed: TargetOutput, probs: Tensor, totals: Sequence[float]
+) -> Verdict | Beams | SpeculantError:
     request, tree = fed.item.request, fed.tree
     if request.search is not None:
-        beams = request.search.beams
-        ranked = dict(zip(fed.nodes, rank(probs, beams.num_continuations), strict=True))
-        return beams.advance(beams.scored_by(tree, ranked))
-    return _verifier(context, fed).verify(tree, probs, context.chances.verify(request))
+        return advance_sound(request.search.beams, tree, fed.nodes, probs, totals)
+    failure = failure_of(totals[0])
+    if failure is not None:
+        return failure
+    return verify_sound(_verifier(context, fed), tree, probs, totals, context.chances.verify(request))

@@ -157,7 +157,7 @@ def _in_step(again: dict[Request, Request]) -> Iterator[dict[Request, Request]]:
             return
         yield growing
         for text, copy in growing.items():
-            copy.tokens.append(text.tokens[len(copy.tokens)])
+            copy.extend([text.tokens[len(copy.tokens)]])
 
 
 def reread(text: Request, num_output: int = 0) -> Request:

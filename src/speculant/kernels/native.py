@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -91,13 +92,26 @@ class SamplingSettings(Structure):
     ]  # fmt: skip
 
 
+class Edits(Structure):
+    """What changes a row's logits before its distribution is made; csrc/speculant.h has the order."""
+
+    _fields_: ClassVar[Any] = [
+        ("allowed", c_void_p), ("words", c_int64), ("masked", c_int64),
+        ("biased", c_void_p), ("biases", c_void_p), ("num_biased", c_int64),
+        ("banned", c_void_p), ("num_banned", c_int64), ("ban_below", c_int64),
+        ("seen", c_void_p), ("counts", c_void_p), ("num_seen", c_int64),
+        ("drafted", c_void_p), ("num_drafted", c_int64),
+        ("penalises", c_int64), ("repetition", c_float), ("presence", c_float), ("frequency", c_float),
+    ]  # fmt: skip
+
+
 class Draft(Structure):
     """What is drawn by `Kernels.draft`."""
 
     _fields_: ClassVar[Any] = [
         ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
-        ("limits", c_void_p), ("settings", c_void_p), ("shared_noise", c_void_p), ("chances", c_void_p),
-        ("drawn", c_void_p), ("out", c_void_p),
+        ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("shared_noise", c_void_p),
+        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
     ]  # fmt: skip
 
 
@@ -146,13 +160,18 @@ class Kernels:
         byref = ctypes.byref
         self.library.sp_draft(self.index, self.threads, ops, len(ops), byref(head), byref(pass_), byref(draft))
 
-    def probs(self, logits: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-        """Return the distributions [r, V] in float64 that logits [r, V] in float32 make."""
+    def probs(self, logits: Tensor, settings: Sequence[SamplingSettings], edits: int = 0) -> Tensor:
+        """Return the distributions [r, V] in float64 that logits [r, V] in float32 make.
+
+        edits: the address of a pointer for each row, to its `Edits` or to nothing; such a row's logits are written to.
+        A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN.
+        """
         logits = logits.contiguous()
         out = torch.empty(logits.shape, dtype=torch.float64)
         rows, width = logits.shape
         by = (SamplingSettings * rows)(*settings)
-        self.library.sp_probs(self.index, self.threads, logits.data_ptr(), rows, width, width, by, out.data_ptr())
+        place, result = logits.data_ptr(), out.data_ptr()
+        self.library.sp_probs(self.index, self.threads, place, rows, width, width, by, edits or None, result)
         return out
 
     def draw(self, weights: Tensor, shared_noise: bool, chance: int) -> int:
@@ -164,6 +183,11 @@ class Kernels:
         """Return how long it takes to read a tensor's memory once."""
         size = memory.numel() * memory.element_size()
         return float(self.library.sp_read(self.index, self.threads, memory.data_ptr(), size))
+
+
+def address(items: array[int] | array[float]) -> int:
+    """Return where an array's items are."""
+    return items.buffer_info()[0]
 
 
 def aligned(size: int) -> Tensor:
@@ -236,7 +260,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, *_MATRIX, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
-    ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p]),
+    ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),
     ("sp_draw", c_int64, [c_int, c_void_p, c_int64, c_int, c_uint64]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
 )

@@ -97,8 +97,8 @@ class Hidden:
 class Chain:
     """One sequence's share of a draft: feed what its cache has not seen, then draw `limit` tokens (0 = none).
 
-    All of them are fed but the last. probs [tokens, V] are those the tokens were drawn from, if a ratio rule may
-    need them: a distribution that is not finite or sums to 0, because the model failed, then ends the chain.
+    All of them are fed but the last. A place without a distribution, because no token is possible or the model
+    failed, ends the chain. probs [tokens, V] are those the tokens were drawn from, if a ratio rule may need them.
     """
 
     request: Request

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type, address
 from speculant.models.base import Batch, Chain, Hidden, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
-from speculant.models.replay import ChainRows, Drawn, address
+from speculant.models.replay import ChainRows, Drawn
 from speculant.models.rotary import Rotary
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 import torch
 
 from speculant.cache.base import KVCache
-from speculant.kernels.native import NO_TOKEN, Draft, SamplingSettings
+from speculant.kernels.native import NO_TOKEN, Draft, SamplingSettings, address
 from speculant.models.base import Chain, known
 from speculant.sampling.chance import KeyedNoise, Stream
-from speculant.sampling.distribution import edits, sampling_settings
+from speculant.sampling.distribution import sampling_settings
+from speculant.sampling.edits import NativeEdits
+from speculant.sampling.node import Node
 
 FORESEEABLE = (Stream, KeyedNoise)
 
 
 def can_replay(chain: Chain) -> bool:
-    """Whether a chain's draws can be foreseen, and its probs do not depend on single tokens or their history."""
-    return isinstance(chain.chance, FORESEEABLE) and not edits(chain.request.params)
+    """Whether a chain's draws can be foreseen. A constraint's mask can't: it is asked for after every token."""
+    return isinstance(chain.chance, FORESEEABLE) and chain.request.constraint is None
 
 
 class ChainRows:
@@ -59,13 +61,15 @@ class Drawn:
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
         settings = (SamplingSettings * count)(*[sampling_settings(chain.request.params) for chain in chains])
-        self._kept = (chances, limits, shared_noise, settings, out)
+        edits = NativeEdits([Node(chain.request) for chain in chains])
+        self._kept = (chances, limits, shared_noise, settings, edits, out)
         self.call = Draft(
             sequences=count,
             steps=steps,
             width=vocab_size,
             limits=address(limits),
             settings=ctypes.addressof(settings),
+            edits=edits.address,
             shared_noise=address(shared_noise),
             chances=address(chances),
             drawn=address(self._tokens),
@@ -81,8 +85,3 @@ class Drawn:
                 tokens = tokens[: tokens.index(NO_TOKEN)]
                 chain.probs = None if chain.probs is None else chain.probs[: len(tokens)]
             chain.tokens = tokens
-
-
-def address(items: array[int]) -> int:
-    """Return where an array's items are."""
-    return items.buffer_info()[0]

@@ -6,47 +6,40 @@ Distributions are float64, whatever the logits are, and each row's distribution 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from speculant.kernels.native import Kernels, SamplingSettings
 from speculant.params import SamplingParams
-from speculant.types import Request
+from speculant.sampling.edits import NativeEdits, edit
+from speculant.sampling.node import Node as Node
 
 _FIRST_LOOK = 64  # candidates of top-p and min-p rows looked at first, and how much
 _WIDEN = 8  # further to look while they are too few
 
 
-@dataclass(frozen=True)
-class Node:
-    """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
-
-    softened: a greedy request's distribution is that at temperature 1, so that there is a second best. That of a
-    beam search always is.
-    """
-
-    request: Request
-    drafted: Sequence[int] = ()
-    softened: bool = False
-
-    @property
-    def params(self) -> SamplingParams:
-        """The settings that make the distribution."""
-        softened = self.softened or self.request.search is not None
-        return self.request.params.softened if softened else self.request.params
-
-
 def distribution(logits: Tensor, nodes: Sequence[Node], kernels: Kernels | None = None) -> Tensor:
     """Return distributions [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
 
-    Order: bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. With
-    native kernels, float32 logits are theirs.
+    Order: constraint, bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. With
+    native kernels, float32 logits are theirs. A row without a possible token is all zeros; one whose scores have NaN
+    or +infinity is all NaN.
     """
+    if kernels is not None and logits.dtype != torch.float64:
+        settings, edits = [sampling_settings(node.params) for node in nodes], NativeEdits(nodes)
+        return kernels.probs(_own_scores(logits, nodes), settings, edits.address)
     scores = _edited(logits, nodes)
-    if kernels is not None and scores.dtype == torch.float32:
-        return kernels.probs(scores, [sampling_settings(node.params) for node in nodes])
+    best = scores.amax(-1)
+    if bool(best.isfinite().all()):
+        return _of_sound_rows(scores, nodes)
+    failed = ~best.isfinite()[:, None]
+    nothing = torch.where(best == -torch.inf, 0.0, torch.nan).to(torch.float64)[:, None]
+    return torch.where(failed, nothing, _of_sound_rows(scores.masked_fill(failed, 0.0), nodes))
+
+
+def _of_sound_rows(scores: Tensor, nodes: Sequence[Node]) -> Tensor:
+    """Return the distributions of scores [r, V] that are numbers or -infinity, of which each row has a finite one."""
     probs = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
     for make, indices in _by_kind(nodes):
         if len(indices) == len(nodes):
@@ -61,6 +54,20 @@ def sampling_settings(params: SamplingParams) -> SamplingSettings:
     return SamplingSettings(0.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.top_k)
 
 
+def _edited(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+    scores = _own_scores(logits, nodes)
+    for row, node in zip(scores, nodes, strict=True):
+        if node.edited:
+            edit(row, node)
+    return scores
+
+
+def _own_scores(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
+    """Return logits in float32 or float64, a copy if they will be edited."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    return scores.clone() if scores is logits and any(node.edited for node in nodes) else scores
+
+
 def _by_kind(nodes: Sequence[Node]) -> list[tuple[Callable[[Tensor, Sequence[SamplingParams]], Tensor], list[int]]]:
     kinds: dict[Callable[[Tensor, Sequence[SamplingParams]], Tensor], list[int]] = {}
     for index, node in enumerate(nodes):
@@ -69,47 +76,6 @@ def _by_kind(nodes: Sequence[Node]) -> list[tuple[Callable[[Tensor, Sequence[Sam
         kind = _greedy if params.greedy else _filtered if filtered else _plain
         kinds.setdefault(kind, []).append(index)
     return list(kinds.items())
-
-
-def _edited(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    if any(edits(node.params) for node in nodes):
-        scores = scores.clone() if scores is logits else scores
-        for row, node in zip(scores, nodes, strict=True):
-            _edit(row, node)
-    return scores
-
-
-def edits(params: SamplingParams) -> bool:
-    """Whether these settings change the logits of single tokens."""
-    return bool(params.logit_bias) or params.penalised or params.min_tokens > 0
-
-
-def _edit(row: Tensor, node: Node) -> None:
-    """Apply what depends on single tokens to scores [V] in place."""
-    params, request = node.params, node.request
-    if params.logit_bias:
-        values = list(params.logit_bias.values())
-        row[_ids(list(params.logit_bias), row)] += torch.tensor(values, dtype=row.dtype, device=row.device)
-    if request.num_output + len(node.drafted) < params.min_tokens and request.end_token_ids:
-        row[_ids(sorted(request.end_token_ids), row)] = -torch.inf
-    if params.penalised:
-        _penalise(row, params, [*request.tokens, *node.drafted], len(request.prompt))
-
-
-def _penalise(row: Tensor, params: SamplingParams, history: Sequence[int], num_prompt: int) -> None:
-    """Repetition counts prompt and output; presence and frequency count the output alone."""
-    if params.repetition_penalty != 1:
-        seen = torch.unique(_ids(history, row))
-        scores = row[seen]
-        row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-    if len(history) > num_prompt and (params.presence_penalty or params.frequency_penalty):
-        seen, counts = torch.unique(_ids(history[num_prompt:], row), return_counts=True)
-        row[seen] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
-
-
-def _ids(tokens: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64, device=like.device)
 
 
 def _greedy(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

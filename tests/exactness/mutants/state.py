@@ -253,8 +253,8 @@ BATCH = [
     Mutant(
         "results handed out in the wrong order",
         RUNNER,
-        "zip(scheduled, trees, spans, strict=True)",
-        "zip(scheduled, trees, spans[::-1], strict=True)",
+        "zip(scheduled, trees, own, spans, strict=True)",
+        "zip(scheduled, trees, own, spans[::-1], strict=True)",
         OWN_TOKENS.format("greedy-none-paged"),
     ),
     Mutant(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS, SamplingParams
+from speculant.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -23,7 +23,17 @@ BAD: dict[str, list[Any]] = {
     "repetition_penalty": [0, -1, 101, NAN],
     "presence_penalty": [-101, 101, NAN, None],
     "frequency_penalty": [-101, 101, NAN],
-    "logit_bias": [{"a": 1.0}, {0: NAN}, {0: INF}, {0: 1e39}, {0: "x"}, {0: None}, [1.0], 3],
+    "logit_bias": [
+        {"a": 1.0},
+        {0: NAN},
+        {0: INF},
+        {0: 1e39},
+        {0: "x"},
+        {0: None},
+        [1.0],
+        3,
+        dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
+    ],
     "seed": [1.5, "x", -(2**63) - 1, 2**64, True],
     "max_tokens": [0, -1, 1.5, INF, "many"],
     "min_tokens": [-1, 17, 0.5, None],  # 17 is above the default of max_tokens
@@ -109,6 +119,7 @@ def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(max_tokens=None, min_tokens=10**9, seed=2**64 - 1, stop=["x"] * MAX_STOPS)
     SamplingParams(stop=["x" * (MAX_STOP_CHARACTERS // MAX_STOPS)] * MAX_STOPS)
     SamplingParams(max_tokens=16, min_tokens=16, seed=-(2**63), logit_bias={0: -INF, 1: 1e6})
+    SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
 
 
 def test_other_spellings_of_the_same() -> None:

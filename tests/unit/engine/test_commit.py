@@ -13,8 +13,10 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
-from speculant.engine.commit import Committed, commit, fail, record_prompt, roll_back, token_logprobs
+from speculant.engine.commit import Committed, commit, fail, roll_back
+from speculant.engine.logprobs import record_prompt, token_logprobs
 from speculant.engine.runner import TargetOutput
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request, Verdict
@@ -222,8 +224,9 @@ def test_more_alternatives_than_tokens_are_all_tokens() -> None:
 def test_prompt_log_probabilities_are_those_of_the_next_prompt_token() -> None:
     request = make_request([3, 1, 2, 0], params=SamplingParams(prompt_logprobs=0))
     logits = torch.randn(3, 5, dtype=torch.float64)
-    record_prompt(request, logits[:2])
-    record_prompt(request, logits[2:])
+    model = TableModel(lambda history: (), 5)  # its hidden states are the logits
+    record_prompt(request, logits[:2], model)
+    record_prompt(request, logits[2:], model)
     table = torch.log_softmax(logits, -1)
     assert [list(entry) for entry in request.prompt_logprobs] == [[1], [2], [0]]
     values = [entry.logprob for each in request.prompt_logprobs for entry in each.values()]

@@ -40,7 +40,7 @@ NEXT = torch.tensor(
 class LastTokenModel:
     """A `CausalLM` whose next token depends on the last one alone, so that a row costs next to nothing."""
 
-    vocab_size, max_positions = len(NEXT), 4 * DEEP
+    vocab_size, max_positions, num_layers = len(NEXT), 4 * DEEP, 1
     cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
 
     def __init__(self) -> None:

@@ -66,14 +66,14 @@ class _Stepwise:
         return [(chain, chain.tokens[-1:]) for chain in drawn if len(chain.tokens) < chain.limit]
 
     def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> list[Chain]:
-        """Draw a token for each; return those that could."""
+        """Draw a token for each; return those that could: a row that is no distribution ends its chain."""
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
         probs = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.kernels)
         drawn = []
-        for chain, token_probs in zip(chains, probs, strict=True):
+        for chain, token_probs, total in zip(chains, probs, probs.sum(-1).tolist(), strict=True):
+            if not 0 < total < math.inf:
+                continue
             if not chain.request.shared_noise:
-                if not 0 < float(token_probs.sum()) < math.inf:
-                    continue
                 chain.probs = token_probs[None] if chain.probs is None else torch.cat([chain.probs, token_probs[None]])
             chain.tokens = [*chain.tokens, chain.chance.draw(token_probs)]
             drawn.append(chain)

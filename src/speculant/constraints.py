@@ -1,0 +1,57 @@
+"""What may come next, as somebody else's grammar says it: a mask over tokens for every place where one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speculant.errors import RequestError
+
+_BITS = 32  # of a mask's words
+
+
+class Constraint(Protocol):
+    """Restricts one sequence's output. It knows tokens, not text; draft and target are masked alike."""
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """Return which tokens may follow `tokens`, which are drafted behind what was advanced; None = all.
+
+        A mask is int32 [ceil(V / 32)]: bit v % 32 of word v // 32 allows token v, and tokens beyond its words are
+        forbidden. Drafted tokens may be ones that were forbidden, or lie behind the end: then no token may follow.
+        It must not change the constraint.
+        """
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take tokens that were committed; an end token may be the last one."""
+        ...
+
+    def rollback(self, n: int) -> None:
+        """Return to where it was before the last `n` of all tokens taken."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing but an end token may follow what was advanced: the request ends."""
+        ...
+
+
+def checked_mask(constraint: Constraint, tokens: Sequence[int]) -> Tensor | None:
+    """Return a constraint's mask, contiguous on the CPU; raises RequestError for what is none."""
+    given: object = constraint.mask(tokens)
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) or given.dtype != torch.int32 or given.dim() != 1:
+        kind = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise RequestError(f"a constraint's mask is {kind}", "return a tensor of int32 [ceil(V / 32)], or None.")
+    return given.cpu().contiguous()
+
+
+def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
+    """Return which tokens a mask allows, [vocab_size] bool."""
+    bits = (mask[:, None] >> torch.arange(_BITS, dtype=torch.int32)) & 1
+    allowed = bits.flatten()[:vocab_size].bool()
+    return torch.nn.functional.pad(allowed, (0, vocab_size - len(allowed)))

@@ -1,0 +1,39 @@
+"""A place where a token is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speculant.params import SamplingParams
+from speculant.types import Request
+
+
+@dataclass(frozen=True)
+class Node:
+    """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
+
+    softened: a greedy request's distribution is that at temperature 1, so that there is a second best. That of a
+    beam search always is.
+    """
+
+    request: Request
+    drafted: Sequence[int] = ()
+    softened: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings that make the distribution."""
+        softened = self.softened or self.request.search is not None
+        return self.request.params.softened if softened else self.request.params
+
+    @property
+    def edited(self) -> bool:
+        """Whether the logits of single tokens change before the distribution is made."""
+        params = self.params
+        return bool(params.logit_bias) or params.penalised or self.ends_banned or self.request.constraint is not None
+
+    @property
+    def ends_banned(self) -> bool:
+        """Whether fewer than min_tokens are before it, so that no end token may come."""
+        return self.request.num_output + len(self.drafted) < self.params.min_tokens

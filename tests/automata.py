@@ -1,0 +1,74 @@
+"""A grammar for tests: a small automaton over tokens, which is a `Constraint` that checks how it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """edges: by state, which tokens may come and where each leads. It starts in state 0; one without edges ends it."""
+
+    edges: Mapping[int, Mapping[int, int]]
+
+    def state_after(self, tokens: Iterable[int], state: int | None = 0) -> int | None:
+        """Return the state after tokens; None if one of them is forbidden."""
+        for token in tokens:
+            state = None if state is None else self.edges[state].get(token)
+        return state
+
+    def allowed_after(self, tokens: Iterable[int]) -> Collection[int]:
+        """Return the tokens that may follow."""
+        state = self.state_after(tokens)
+        return () if state is None else self.edges[state].keys()
+
+    def constrain(self) -> AutomatonConstraint:
+        """Make the constraint of one sequence."""
+        return AutomatonConstraint(self)
+
+
+class AutomatonConstraint:
+    """A `Constraint` whose masks are as short as they can be; `taken` are the tokens that it was advanced by."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.automaton = automaton
+        self.taken: list[int] = []
+        self._states = [0]
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `Constraint.mask`."""
+        state = self.automaton.state_after(tokens, self._states[-1])
+        return bitset(() if state is None else self.automaton.edges[state])
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `Constraint.advance`."""
+        for token in tokens:
+            state = self.automaton.state_after([token], self._states[-1])
+            assert state is not None, f"{token} was committed behind {self.taken} and is forbidden"
+            self._states.append(state)
+            self.taken.append(token)
+
+    def rollback(self, n: int) -> None:
+        """See `Constraint.rollback`."""
+        assert 0 <= n <= len(self.taken), "more is rolled back than was taken"
+        del self._states[len(self._states) - n :]
+        del self.taken[len(self.taken) - n :]
+
+    @property
+    def is_done(self) -> bool:
+        """See `Constraint.is_done`."""
+        return not self.automaton.edges[self._states[-1]]
+
+
+def bitset(tokens: Iterable[int]) -> Tensor:
+    """Return a mask [words] int32 that allows these tokens and has no word behind the last of them."""
+    bits = sum(1 << token for token in tokens)
+    words = -(-bits.bit_length() // 32)
+    return torch.frombuffer(bytearray(bits.to_bytes(4 * words, "little")), dtype=torch.int32) if words else NOTHING
+
+
+NOTHING = torch.empty(0, dtype=torch.int32)

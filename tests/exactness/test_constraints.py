@@ -1,0 +1,184 @@
+"""A constraint's output has the masked target's distribution, whatever drafts and whichever verifier decides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.drafting.growth.topology import ParallelChains, StaticTree
+from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.drafting.synthetic import Options as Rate
+from speculant.drafting.synthetic import SyntheticDrafter
+from speculant.exactness import speculation
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.exactness.enumeration import EnumeratingChances
+from speculant.exactness.tables import History, TableModel
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chances
+from speculant.types import Request
+from tests.automata import Automaton, AutomatonConstraint
+from tests.exactness.distributions import transformed
+from tests.exactness.speculation import MakeDrafter, draft_model
+from tests.exactness.test_tree_distributions import drafting, of_two_models
+from tests.fakes import ROOMY, ScriptedDrafter, build_rig, known_verifiers, model_drafter, slotted
+
+AUTOMATON = Automaton(
+    {
+        0: {0: 1, 1: 0, 2: 2},
+        1: {1: 2, 3: 0},
+        2: {0: 0, 1: 1, 2: 3, 3: 4},
+        3: {},  # the end: nothing may follow
+        4: {2: 0},
+    }
+)
+PAIR = Pair(2, 4, FULL_SUPPORT)
+LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
+BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches]
+
+
+@dataclass(frozen=True)
+class Case(speculation.Case):
+    """A case whose output an automaton constrains; its distribution is worked out independently."""
+
+    make_drafter: MakeDrafter = draft_model
+    automaton: Automaton = AUTOMATON
+
+    def transformed(self, logits: Sequence[float], history: History) -> list[float]:
+        """See the base."""
+        allowed = self.automaton.allowed_after(history[len(self.prompt) :])
+        masked = [logit if token in allowed else float("-inf") for token, logit in enumerate(logits)]
+        return transformed(masked, self.params, history, len(self.prompt), self.ends)
+
+    def is_over(self, output: History) -> bool:
+        """See the base."""
+        return super().is_over(output) or not self.automaton.allowed_after(output)
+
+
+class Constrained:
+    """A rig in an engine's place, with a constraint for every request."""
+
+    def __init__(self, case: Case, chances: EnumeratingChances) -> None:
+        drafter = case.make_drafter(case.pair, chances, case.limits)
+        self._case = case
+        self._rig = build_rig(
+            TableModel(case.pair.target, case.pair.vocab_size),
+            drafter,
+            length=case.length,
+            verification=case.verification,
+            chances=chances,
+            limits=case.limits,
+            ends=case.ends,
+            cache=slotted,
+        )
+        self.step, self.abort = self._rig.step, self._rig.abort
+
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str) -> list[Request]:
+        """See `Engine.add_request`."""
+        return self._rig.add(prompt, params, request_id, constraint=self._case.automaton.constrain)
+
+
+def assert_exact(case: Case) -> float:
+    found = speculation.enumerate_case(case, functools.partial(Constrained, case))
+    assert found.deviation() <= EXACT, case
+    return found.mean_accepted
+
+
+def scripted(*tokens: int) -> MakeDrafter:
+    """Propose the same chain everywhere, whatever the constraint says."""
+    return lambda pair, chances, limits: ScriptedDrafter(lambda request: tokens)
+
+
+def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    return NgramDrafter(Options())
+
+
+def synthetic(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    drafter = SyntheticDrafter(Rate(0.7), pair.vocab_size)
+    drafter._scripts[0, 1, 2, 0] = [0, 1, 2, 1, 1]
+    return drafter
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+def test_constrained_chains_of_a_draft_model(verifier: str) -> None:
+    accepted = 0.0
+    for seed, length in enumerate((2, 2, 3)):
+        accepted += assert_exact(Case(Pair(seed, 4, FULL_SUPPORT), length, verification=verifier, width=8))
+    assert accepted > 1.0
+
+
+@pytest.mark.parametrize("verifier", BRANCHING)
+@pytest.mark.parametrize(
+    "topology", [StaticTree.of_widths([2, 1]), ParallelChains((0, 0), 2)], ids=["static", "parallel"]
+)
+def test_constrained_trees(topology: StaticTree | ParallelChains, verifier: str) -> None:
+    make = functools.partial(drafting, topology)
+    accepted = assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))
+    assert accepted > 0.3
+
+
+@pytest.mark.parametrize("verifier", BRANCHING)
+def test_constrained_trees_of_two_models(verifier: str) -> None:
+    make = functools.partial(of_two_models, ParallelChains((0, 1), 2))
+    assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize(
+    "make",
+    [ngram, synthetic, scripted(0, 1, 2), scripted(2, 2, 0), scripted(3, 0)],
+    ids=["ngram", "synthetic", "forbidden later", "beyond the end", "forbidden at once"],
+)
+def test_constrained_drafts_without_a_model(make: MakeDrafter, verifier: str) -> None:
+    """Such drafts know no constraint: what it forbids is never accepted, and nothing follows the end."""
+    assert_exact(Case(PAIR, 3, verification=verifier, prompt=(0, 1, 2, 0), make_drafter=make, idle=1))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "filters": {"temperature": 0.8, "top_k": 2},
+    "bias": {"logit_bias": {0: 2.0, 1: -1.0}},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    "ends": {"min_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_constraints_come_before_other_settings(name: str, verifier: str) -> None:
+    params = SamplingParams(max_tokens=None, **SETTINGS[name])
+    ends = frozenset({3}) if params.min_tokens else frozenset()
+    assert_exact(Case(PAIR, 2, params, verifier, ends=ends, width=8))
+
+
+DRAFTERS: dict[str, Callable[[Pair], Drafter | None]] = {
+    "none": lambda pair: None,
+    "model": lambda pair: model_drafter(TableModel(pair.draft, 4), 4),
+    "tree": lambda pair: model_drafter(TableModel(pair.draft, 4), 4, topology=StaticTree.of_widths([2, 2])),
+    "ngram": lambda pair: NgramDrafter(Options()),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 1.5}])
+def test_speculation_changes_no_constrained_text(drafter: str, settings: dict[str, Any]) -> None:
+    pair, params = Pair(4, 4, FULL_SUPPORT), SamplingParams(max_tokens=20, **settings)
+    for prompt in ((0,), (1, 2), (3, 3, 1)):
+        plain, request = (constrained(pair, prompt, params, name) for name in ("none", drafter))
+        assert request.output == plain.output
+        assert isinstance(request.constraint, AutomatonConstraint)
+        assert request.constraint.taken == request.output
+        assert (request.finish_reason == "stop") == request.constraint.is_done
+
+
+def constrained(pair: Pair, prompt: History, params: SamplingParams, drafter: str) -> Request:
+    """Run a constrained request alone."""
+    rig = build_rig(TableModel(pair.target, 4), DRAFTERS[drafter](pair), length=4, limits=ROOMY)
+    (request,) = rig.add(prompt, params, constraint=AUTOMATON.constrain)
+    rig.finish()
+    return request

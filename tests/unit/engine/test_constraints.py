@@ -1,0 +1,166 @@
+"""A request's constraint takes what is committed, gives it back when a step fails, and ends the request when done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from speculant.config import Limits
+from speculant.errors import RequestError
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
+from speculant.params import SamplingParams
+from speculant.types import Request
+from tests.automata import Automaton, AutomatonConstraint
+from tests.fakes import Rig, ScriptedDrafter, build_rig
+
+V = 4
+PAIR = Pair(7, V, FULL_SUPPORT)
+LOOP = Automaton({0: {0: 1, 1: 0}, 1: {2: 0, 0: 1}})
+LINE = Automaton({0: {0: 1}, 1: {1: 2}, 2: {2: 3}, 3: {}})
+LIMITS = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+def rig_with(draft: Sequence[int] = (), ends: frozenset[int] = frozenset()) -> Rig:
+    drafter = ScriptedDrafter(lambda request: draft) if draft else None
+    return build_rig(TableModel(PAIR.target, V), drafter, length=4, limits=LIMITS, ends=ends)
+
+
+def taken(request: Request) -> list[int]:
+    assert isinstance(request.constraint, AutomatonConstraint)
+    return request.constraint.taken
+
+
+@pytest.mark.parametrize("draft", [(), (0, 1, 2), (0, 1, 2, 3), (0, 3)])
+def test_a_constraint_that_is_done_ends_its_request(draft: Sequence[int]) -> None:
+    rig = rig_with(draft)
+    (request,) = rig.add((0,), SamplingParams(min_tokens=9), constraint=LINE.constrain)
+    rig.finish()
+    assert (request.output, request.finish_reason, request.stop_reason) == ([0, 1, 2], "stop", None)
+    assert taken(request) == [0, 1, 2]
+
+
+def test_an_end_token_is_taken_too() -> None:
+    rig = rig_with((0, 1), ends=frozenset({1}))
+    (request,) = rig.add((0,), SamplingParams(), constraint=LINE.constrain)
+    rig.finish()
+    assert (request.output, request.finish_reason, request.stop_reason) == ([0, 1], "stop", 1)
+    assert taken(request) == [0, 1]
+
+
+def test_each_sample_has_its_own_constraint() -> None:
+    rig = rig_with((0, 2))
+    requests = rig.add((0,), SamplingParams(n=3, seed=2, max_tokens=12), constraint=LOOP.constrain)
+    rig.finish()
+    assert len({id(request.constraint) for request in requests}) == 3
+    assert len({tuple(request.output) for request in requests}) > 1
+    for request in requests:
+        assert taken(request) == request.output
+
+
+def test_a_neighbour_without_a_constraint_is_free() -> None:
+    texts = []
+    for constrained in (False, True):
+        rig = rig_with((0, 2))
+        if constrained:
+            rig.add((1,), SamplingParams(seed=1), "other", constraint=LINE.constrain)
+        (request,) = rig.add((0,), SamplingParams(seed=1, max_tokens=12), "free")
+        rig.finish()
+        texts.append(request.output)
+    assert texts[0] == texts[1]
+    assert 3 in texts[0]
+
+
+def test_a_beam_search_with_a_constraint_is_refused() -> None:
+    rig = rig_with()
+    with pytest.raises(RequestError, match="a beam search takes no constraint"):
+        rig.add((0,), SamplingParams(beam_width=2), constraint=LOOP.constrain)
+    assert not rig.engine.has_unfinished()
+
+
+def test_a_constraint_that_allows_nothing_is_an_error() -> None:
+    stuck = Automaton({0: {0: 1}, 1: {1: 5}, 5: {3: 6}, 6: {}})
+    rig = rig_with((0, 1))
+    rig.expected = RequestError
+    (request,) = rig.add((0,), SamplingParams(logit_bias={3: -float("inf")}), constraint=stuck.constrain)
+    (other,) = rig.add((0,), SamplingParams(max_tokens=9), "other")
+    rig.finish()
+    assert (request.output, request.finish_reason) == ([0, 1], "error")
+    assert "no token is possible" in str(request.error)
+    assert taken(request) == [0, 1]
+    assert other.num_output == 9
+
+
+class TroubleError(Exception):
+    """What goes wrong."""
+
+
+class Breaking(AutomatonConstraint):
+    """Breaks where it is told to."""
+
+    def __init__(self, automaton: Automaton, place: str) -> None:
+        super().__init__(automaton)
+        self._place = place
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `Constraint.mask`."""
+        if self._place == "mask" and len(self.taken) + len(tokens) == 5:
+            raise TroubleError
+        return super().mask(tokens)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `Constraint.advance`."""
+        if self._place == "advance" and len(self.taken) == 5:
+            raise TroubleError
+        super().advance(tokens)
+
+
+class BreakingWatch:
+    """A stop checker that breaks at the sixth token."""
+
+    seen = 0
+
+    def push(self, token: int) -> str | None:
+        """See `StopChecker.push`."""
+        self.seen += 1
+        if self.seen == 6:
+            raise TroubleError
+        return None
+
+    def checkpoint(self) -> None:
+        """See `StopChecker.checkpoint`."""
+
+    def rollback(self) -> None:
+        """See `StopChecker.rollback`."""
+
+
+@pytest.mark.parametrize("penalties", [{}, {"frequency_penalty": 0.3}])
+@pytest.mark.parametrize("place", ["mask", "advance", "stop checker"])
+def test_a_failed_step_rolls_back_what_it_took(place: str, penalties: dict[str, float]) -> None:
+    """Constraint, counts and tokens agree after an error in the middle of a verdict, and the neighbour goes on."""
+    automaton = Automaton({0: {0: 1}, 1: {2: 0}})  # only one text: every draft is right
+    rig = build_rig(
+        TableModel(PAIR.target, V),
+        ScriptedDrafter(lambda request: [(0, 2)[(request.num_output + i) % 2] for i in range(4)]),
+        length=4,
+        limits=LIMITS,
+    )
+    rig.expected = TroubleError
+    watch = BreakingWatch if place == "stop checker" else None
+    params = SamplingParams(max_tokens=20, **penalties)  # type: ignore[arg-type]
+    (request,) = rig.add((0,), params, "victim", watch, constraint=lambda: Breaking(automaton, place))
+    (other,) = rig.add((1,), params, "other", constraint=automaton.constrain)
+    while not request.finished:
+        before = list(request.output)
+        rig.step() if place != "mask" else rig.engine.step()
+    assert isinstance(request.error, TroubleError)
+    assert request.output == before == taken(request)
+    assert 0 < len(before) < 6
+    if request.counts is not None:
+        counted = dict(zip(request.counts.tokens.tolist(), request.counts.counts.tolist(), strict=True))
+        assert counted == {0: 0, **{token: before.count(token) for token in before}}
+    while not other.finished:
+        rig.engine.step()
+    assert other.output == [0, 2] * 10
