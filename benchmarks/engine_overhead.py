@@ -22,7 +22,7 @@ from speculant.kernels.native import Kernels
 from speculant.models.decoder import Decoder
 
 PASSES = [(Decoder, "forward"), (Decoder, "logits"), (Kernels, "run"), (Kernels, "draft")]
-NATIVE = [(Kernels, "laws"), (Kernels, "draw")]
+NATIVE = [(Kernels, "probs"), (Kernels, "draw")]
 DRAFT = "ModelDrafter.propose"
 PROMPTS = ["def read(path):", "class Stack:", "import os\n", "for line in", "def main(", "try:\n", "if not", "return "]
 PREDICTED = (
