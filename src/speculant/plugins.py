@@ -24,6 +24,7 @@ from speculant.errors import ConfigError, suggest
 ATTRIBUTES = {
     "speculant.drafting": "build",
     "speculant.models": "read_config",
+    "speculant.models.backends": "open_backend",
     "speculant.verification": "build",
 }
 

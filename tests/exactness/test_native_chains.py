@@ -10,15 +10,16 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.paged import PagedKVCache
 from speculant.cache.slotted import SlottedKVCache
-from speculant.drafting.growth import chains as chains_module
 from speculant.drafting.growth.chains import grow
 from speculant.kernels.native import QUANTIZED
+from speculant.kernels.native_sampler import NativeSampler
+from speculant.models import native_decoder
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native_decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree
-from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, tokens_of
+from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, packed, tokens_of
 from tests.models import make_request
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -44,7 +45,7 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
 
 def make_chains(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
-    chances, made = KeyedChances(model.kernels), []
+    chances, made = KeyedChances(NativeSampler(model.kernels)), []
     for seq_id, (distribution, limit, shares) in enumerate(zip(DISTRIBUTIONS, LIMITS, shared_noise, strict=True)):
         tokens = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id]
         params = SamplingParams(**distribution)  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def grown(
     cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
-        grow(model, share, cache, vocab_size, model.kernels)
+        grow(model, share, cache, vocab_size, NativeSampler(model.kernels))
     for chain in [chain for chain in made if len(chain.tokens) == chain.limit]:
         assert cache.length(chain.request.seq_id) == len(chain.request.tokens) + max(chain.limit - 1, 0)
     cache.check()
@@ -81,11 +82,9 @@ def grown(
 def assert_same(some: list[Chain], others: list[Chain]) -> None:
     assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
     for one, other in zip(some, others, strict=True):
-        assert (
-            (one.distributions is None) == (other.distributions is None) == (one.request.shared_noise or not one.tokens)
-        )
-        if one.distributions is not None and other.distributions is not None:
-            assert torch.equal(one.distributions, other.distributions)
+        assert (one.probs is None) == (other.probs is None) == (one.request.shared_noise or not one.tokens)
+        if one.probs is not None and other.probs is not None:
+            assert torch.equal(one.probs, other.probs)
 
 
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
@@ -104,7 +103,7 @@ def test_one_call_is_many(
     model = make_native(isa, QUANTIZED[quantization] if quantization else None)
     at_once = grown(model, kind, shared_noise, vocab_size)
     alone = grown(model, kind, shared_noise, vocab_size, together=False)
-    monkeypatch.setattr(chains_module, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
     stepwise = grown(model, kind, shared_noise, vocab_size)
     assert_same(at_once, stepwise)
     assert_same(alone, stepwise)
@@ -118,10 +117,10 @@ def test_a_chain_with_a_history_is_drawn_step_by_step_beside_one_without() -> No
     plain = grown(model, "paged", [True] * 5, 96)
     cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, [True] * 5)
     penalised = make_request(tokens_of(0)[:9], params=SamplingParams(repetition_penalty=1.3), seq_id=50)
-    extra = Chain(penalised, penalised.tokens, 4, KeyedChances(model.kernels).draft(penalised))
+    extra = Chain(penalised, penalised.tokens, 4, KeyedChances(NativeSampler(model.kernels)).draft(penalised))
     feed_before(model, made, cache)
     with torch.inference_mode():
-        grow(model, [extra, *made], cache, 96, model.kernels)
+        grow(model, [extra, *made], cache, 96, NativeSampler(model.kernels))
     assert len(extra.tokens) == 4
     assert_same(made, plain)
 
@@ -134,11 +133,11 @@ def test_a_chain_ends_where_the_model_fails(kind: str, at_once: bool, monkeypatc
     poison = next(token for token in healthy[2].tokens[:-1] if token not in healthy[2].request.tokens)
     decoder = make_decoder()
     decoder.model.embed_tokens.weight[poison] = torch.nan
-    monkeypatch.setattr(chains_module, "can_replay", lambda chain: at_once)
-    failing = grown(NativeDecoder(decoder, make_native().kernels), kind, [False] * 5, 96)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: at_once)
+    failing = grown(packed(decoder, make_native().kernels), kind, [False] * 5, 96)
     for chain, whole in list(zip(failing, healthy, strict=True))[1:]:  # what is not a number has a best one: the first
         text = [*chain.request.tokens, *whole.tokens]
         sound = text.index(poison) + 1 if poison in text else len(text)
         assert chain.tokens == whole.tokens[: max(0, sound - len(chain.request.tokens))]
-        assert not chain.tokens or (chain.distributions is not None and len(chain.distributions) == len(chain.tokens))
+        assert not chain.tokens or (chain.probs is not None and len(chain.probs) == len(chain.tokens))
     assert 0 < len(failing[2].tokens) < len(healthy[2].tokens)

@@ -14,6 +14,7 @@ from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError, suggest
+from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
@@ -42,6 +43,8 @@ class Runtime:
 
 def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
+    for option in ("quantization", "draft_quantization"):
+        find_backends(config.kernels, getattr(config, option), option)
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
     )
@@ -54,11 +57,12 @@ def build_engine(config: EngineConfig) -> Runtime:
     drafter = build_drafter(config, target, tokenizer, memory.make)
     drafter_caches = tuple(memory.made)
     length = _draft_length(spec, name, drafter) if spec and name and drafter else 0
+    sampler = target.backend.sampler
     engine = Engine(
-        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", target.native),
+        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),
         target.model,
         memory.make_target(),
-        KeyedChances(target.native),
+        KeyedChances(sampler),
         verifiers,
         Fixed(length),
         drafter,
@@ -130,8 +134,8 @@ def build_drafter(
         model=spec.model,
         vocab_size=target.model.vocab_size,
         device=target.model.cache_shape.device,
-        chances=KeyedChances(target.native),
-        kernels=target.native,
+        chances=KeyedChances(target.backend.sampler),
+        sampler=target.backend.sampler,
         max_num_batched_tokens=config.max_num_batched_tokens,
         load_draft=load_draft,
         make_cache=make_cache,

@@ -14,7 +14,8 @@ from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, fail
 from speculant.engine.step import StepContext, step
 from speculant.errors import ConfigError, RequestError, suggest
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import EngineMetrics, RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
@@ -30,14 +31,14 @@ from speculant.verification.base import Verifier, verifier_for
 class EngineOptions:
     """What the engine itself must know: sizes, seed, end tokens and the configured rule ("auto" or a name).
 
-    kernels None = distributions are made by the reference ones.
+    sampler makes the distributions.
     """
 
     limits: Limits
     seed: int
     end_token_ids: frozenset[int]
     verification: str = "auto"
-    kernels: Kernels | None = None
+    sampler: Sampler = REFERENCE
 
 
 class Engine:
@@ -58,7 +59,7 @@ class Engine:
         self._caches = (cache, *drafter_caches)
         self._scheduler = Scheduler(options.limits, self._caches)
         self._context = StepContext(
-            options.limits, target, cache, drafter, draft_length, verifiers, chances, options.kernels
+            options.limits, target, cache, drafter, draft_length, verifiers, chances, options.sampler
         )
         self._requests: dict[int, Request] = {}
         self._next_seq_id = 0

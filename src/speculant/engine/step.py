@@ -16,7 +16,8 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, roll_back
 from speculant.engine.runner import TargetOutput, forward_target
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
@@ -29,7 +30,7 @@ from speculant.verification.base import Verifier, verifier_for
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step works with. `drafter` None = no speculation; `rules` by name; `kernels` make the distributions."""
+    """What a step works with. `drafter` None = no speculation; `rules` by name; `sampler` makes the distributions."""
 
     limits: Limits
     target: CausalLM
@@ -38,7 +39,7 @@ class StepContext:
     draft_length: DraftLength
     verifiers: dict[str, Verifier]
     chances: Chances
-    kernels: Kernels | None = None
+    sampler: Sampler = REFERENCE
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Ver
     if not ready:
         return {}
     nodes = [node for fed in ready for node in _nodes(fed, _verifier(context, fed))]
-    probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
+    probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.sampler)
     verdicts, first = dict[int, Verdict | Beams](), 0
     for fed in ready:
         end = first + fed.tree.size + 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.models.attention import visible_keys
-from speculant.models.base import Batch
+from speculant.models.base import Batch, Chain, ModelNeeds
 
 History = tuple[int, ...]
 Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
@@ -22,6 +22,8 @@ class TableModel:
     asserts that this is a whole prefix, in order, that ends with the row's own token: stale rows, a
     wrong truncation or a neighbour's slot give an error here, or another history and so another distribution.
     """
+
+    needs = ModelNeeds()
 
     def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
         self.vocab_size = vocab_size
@@ -41,6 +43,10 @@ class TableModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         return hidden
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: none are drawn here."""
+        return chains
 
     def _logits(self, history: History) -> Tensor:
         if history not in self._known:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import TYPES, Code, Flag, Kernels, Op, Type, Weight
+from speculant.kernels.native import TYPES, Code, Flag, Op, Type, Weight
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Decoder, Layer
+from speculant.models.weight_reader import WeightReader
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,21 @@ class PackedLayer:
     down_bias: Tensor | None
 
     @classmethod
-    def pack(cls, layer: Layer, kernels: Kernels, type_: Type) -> PackedLayer:
-        """Pack a layer's weights."""
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weights: list[Tensor] = [projection.weight for projection in projections]
-        biases: list[Tensor | None] = [projection.bias for projection in projections]
+    def read(cls, layer: WeightReader, type_: Type) -> PackedLayer:
+        """Read and pack a layer's weights."""
+        attention, mlp = layer.inside("self_attn."), layer.inside("mlp.")
         return cls(
-            input_norm=_vector(layer.input_layernorm.weight),
-            qkv=kernels.pack(type_, torch.cat(weights)),
-            qkv_bias=_vector(torch.cat(given)) if (given := [bias for bias in biases if bias is not None]) else None,
-            query_norm=_vector(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            key_norm=_vector(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
-            out=kernels.pack(type_, attention.o_proj.weight),
-            out_bias=_optional(attention.o_proj.bias),
-            mlp_norm=_vector(layer.post_attention_layernorm.weight),
-            gate_up=kernels.pack(type_, mlp.gate_proj.weight, mlp.up_proj.weight),
-            down=kernels.pack(type_, mlp.down_proj.weight),
-            down_bias=_optional(mlp.down_proj.bias),
+            input_norm=layer.vector("input_layernorm.weight"),
+            qkv=attention.matrix(type_, "q_proj.weight", "k_proj.weight", "v_proj.weight"),
+            qkv_bias=attention.optional("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+            query_norm=attention.optional("q_norm.weight"),
+            key_norm=attention.optional("k_norm.weight"),
+            out=attention.matrix(type_, "o_proj.weight"),
+            out_bias=attention.optional("o_proj.bias"),
+            mlp_norm=layer.vector("post_attention_layernorm.weight"),
+            gate_up=mlp.in_turn(type_, "gate_proj.weight", "up_proj.weight"),
+            down=mlp.matrix(type_, "down_proj.weight"),
+            down_bias=mlp.optional("down_proj.bias"),
         )
 
 
@@ -71,23 +68,17 @@ class PackedDecoder:
     layers: list[PackedLayer]
 
     @classmethod
-    def take(cls, decoder: Decoder, kernels: Kernels, quantization: Type | None) -> PackedDecoder:
-        """Pack a decoder's weights and drop its own, layer by layer: it can't be run afterwards."""
-        plain = TYPES[decoder.cache_shape.dtype]
+    def read(cls, config: DecoderConfig, weights: WeightReader, quantization: Type | None) -> PackedDecoder:
+        """Read and pack a decoder's weights, one tensor at a time."""
+        plain = TYPES[weights.dtype]
         type_ = plain if quantization is None else quantization
-        backbone = decoder.model
-        table = kernels.pack(plain, backbone.embed_tokens.weight)
-        tied = decoder.config.tie_embeddings and type_ == plain
-        head = table if tied else kernels.pack(type_, decoder.lm_head.weight)
-        norm = _vector(backbone.norm.weight)
-        del decoder.lm_head, backbone.embed_tokens
-        layers = []
-        while len(backbone.layers):
-            layer = backbone.layers[0]
-            assert isinstance(layer, Layer)
-            layers.append(PackedLayer.pack(layer, kernels, type_))
-            del backbone.layers[0]
-        return cls(decoder.config, plain, table, head, norm, layers)
+        embedding = "model.embed_tokens.weight"
+        table = weights.matrix(plain, embedding)
+        tied = config.tie_embeddings
+        head = table if tied and type_ == plain else weights.matrix(type_, embedding if tied else "lm_head.weight")
+        norm = weights.vector("model.norm.weight")
+        layers = [PackedLayer.read(weights.inside(f"model.layers.{i}."), type_) for i in range(config.num_layers)]
+        return cls(config, plain, table, head, norm, layers)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -155,11 +146,3 @@ def _address(value: Tensor | Weight | float) -> float:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return value.address if isinstance(value, Weight) else value
-
-
-def _vector(values: Tensor) -> Tensor:
-    return values.detach().float().contiguous().clone()
-
-
-def _optional(values: Tensor | None) -> Tensor | None:
-    return None if values is None else _vector(values)

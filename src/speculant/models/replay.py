@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.kernels.native import NO_TOKEN, Draft, SamplingSettings
+from speculant.kernels.native import NO_TOKEN, Draft, settings_array
 from speculant.models.base import Chain, known
 from speculant.sampling.chance import KeyedNoise, Stream
 from speculant.sampling.distribution import edits, sampling_settings
@@ -59,7 +59,7 @@ class Drawn:
             if not chain.request.shared_noise:  # nobody else asks for them
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
-        settings = (SamplingSettings * count)(*[sampling_settings(chain.request.params) for chain in chains])
+        settings = settings_array([sampling_settings(chain.request.params) for chain in chains])
         self._kept = (chances, limits, shared_noise, settings, out)
         self.call = Draft(
             sequences=count,

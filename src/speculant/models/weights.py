@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError, suggest
-from speculant.kernels.native import QUANTIZED, Kernels, open_kernels
-from speculant.models.base import CausalLM
+from speculant.models.backends.base import Backend, choose_backend
+from speculant.models.base import CausalLM, check_needs
+from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
-from speculant.models.native_decoder import NativeDecoder, why_not_native
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles, check_tensors
+from speculant.models.weight_source import CheckedWeights
 
 _FAMILIES = "speculant.models"
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,8 +35,8 @@ class Checkpoint:
     eos_token_ids: frozenset[int]  # empty when the checkpoint names none
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
     name: str
-    kernels: str = "reference"  # what computes it, and why not the native ones if they were wanted
-    native: Kernels | None = None  # the native kernels, if they compute it
+    kernels: str  # the backend's name and facts, and why others were passed over
+    backend: Backend  # what computes it
 
 
 def load_model(
@@ -51,26 +51,28 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` picks a half).
 
-    kernels is reference, native, or auto: native where they can compute the model. quantization is
-    int8, int4 or None, and needs the native ones.
+    kernels names a backend, such as reference or native; auto takes the best that can compute the model.
+    quantization is what its weights are rounded to (int8, int4 natively) or None.
 
     dtype "auto" takes the checkpoint's own type; float16 becomes float32 on the CPU. No code and no
     pickle from a checkpoint is ever run. Raises ModelError for whatever is wrong with the checkpoint,
-    ConfigError for a wrong dtype or device.
+    ConfigError for a wrong dtype or device, or a backend that can't compute the model.
     """
     _check_choices(dtype, device)
     folder = resolve_source(source, role, revision)
     config = read_json(folder / "config.json")
-    model = _empty_model(config)
-    tensors = TensorFiles.open(folder)
-    check_tensors(tensors, _shapes(model), config)
+    decoder = _read_decoder(config)
+    tensors, shapes = TensorFiles.open(folder), tensor_shapes(decoder)
+    check_tensors(tensors, shapes, config)
     chosen = _choose_dtype(dtype, config, tensors, device)
-    _fill(model, tensors.read(chosen, torch.device(device)))
-    computing, says = _choose_kernels(model, kernels, quantization)
-    native = computing.kernels if isinstance(computing, NativeDecoder) else None
+    backend, says = choose_backend(kernels, quantization, decoder, chosen, torch.device(device))
+    weights = CheckedWeights(tensors, shapes.keys())
+    model = backend.load(decoder, weights, chosen, torch.device(device), quantization)
+    weights.check(backend.name)
+    check_needs(model.needs)
     generation = _read_optional(folder / "generation_config.json")
     ends = _eos_token_ids(generation, config)
-    return Checkpoint(computing, config, folder, chosen, ends, generation, _name(source, role, folder), says, native)
+    return Checkpoint(model, config, folder, chosen, ends, generation, _name(source, role, folder), says, backend)
 
 
 def _check_choices(dtype: str, device: str) -> None:
@@ -84,8 +86,8 @@ def _check_choices(dtype: str, device: str) -> None:
         raise ConfigError(f"device {device!r} was asked for but torch sees no CUDA device", "use device='cpu'.")
 
 
-def _empty_model(config: Mapping[str, Any]) -> Decoder:
-    """Make the model without memory for its parameters."""
+def _read_decoder(config: Mapping[str, Any]) -> DecoderConfig:
+    """Let the family read the config."""
     family = config.get("model_type")
     if family not in (known := plugins.names(_FAMILIES)):
         raise _unknown_family(config, known)
@@ -93,8 +95,8 @@ def _empty_model(config: Mapping[str, Any]) -> Decoder:
         raise ModelError(
             "this checkpoint is quantised, which is not supported yet", "use the unquantised checkpoint it came from."
         )
-    with torch.device("meta"):
-        return Decoder(plugins.load(_FAMILIES, family).read_config(config))
+    decoder: DecoderConfig = plugins.load(_FAMILIES, family).read_config(config)
+    return decoder
 
 
 def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
@@ -105,8 +107,10 @@ def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
     return ModelError(f"model_type {family!r} is unknown{own_code}", suggest(str(family), known))
 
 
-def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that a file must hold; a tied head is not stored."""
+    with torch.device("meta"):  # without memory for them
+        model = Decoder(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -116,34 +120,6 @@ def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles, d
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     stored = _STORED.get(named, tensors.common_dtype())
     return torch.float32 if stored == torch.float16 and device == "cpu" else stored
-
-
-def _fill(model: Decoder, state: dict[str, Tensor]) -> None:
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_head()
-    model.eval().requires_grad_(False)
-
-
-def _choose_kernels(decoder: Decoder, wanted: str, quantization: str | None) -> tuple[CausalLM, str]:
-    """Return the model on the kernels that are wanted and possible, and what to say about them."""
-    if wanted == "reference":
-        return decoder, "reference"
-    shape = decoder.cache_shape
-    kernels, why = open_kernels(), why_not_native(decoder.config, shape.dtype, shape.device)
-    if kernels is None:
-        why = "they were not built"
-    if kernels is not None and why is None:
-        weights = f", {quantization} weights" if quantization else ""
-        says = f"native ({kernels.isa}, {kernels.threads} threads{weights})"
-        return NativeDecoder(decoder, kernels, QUANTIZED[quantization] if quantization else None), says
-    if wanted == "native" or quantization:
-        raise ConfigError(f"the native kernels can't compute this model: {why}", _NATIVE_FIX)
-    return decoder, f"reference (not the native ones: {why})"
-
-
-_NATIVE_FIX = (
-    'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
-)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

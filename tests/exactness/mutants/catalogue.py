@@ -153,7 +153,7 @@ DISTRIBUTIONS = [
     Mutant(
         "sampling parameters not applied to p",
         STEP,
-        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)",
+        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.sampler)",
         "torch.softmax(torch.cat([fed.logits for fed in ready if fed.logits is not None]).double(), -1)",
         TRANSFORM.format("temperature"),
     ),
