@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant.kernels.native import Kernels, Type, Weight, aligned
 
-CHUNK_BYTES = 2**24  # of rows that are converted at once
+CHUNK_BYTES = 2**22  # of rows that are converted at once; at least a panel for each thread
 
 
 def allocate(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1) -> Weight:
@@ -30,11 +30,12 @@ class Lane:
         self._panel = kernels.packed_bytes(weight.type, 1, weight.k)
         self._address = weight.address + index * self._panel  # of the next panel
         self._height = panel_rows(kernels)
-        self._chunk = max(1, CHUNK_BYTES // (4 * weight.k * self._height)) * self._height
+        self._chunk = max(kernels.threads, CHUNK_BYTES // (4 * weight.k * self._height)) * self._height
         self._waiting = torch.empty(0, weight.k, dtype=dtype)
+        self._converted: Tensor | None = None  # room for a chunk, made once it is needed
 
     def write(self, rows: Tensor) -> None:
-        """Pack rows [m, k] of any floating type and device, behind those before."""
+        """Pack rows [m, k] of any floating type on the CPU, behind those before."""
         begun = min(-len(self._waiting) % self._height, len(rows))  # they fill up the panel that was begun
         self._wait(rows[:begun])
         whole = begun + (len(rows) - begun) // self._height * self._height
@@ -53,8 +54,15 @@ class Lane:
             self._waiting = self._waiting[:0]
 
     def _put(self, rows: Tensor) -> None:
-        self._kernels.pack_panels(self._type, rows.to(self._waiting), self._address, self._lanes)
+        if rows.dtype != self._waiting.dtype:
+            rows = self._convert(rows)
+        self._kernels.pack_panels(self._type, rows, self._address, self._lanes)
         self._address += -(-len(rows) // self._height) * self._panel * self._lanes
+
+    def _convert(self, rows: Tensor) -> Tensor:
+        if self._converted is None:
+            self._converted = self._waiting.new_empty(self._chunk, rows.shape[1])
+        return self._converted[: len(rows)].copy_(rows)
 
 
 def panel_rows(kernels: Kernels) -> int:
