@@ -47,7 +47,7 @@ class WeightReader:
 
     def vector(self, *names: str) -> Tensor:
         """Return vectors in float32, one behind the other."""
-        return torch.cat([self._read(name).to(self.dtype) for name in names]).float()
+        return torch.cat([self._read(name).to(self.dtype, copy=True) for name in names]).float()
 
     def optional(self, *names: str) -> Tensor | None:
         """Return vectors in float32, one behind the other; None if the model has none of them."""
