@@ -25,6 +25,7 @@ from speculant.models.base import Batch, SequenceInput, build_batch
 from speculant.models.decoder import Decoder
 from speculant.models.llama import read_config
 from speculant.models.native_decoder import NativeDecoder
+from speculant.models.weight_source import ModuleWeights
 from speculant.types import DraftTree
 
 SHORT, LONG, PROMPT, BLOCK = 256, 8192, 1024, 16
@@ -73,7 +74,8 @@ def main() -> None:
     arguments = parser.parse_args()
     kernels = open_kernels()
     assert kernels is not None, "the native kernels are not built"
-    reference, native = make_decoder(), NativeDecoder(make_decoder(), kernels)
+    reference = make_decoder()
+    native = NativeDecoder(reference.config, ModuleWeights(reference), torch.bfloat16, kernels)
     caches = [paged_cache(native.cache_shape, (LONG + 4 * PROMPT) // BLOCK, BLOCK) for _ in range(2)]
     for cache in caches:
         for layer in range(TARGET["num_hidden_layers"]):

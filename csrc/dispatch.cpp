@@ -43,7 +43,7 @@ static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
 extern "C" {
 
-int sp_version(void) { return 5; }
+int sp_version(void) { return 6; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -51,8 +51,8 @@ int sp_usable(int set) { return SETS[set].usable(); }
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k) { return SETS[set].table->packed_bytes(type, n, k); }
 
-void sp_pack(int set, int threads, int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed) {
-  SETS[set].table->pack(type, source, weight, second, n, k, packed, threads);
+void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed) {
+  SETS[set].table->pack(type, source, weight, n, k, step, packed, threads);
 }
 
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }

@@ -15,14 +15,12 @@ static void pack_any(int type, int source, const void *weight, int64_t n, int64_
     pack_panel(type, source, weight, n, k, panel, packed);
 }
 
-static void pack(int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed, int threads) {
-  const int64_t bytes = bytes_of_panel(type, k);
+static void pack(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads) {
+  const int64_t bytes = bytes_of_panel(type, k) * step;
   WorkQueue queue = {0, 0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   queue.run(panels_of(n), [&](int64_t panel) {
-    char *to = (char *)packed + panel * bytes * (second ? 2 : 1);
-    pack_any(type, source, weight, n, k, panel, to);
-    if (second) pack_any(type, source, second, n, k, panel, to + bytes);
+    pack_any(type, source, weight, n, k, panel, (char *)packed + panel * bytes);
   });
 }
 

@@ -110,9 +110,9 @@ const char *sp_name(int set);
 int sp_usable(int set);                      /* whether this processor has it */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
-/* Pack weights [n, k] in `source` (SP_F32 or SP_BF16) as `type`; `second` (or NULL) is packed in turn with the first: gate and up,
- * panel by panel. Memory is 64-byte aligned. */
-void sp_pack(int set, int threads, int type, int source, const void *weight, const void *second, int64_t n, int64_t k, void *packed);
+/* Pack weights [n, k] in `source` (SP_F32 or SP_BF16) as `type`, into every `step`-th panel from `packed` on: 2 where gate and up
+ * take turns, else 1. A panel holds some rows; the last one is filled up with zeros. Memory is 64-byte aligned. */
+void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw; and again with
  * each sequence's newest token, which goes behind the others in its block table, until all have what they want. */

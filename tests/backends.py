@@ -1,32 +1,102 @@
-"""The same small decoder on every backend: the reference, and each native instruction set with each type of weights."""
+"""A backend that another package could bring: it counts what it is asked for, and draws greedy chains by itself."""
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import pytest
 import torch
+from torch import Tensor
 
-from speculant.kernels.native import QUANTIZED, open_kernels, usable_sets
-from speculant.models.base import CausalLM
-from speculant.models.native_decoder import NativeDecoder
-from tests.exactness.test_native_decoder import make_decoder
-
-NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
-MODELS = [
-    "reference-float64",
-    *(f"{isa}-{kind}" for isa in usable_sets() for kind in ("float32", "bfloat16", *QUANTIZED)),
-]
+from speculant.cache.base import KVCache
+from speculant.kernels.base import Edits, Sampler, SamplingSettings
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.models.backends.reference import ReferenceBackend
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
+from speculant.models.config import DecoderConfig
+from speculant.models.decoder import Decoder
+from speculant.models.weight_source import WeightSource
+from speculant.types import DraftTree
 
 
-@functools.cache
-def make_model(name: str, threads: int = 1) -> CausalLM:
-    """Return one of MODELS: 2 layers, 96 tokens, hidden states of 32. Quantised weights come from bfloat16 ones."""
-    backend, kind = name.split("-")
-    decoder = make_decoder(DTYPES.get(kind, torch.bfloat16), qkv_bias=True, output_bias=True, mlp_bias=True)
-    if backend == "reference":
-        return decoder
-    kernels = open_kernels(backend, threads)
-    assert kernels is not None
-    return NativeDecoder(decoder, kernels, QUANTIZED.get(kind))
+@dataclass(frozen=True)
+class CountingSampler:
+    """The reference's distributions and draws, counted."""
+
+    calls: Counter[str]
+
+    def distribution(
+        self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
+    ) -> Tensor:
+        self.calls["distribution"] += 1
+        return REFERENCE.distribution(logits, settings, edits)
+
+    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
+        self.calls["draw"] += 1
+        return REFERENCE.draw(weights, shared_noise, key)
+
+
+class ChainModel(Decoder):
+    """A decoder that draws the chains of greedy requests by itself."""
+
+    calls: Counter[str]
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        own = [chain for chain in chains if chain.request.params.greedy and chain.request.shared_noise]
+        for chain in own:
+            self._draw(chain, cache)
+        self.calls["chains"] += len(own)
+        return [chain for chain in chains if chain not in own]
+
+    def _draw(self, chain: Chain, cache: KVCache) -> None:
+        fed = list(chain.feed)
+        while True:
+            batch = build_batch(
+                [SequenceInput(chain.request.seq_id, fed, DraftTree.empty())], cache, torch.device("cpu")
+            )
+            hidden = self.forward(batch, cache.storage).last
+            if len(chain.tokens) < chain.limit:
+                fed = [int(self.logits(hidden[-1:]).argmax())]
+                chain.tokens = [*chain.tokens, *fed]
+            if len(chain.tokens) >= chain.limit:
+                return
+
+
+@dataclass(frozen=True)
+class FakeBackend:
+    """See `Backend`. reason: what keeps it from computing anything, if anything does."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    reason: str | None = None
+    priority: int = 5  # before the reference, behind the native kernels
+    name: str = "fake"
+    devices: Sequence[str] | None = ("cpu",)
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)
+    quantizations: Sequence[str] = ("fp8",)
+    row_invariant: bool = False
+
+    @property
+    def sampler(self) -> Sampler:
+        return CountingSampler(self.calls)
+
+    def why_not(self, config: DecoderConfig) -> str | None:
+        return self.reason
+
+    def describe(self) -> str:
+        return "of a test"
+
+    def load(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+    ) -> CausalLM:
+        self.calls[f"load {quantization}"] += 1
+        model = ReferenceBackend().load(config, weights, dtype, device)
+        model.__class__ = ChainModel
+        assert isinstance(model, ChainModel)
+        model.calls = self.calls
+        return model

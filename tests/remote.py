@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, Moves
+from speculant.cache.base import CacheShape, KVCache, Moves
 from speculant.cache.storage import TensorStorage
-from speculant.models.base import Batch, CausalLM, Hidden
+from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.weights import load_model
 
 SECONDS = 120  # that an answer may take
@@ -32,11 +32,12 @@ class Held:
         self._models: list[CausalLM] = []
         self._storages: list[TensorStorage] = []
 
-    def load(self, folder: str, dtype: str, kernels: str) -> tuple[int, CacheShape, int, int]:
+    def load(self, folder: str, dtype: str, kernels: str) -> tuple[int, CacheShape, tuple[int, ...]]:
         """Load a checkpoint; return its number and what else a `CausalLM` announces."""
         model = load_model(folder, dtype, "cpu", kernels=kernels).model
         self._models.append(model)
-        return len(self._models) - 1, model.cache_shape, model.vocab_size, model.max_positions
+        sizes = model.vocab_size, model.max_positions, model.num_layers, model.hidden_size
+        return len(self._models) - 1, model.cache_shape, sizes
 
     def allocate(self, shape: CacheShape, num_slots: int) -> int:
         """Make a storage and return its number."""
@@ -141,9 +142,16 @@ class RemoteStorage:
 class RemoteModel:
     """A `CausalLM` in the worker."""
 
+    needs = ModelNeeds()
+
     def __init__(self, worker: Worker, folder: str, dtype: str, kernels: str) -> None:
         self._worker = worker
-        self._number, self.cache_shape, self.vocab_size, self.max_positions = worker.ask("load", folder, dtype, kernels)
+        self._number, self.cache_shape, sizes = worker.ask("load", folder, dtype, kernels)
+        self.vocab_size, self.max_positions, self.num_layers, self.hidden_size = sizes
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: a cache's tables are not in the worker, so chains are drawn step by step."""
+        return chains
 
     def forward(self, batch: Batch, storage: RemoteStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""

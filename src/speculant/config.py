@@ -12,8 +12,6 @@ from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
-BACKENDS = ("auto", "native", "reference")
-QUANTIZATIONS = ("int8", "int4")
 CACHES = ("paged", "slotted")
 POLICIES = ("first-come", "decode-first", "shortest-prompt")
 DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len says otherwise
@@ -28,7 +26,8 @@ class EngineConfig:
 
     kv_memory bounds all KV caches together, the drafter's too: bytes, or text like "2GiB"; None = what
     max_num_seqs sequences of max_model_len need, but at most half of the memory that is free.
-    kernels "auto" = the native ones where they can compute the model, else the reference ones.
+    kernels names a backend (native, reference, or another package's); "auto" = the best that can compute the model:
+    the native ones, else the reference ones. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4; such a model is
     another model, exact by itself.
     scheduling_policy: who is served first (scheduling/policy.py). max_waiting bounds the queue.
@@ -65,9 +64,6 @@ class EngineConfig:
                 f"speculative_config={self.speculative_config!r} is not a mapping", 'use for example {"method": ...}.'
             )
         _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("kernels", self.kernels, BACKENDS)
-        for name in ("quantization", "draft_quantization"):
-            self._check_quantization(name, getattr(self, name))
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
         self.kv_memory_bytes()
@@ -89,13 +85,6 @@ class EngineConfig:
                 'set draft_model, or speculative_config={"method": ...} for a drafter that needs no model.',
             )
         self.speculative()
-
-    def _check_quantization(self, name: str, value: str | None) -> None:
-        if value is None:
-            return
-        _check_choice(name, value, QUANTIZATIONS)
-        if self.kernels == "reference":
-            raise ConfigError(f"{name}={value!r} needs the native kernels", 'leave kernels at "auto".')
 
     @classmethod
     def from_arguments(cls, **values: Any) -> EngineConfig:

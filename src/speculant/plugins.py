@@ -25,6 +25,7 @@ ATTRIBUTES = {
     "speculant.drafting": "build",
     "speculant.models": "read_config",
     "speculant.scheduling.draft_length": "build",
+    "speculant.models.backends": "open_backend",
     "speculant.verification": "build",
 }
 

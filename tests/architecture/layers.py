@@ -44,6 +44,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "serving": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"},
     "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "exactness", "bench", "serving"},
 }
+# What is written for the native library. Others hold a `Backend` or a `Sampler`.
+NATIVE = frozenset(
+    {"kernels.native", "kernels.native_sampler", "kernels.packing", "models.native_decoder", "models.decoder_program"}
+    | {"models.weight_reader", "models.replay", "models.backends.native"}
+)
+INSPECTORS = frozenset({"cli.machine", "cli.probes"})  # `speculant doctor` measures the library itself
 OUTSIDE_OF_THEORY = frozenset({"numpy"})
 
 
@@ -76,6 +82,18 @@ def layer_violations(module: Module) -> list[str]:
         f"{module.at(node)}: {module.subpackage or PACKAGE} may not import {name}"
         for node, name in imported_names(module)
         if not (_allowed_inside(module, name) if _is_ours(name) else _allowed_outside(module, name))
+    ]
+
+
+def native_violations(module: Module) -> list[str]:
+    """Say where a module that is not native itself imports what is."""
+    if module.name in NATIVE | INSPECTORS:
+        return []
+    names = [(node, name.removeprefix(PACKAGE + ".")) for node, name in imported_names(module) if _is_ours(name)]
+    return [
+        f"{module.at(node)}: {module.name} may not import {name}"
+        for node, name in names
+        if any(name == part or name.startswith(part + ".") for part in NATIVE)
     ]
 
 

@@ -7,13 +7,33 @@ import sys
 
 import pytest
 
-from tests.architecture.layers import ALLOWED, layer_violations
+from tests.architecture.layers import ALLOWED, layer_violations, native_violations
 from tests.architecture.source import Module, load_package
 
 
 @pytest.mark.parametrize("module", load_package(), ids=lambda module: module.name or "speculant")
 def test_module_imports_only_what_its_layer_may(module: Module) -> None:
     assert layer_violations(module) == []
+
+
+@pytest.mark.parametrize("module", load_package(), ids=lambda module: module.name or "speculant")
+def test_native_parts_stay_behind_a_backend(module: Module) -> None:
+    assert native_violations(module) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "found"),
+    [
+        ("drafting.growth.chains", "from speculant.models.native_decoder import NativeDecoder", 1),
+        ("engine.step", "from speculant.kernels.native import Kernels", 1),
+        ("sampling.chance", "from ..kernels import native", 1),
+        ("models.weights", "from speculant.models.backends import native", 1),
+        ("models.backends.native", "from speculant.models.native_decoder import NativeDecoder", 0),
+        ("engine.step", "from speculant.kernels.base import Sampler", 0),
+    ],
+)
+def test_native_import_is_found(name: str, line: str, found: int) -> None:
+    assert len(native_violations(Module(name, line + "\n"))) == found
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from speculant.kernels.native import Code
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.models.native_decoder import NativeDecoder
 from speculant.types import DraftTree
-from tests.backends import MODELS, NATIVE, make_model
+from tests.small_models import MODELS, NATIVE, make_model
 from tests.unit.models.families import Pair, make_pair, random_tokens
 
 TAPS = (0, 2, 3, 1, 2)  # in any order, and one twice; the models here have up to 3 layers

@@ -13,7 +13,7 @@ from speculant.errors import RequestError
 from speculant.exactness.tables import TableModel
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.types import DraftTree
-from tests.backends import MODELS, NATIVE, make_model
+from tests.small_models import MODELS, NATIVE, make_model
 from tests.unit.models.families import random_tokens
 
 PROMPTS = {1: random_tokens(9, seed=1), 2: random_tokens(21, seed=2), 3: random_tokens(5, seed=3)}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speculant.kernels.native import Kernels, open_kernels, usable_sets
+from speculant.kernels.native import open_kernels, usable_sets
+from speculant.kernels.native_sampler import NativeSampler
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix_in
 from speculant.sampling.distribution import Node, distribution
@@ -32,10 +33,10 @@ DISTRIBUTIONS = st.fixed_dictionaries(
 
 
 @pytest.fixture(params=[(isa, threads) for isa in SETS for threads in (1, 2)], ids=lambda key: f"{key[0]}-{key[1]}")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> NativeSampler:
     found = open_kernels(*request.param)
     assert found is not None
-    return found
+    return NativeSampler(found)
 
 
 def nodes_of(*distributions: dict[str, float]) -> list[Node]:
@@ -55,7 +56,9 @@ def test_distributions_are_the_reference(
     isa: str, distributions: list[dict[str, float]], size: int, seed: int, step: float
 ) -> None:
     logits, nodes = random_logits(len(distributions), size, seed, step), nodes_of(*distributions)
-    expected, found = distribution(logits, nodes), distribution(logits, nodes, open_kernels(isa, 2))
+    kernels = open_kernels(isa, 2)
+    assert kernels is not None
+    expected, found = distribution(logits, nodes), distribution(logits, nodes, NativeSampler(kernels))
     assert torch.equal(found > TINY, expected > TINY)
     assert torch.allclose(found, expected, rtol=1e-12, atol=TINY)
 
@@ -66,7 +69,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-def test_a_distribution_never_sees_its_neighbours(kernels: Kernels) -> None:
+def test_a_distribution_never_sees_its_neighbours(kernels: NativeSampler) -> None:
     logits, nodes = random_logits(60, 5000, seed=1), nodes_of(*MIXED * 10)
     together = distribution(logits, nodes, kernels)
     for first, rows in ((0, 1), (1, 1), (2, 1), (3, 2), (7, 5), (20, 17), (1, 59)):
@@ -75,7 +78,7 @@ def test_a_distribution_never_sees_its_neighbours(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, bad: float) -> None:
+def test_what_is_not_a_number_stays_in_its_row(kernels: NativeSampler, bad: float) -> None:
     logits, nodes = random_logits(6, 5000, seed=1), nodes_of(*MIXED)
     clean = distribution(logits, nodes, kernels)
     for row in range(6):
@@ -89,7 +92,7 @@ def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, bad: float) -> 
 
 
 @pytest.mark.parametrize("size", [7, 64, 4097, 9000])
-def test_rows_without_a_distribution_are_the_reference(kernels: Kernels, size: int) -> None:
+def test_rows_without_a_distribution_are_the_reference(kernels: NativeSampler, size: int) -> None:
     """No possible token: zeros. A score that is no number, wherever it is: NaN."""
     logits, nodes = random_logits(24, size, seed=3), nodes_of(*MIXED * 4)
     logits[:6] = -math.inf
@@ -103,7 +106,7 @@ def test_rows_without_a_distribution_are_the_reference(kernels: Kernels, size: i
     assert torch.allclose(found[18:], expected[18:], rtol=1e-12, atol=TINY)
 
 
-def test_forbidden_tokens_have_no_share(kernels: Kernels) -> None:
+def test_forbidden_tokens_have_no_share(kernels: NativeSampler) -> None:
     logits, nodes = random_logits(6, 5000, seed=2), nodes_of(*MIXED)
     logits[:, ::3] = -math.inf
     distributions = distribution(logits, nodes, kernels)
@@ -120,8 +123,9 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
     weights = torch.rand(size, generator=generator, dtype=torch.float64) ** 8
     weights[torch.rand(size, generator=generator) < zeros] = 0.0
     weights[seed % size] = 0.5
-    native = open_kernels(isa, 1)
-    assert native is not None
+    kernels = open_kernels(isa, 1)
+    assert kernels is not None
+    native = NativeSampler(kernels)
     noise, streams = KeyedNoise(seed, 3), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1)
     expected = [source.draw(weights) for source in (noise, noise, streams, streams)]
     noise, streams = KeyedNoise(seed, 3, native), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1, native)
@@ -133,7 +137,7 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
 
 
 @pytest.mark.parametrize("size", [1, 5, 4097])
-def test_the_last_share_of_a_sum_is_a_token_with_weight(kernels: Kernels, size: int) -> None:
+def test_the_last_share_of_a_sum_is_a_token_with_weight(kernels: NativeSampler, size: int) -> None:
     weights = torch.zeros(size + 4, dtype=torch.float64)
     weights[:size] = 0.1
     assert kernels.draw(weights, False, (1 << 64) - 1) == size - 1
@@ -142,7 +146,7 @@ def test_the_last_share_of_a_sum_is_a_token_with_weight(kernels: Kernels, size: 
     assert kernels.draw(weights, False, 0) == (1 if size > 1 else 0)
 
 
-def test_equal_weights_race_by_the_noise_alone(kernels: Kernels) -> None:
+def test_equal_weights_race_by_the_noise_alone(kernels: NativeSampler) -> None:
     """Two distributions over the same tokens take the same token unless the weights say otherwise."""
     weights = torch.full((9000,), 1 / 9000, dtype=torch.float64)
     drawn = [kernels.draw(weights * scale, True, key) for key in range(20) for scale in (1.0, 1e-3)]

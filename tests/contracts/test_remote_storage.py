@@ -21,6 +21,8 @@ from speculant.drafting.growth.topology import StaticTree
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.kernels.native import open_kernels
+from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
@@ -68,15 +70,16 @@ class Site:
     def engine(self, kind: str, drafts: str) -> tuple[Engine, list[KVStorage]]:
         """Put an engine together; return the storages of its target and its draft model, too."""
         kernels = open_kernels() if self.native else None
+        sampler = NativeSampler(kernels) if kernels is not None else REFERENCE
         caches = [self._cache(MANAGERS[kind](), model.cache_shape) for model in (self.target, self.draft)]
         drafter: Drafter | None = None
         if drafts != "none":
             drafter = ModelDrafter(
-                self.draft, caches[1], KeyedChances(kernels), self.target.vocab_size, LIMITS.max_num_batched_tokens,
-                kernels, TOPOLOGIES[drafts],
+                self.draft, caches[1], KeyedChances(sampler), self.target.vocab_size, LIMITS.max_num_batched_tokens,
+                sampler, TOPOLOGIES[drafts],
             )  # fmt: skip
         engine = Engine(
-            EngineOptions(LIMITS, 0, frozenset(), kernels=kernels), self.target, caches[0], KeyedChances(kernels),
+            EngineOptions(LIMITS, 0, frozenset(), sampler=sampler), self.target, caches[0], KeyedChances(sampler),
             known_verifiers(), Fixed(SPEC_LENGTH), Drafters.of(drafter),
         )  # fmt: skip
         return engine, [cache.storage for cache in caches]

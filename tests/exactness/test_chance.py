@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.kernels import reference_sampler
+from speculant.kernels.reference_sampler import gumbel
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling import chance as chance_module
-from speculant.sampling.chance import Chance, KeyedChances, KeyedNoise, Purpose, Stream, gumbel, mix
+from speculant.sampling.chance import Chance, KeyedChances, KeyedNoise, Purpose, Stream, mix
 from speculant.types import DraftTree, Request
 from speculant.verification.rejection import Rejection
 
@@ -252,7 +254,7 @@ def test_equal_distributions_always_agree() -> None:
 
 
 def test_a_tie_goes_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chance_module, "gumbel", lambda key, tokens: torch.zeros(len(tokens), dtype=torch.float64))
+    monkeypatch.setattr(reference_sampler, "gumbel", lambda key, tokens: torch.zeros(len(tokens), dtype=torch.float64))
     assert KeyedNoise(0, 0).draw(torch.tensor([0, 0.25, 0.5, 0, 0.5])) == 2
 
 

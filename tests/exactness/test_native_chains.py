@@ -9,9 +9,10 @@ import torch
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.growth import chains as chains_module
 from speculant.drafting.growth.chains import grow
 from speculant.kernels.native import QUANTIZED
+from speculant.kernels.native_sampler import NativeSampler
+from speculant.models import native_decoder
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native_decoder import NativeDecoder
 from speculant.models.replay import can_replay
@@ -19,7 +20,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree
 from tests.automata import Automaton
-from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, tokens_of
+from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, packed, tokens_of
 from tests.models import make_request
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -45,7 +46,7 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
 
 def make_chains(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
-    chances, made = KeyedChances(model.kernels), []
+    chances, made = KeyedChances(NativeSampler(model.kernels)), []
     for seq_id, (distribution, limit, shares) in enumerate(zip(DISTRIBUTIONS, LIMITS, shared_noise, strict=True)):
         tokens = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id]
         params = SamplingParams(**distribution)  # type: ignore[arg-type]
@@ -72,7 +73,7 @@ def grown(
     cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
-        grow(model, share, cache, vocab_size, model.kernels)
+        grow(model, share, cache, vocab_size, NativeSampler(model.kernels))
     for chain in [chain for chain in made if len(chain.tokens) == chain.limit]:
         assert cache.length(chain.request.seq_id) == len(chain.request.tokens) + max(chain.limit - 1, 0)
     cache.check()
@@ -103,7 +104,7 @@ def test_one_call_is_many(
     model = make_native(isa, QUANTIZED[quantization] if quantization else None)
     at_once = grown(model, kind, shared_noise, vocab_size)
     alone = grown(model, kind, shared_noise, vocab_size, together=False)
-    monkeypatch.setattr(chains_module, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
     stepwise = grown(model, kind, shared_noise, vocab_size)
     assert_same(at_once, stepwise)
     assert_same(alone, stepwise)
@@ -123,7 +124,7 @@ ENDS = frozenset({3, 95})
 
 def make_edited(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chain]:
     """Make chains whose probs depend on single tokens; four tokens of each are output."""
-    chances, made = KeyedChances(model.kernels), []
+    chances, made = KeyedChances(NativeSampler(model.kernels)), []
     for seq_id, (settings, shares) in enumerate(zip(EDITED, shared_noise, strict=True)):
         tokens, params = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id], SamplingParams(**settings)  # type: ignore[arg-type]
         shape = {"seq_id": seq_id, "shared_noise": shares, "end_token_ids": ENDS}
@@ -136,7 +137,7 @@ def make_edited(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chai
 def grown_edited(model: NativeDecoder, shared_noise: Sequence[bool], vocab_size: int) -> list[Chain]:
     cache, made = cache_of(model.cache_shape, "paged"), make_edited(model, shared_noise)
     feed_before(model, made, cache)
-    grow(model, made, cache, vocab_size, model.kernels)
+    grow(model, made, cache, vocab_size, NativeSampler(model.kernels))
     return made
 
 
@@ -150,7 +151,7 @@ def test_chains_with_edits_are_drawn_in_one_call(
     model = make_native(isa)
     assert all(map(can_replay, make_edited(model, shared_noise)))
     at_once = grown_edited(model, shared_noise, vocab_size)
-    monkeypatch.setattr(chains_module, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
     stepwise = grown_edited(model, shared_noise, vocab_size)
     assert_same(at_once, stepwise)
     assert [len(chain.tokens) for chain in stepwise] == [5] * 5
@@ -166,10 +167,10 @@ def test_a_constrained_chain_is_drawn_beside_others(shared_noise: bool) -> None:
     cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, shares)
     constraint = Automaton({0: {7: 1, 8: 1}, 1: {60: 2}, 2: {}}).constrain()
     request = make_request(tokens_of(0)[:9], seq_id=50, shared_noise=shared_noise, constraint=constraint)
-    extra = Chain(request, request.tokens, 4, KeyedChances(model.kernels).draft(request))
+    extra = Chain(request, request.tokens, 4, KeyedChances(NativeSampler(model.kernels)).draft(request))
     feed_before(model, made, cache)
     with torch.inference_mode():
-        grow(model, [extra, *made], cache, 96, model.kernels)
+        grow(model, [extra, *made], cache, 96, NativeSampler(model.kernels))
     assert extra.tokens in ([7, 60], [8, 60])
     assert_same(made, plain)
 
@@ -186,8 +187,8 @@ def test_a_chain_ends_where_the_model_fails(
     poison = next(token for token in healthy[2].tokens[:-1] if token not in healthy[2].request.tokens)
     decoder = make_decoder()
     decoder.model.embed_tokens.weight[poison] = torch.nan
-    monkeypatch.setattr(chains_module, "can_replay", lambda chain: at_once)
-    failing = grown(NativeDecoder(decoder, make_native().kernels), kind, shares, 96)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: at_once)
+    failing = grown(packed(decoder, make_native().kernels), kind, shares, 96)
     for chain, whole in zip(failing, healthy, strict=True):
         text = [*chain.request.tokens, *whole.tokens]
         sound = text.index(poison) + 1 if poison in text else len(text)

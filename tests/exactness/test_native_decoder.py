@@ -15,6 +15,7 @@ from speculant.models.base import SequenceInput, build_batch
 from speculant.models.config import DecoderConfig, RopeConfig
 from speculant.models.decoder import Decoder
 from speculant.models.native_decoder import NativeDecoder
+from speculant.models.weight_source import ModuleWeights
 from speculant.types import DraftTree
 
 SETS = usable_sets()
@@ -59,7 +60,12 @@ def make_native(isa: str = SETS[0] if SETS else "", quantization: Type | None = 
                 dtype: torch.dtype = torch.float32, **changes: object) -> NativeDecoder:  # fmt: skip
     kernels = open_kernels(isa, threads)
     assert isinstance(kernels, Kernels)
-    return NativeDecoder(make_decoder(dtype, **changes), kernels, quantization)
+    return packed(make_decoder(dtype, **changes), kernels, quantization)
+
+
+def packed(decoder: Decoder, kernels: Kernels, quantization: Type | None = None) -> NativeDecoder:
+    """Pack a decoder's own parameters."""
+    return NativeDecoder(decoder.config, ModuleWeights(decoder), decoder.cache_shape.dtype, kernels, quantization)
 
 
 def tokens_of(seed: int, vocab_size: int = 96) -> list[int]:

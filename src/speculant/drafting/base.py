@@ -17,7 +17,8 @@ import torch
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.errors import ConfigError, suggest
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.types import CommittedRows, DraftTree, Request
@@ -177,7 +178,7 @@ class DrafterContext:
 
     load_draft: loads a checkpoint by name and checks that its tokens are the target's.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
-    kernels: what the target's distributions are made by; None = the reference ones.
+    sampler: what makes the target's distributions.
     """
 
     options: Mapping[str, Any]
@@ -188,7 +189,7 @@ class DrafterContext:
     max_num_batched_tokens: int
     load_draft: Callable[[str], CausalLM]
     make_cache: Callable[[CacheShape], KVCache]
-    kernels: Kernels | None = None
+    sampler: Sampler = REFERENCE
 
 
 def read_options(context: DrafterContext, kind: type[T]) -> T:

@@ -17,7 +17,8 @@ from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.drafting.growth.topology import StaticTree, TreeTopology
 from speculant.drafting.growth.trees import grow_trees, plan_trees
 from speculant.errors import ConfigError
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
@@ -47,7 +48,7 @@ class ModelDrafter(StatelessDrafter):
         chances: Chances,
         vocab_size: int,
         max_num_batched_tokens: int,
-        kernels: Kernels | None = None,
+        sampler: Sampler = REFERENCE,
         topology: TreeTopology | None = None,
     ) -> None:
         nodes = topology.most_nodes if topology else None
@@ -62,7 +63,7 @@ class ModelDrafter(StatelessDrafter):
         )
         self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens)
         self.caches = (cache,)
-        self._topology, self._vocab_size, self._kernels = topology, vocab_size, kernels
+        self._topology, self._vocab_size, self._sampler = topology, vocab_size, sampler
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -88,14 +89,14 @@ class ModelDrafter(StatelessDrafter):
     def _grow_chains(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
         runner = self._runner
         chains = runner.plan(drafting)
-        grow(runner.model, chains, runner.cache, self._vocab_size, self._kernels)
+        grow(runner.model, chains, runner.cache, self._vocab_size, self._sampler)
         for chain in chains:
             runner.note(chain.request, [*chain.feed, *chain.tokens[:-1]])
         return {chain.request.seq_id: DraftTree.chain(chain.tokens, chain.probs) for chain in chains if chain.tokens}
 
     def _grow_trees(self, drafting: Sequence[tuple[Request, int]], topology: TreeTopology) -> dict[int, DraftTree]:
         trees = plan_trees([self._runner], drafting)
-        grow_trees([self._runner], trees, topology, self._vocab_size, self._kernels)
+        grow_trees([self._runner], trees, topology, self._vocab_size, self._sampler)
         return {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
 
     def _search(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
@@ -107,7 +108,7 @@ class ModelDrafter(StatelessDrafter):
                 for request, limit in drafting
                 if request.search is not None
             ]
-        return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._kernels)
+        return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._sampler)
 
 
 def build(context: DrafterContext) -> ModelDrafter:
@@ -116,7 +117,7 @@ def build(context: DrafterContext) -> ModelDrafter:
     model = context.load_draft(str(context.model))
     cache = context.make_cache(model.cache_shape)
     return ModelDrafter(
-        model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens, context.kernels, topology
+        model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens, context.sampler, topology
     )
 
 

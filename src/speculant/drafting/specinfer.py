@@ -15,7 +15,8 @@ from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.drafting.growth.topology import ParallelChains
 from speculant.drafting.growth.trees import grow_trees, plan_trees
 from speculant.errors import ConfigError
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.types import DraftTree, Request
 
 USUAL_DRAWS, USUAL_DEPTH = 3, 4
@@ -42,7 +43,7 @@ class SpecInfer(StatelessDrafter):
         sources: Sequence[DraftModelRunner],
         topology: ParallelChains,
         vocab_size: int,
-        kernels: Kernels | None = None,
+        sampler: Sampler = REFERENCE,
     ) -> None:
         self.needs = DrafterNeeds(
             max_nodes=topology.most_nodes,
@@ -54,7 +55,7 @@ class SpecInfer(StatelessDrafter):
         )
         self.caches = tuple(source.cache for source in sources)
         self._sources, self._topology = sources, topology
-        self._vocab_size, self._kernels = vocab_size, kernels
+        self._vocab_size, self._sampler = vocab_size, sampler
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -71,14 +72,14 @@ class SpecInfer(StatelessDrafter):
         grow_trees(
             self._sources,
             plan_trees(self._sources, [(request, 0) for request in requests]),
-            self._topology, self._vocab_size, self._kernels,
+            self._topology, self._vocab_size, self._sampler,
         )  # fmt: skip
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
         trees = plan_trees(self._sources, drafting)
-        grow_trees(self._sources, trees, self._topology, self._vocab_size, self._kernels)
+        grow_trees(self._sources, trees, self._topology, self._vocab_size, self._sampler)
         made = {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
         return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
 
@@ -95,7 +96,7 @@ def build(context: DrafterContext) -> SpecInfer:
         cache = context.make_cache(model.cache_shape)
         sources.append(DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens))
     chains = tuple(place for place in range(len(sources)) for _ in range(draws))
-    return SpecInfer(sources, ParallelChains(chains, depth), context.vocab_size, context.kernels)
+    return SpecInfer(sources, ParallelChains(chains, depth), context.vocab_size, context.sampler)
 
 
 def read_models(given: object) -> list[str]:

@@ -15,6 +15,7 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError
+from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
@@ -44,6 +45,8 @@ class Runtime:
 
 def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
+    for option in ("quantization", "draft_quantization"):
+        find_backends(config.kernels, getattr(config, option), option)
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
     )
@@ -55,11 +58,12 @@ def build_engine(config: EngineConfig) -> Runtime:
     verifiers, _ = build_verifiers(spec)
     drafters = build_drafters(config, target, tokenizer, memory.make)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
+    sampler = target.backend.sampler
     engine = Engine(
-        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", target.native),
+        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),
         target.model,
         memory.make_target(),
-        KeyedChances(target.native),
+        KeyedChances(sampler),
         verifiers,
         _draft_length(spec, length),
         drafters,
@@ -139,8 +143,8 @@ def build_drafters(
             model=spec.model if spec else None,
             vocab_size=target.model.vocab_size,
             device=target.model.cache_shape.device,
-            chances=KeyedChances(target.native),
-            kernels=target.native,
+            chances=KeyedChances(target.backend.sampler),
+            sampler=target.backend.sampler,
             max_num_batched_tokens=config.max_num_batched_tokens,
             load_draft=load_draft,
             make_cache=make_cache,

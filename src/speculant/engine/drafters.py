@@ -166,24 +166,28 @@ def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab
     if len(trees) != len(pairs):
         raise DraftError(f"{len(trees)} drafts came for {len(pairs)} sequences", "return one for each.")
     for (request, limit), tree in zip(pairs, trees, strict=True):
-        live = request.search.beams.live_tree if request.search else DraftTree.empty()
-        check_draft(tree, live, limit, vocab_size, drafter.needs)
+        if request.search is None:
+            check_draft(tree, limit, vocab_size, drafter.needs.emits_tree)
+        else:
+            live = request.search.beams.live_tree
+            check_draft(tree, live.size + limit, vocab_size, branches=True)
+            check_extends(tree, live)
     return {request.seq_id: tree for (request, _), tree in zip(pairs, trees, strict=True)}
 
 
-def check_draft(tree: DraftTree, live: DraftTree, limit: int, vocab_size: int, needs: DrafterNeeds) -> None:
+def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> None:
     """Raise DraftError unless a draft keeps to the contract of `Drafter.propose`.
 
-    live: a beam search's live hypotheses, which the draft begins with unless it is empty.
+    most: the nodes it may have. branches: whether it may have siblings.
     """
     if not isinstance(tree, DraftTree):
         raise DraftError(f"a draft is a {type(tree).__name__}", "return a DraftTree.")
     if tree.size == 0:
         return
     tokens, parents = tree.token_list, tree.parent_list
-    if len(tokens) != len(parents) or len(tokens) > live.size + limit:
+    if len(tokens) != len(parents) or len(tokens) > most:
         raise DraftError(
-            f"a draft has {len(tokens)} tokens and {len(parents)} parents for a limit of {live.size + limit} nodes",
+            f"a draft has {len(tokens)} tokens and {len(parents)} parents for a limit of {most} nodes",
             "stay within the limit.",
         )
     if min(tokens) < 0 or max(tokens) >= vocab_size:
@@ -192,16 +196,18 @@ def check_draft(tree: DraftTree, live: DraftTree, limit: int, vocab_size: int, n
         )
     if not all(-1 <= parent < node for node, parent in enumerate(parents)):
         raise DraftError("a draft has a node before its parent", "put parents before their children.")
-    _check_shape(tree, live, vocab_size, needs)
-
-
-def _check_shape(tree: DraftTree, live: DraftTree, vocab_size: int, needs: DrafterNeeds) -> None:
-    if tree.token_list[: live.size] != live.token_list or tree.parent_list[: live.size] != live.parent_list:
-        raise DraftError("a draft of a beam search does not begin with its live hypotheses", "extend `live_tree`.")
-    if not (tree.is_chain or needs.emits_tree or live.size):
+    if not (branches or tree.is_chain):
         raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
     if tree.probs is not None and tuple(tree.probs.shape) != (tree.size, vocab_size):
         raise DraftError(
             f"a draft of {tree.size} nodes has probs of shape {list(tree.probs.shape)}",
             f"give [{tree.size}, {vocab_size}], one row per node.",
         )
+
+
+def check_extends(tree: DraftTree, live: DraftTree) -> None:
+    """Raise DraftError unless a beam search's draft is empty or begins with the tree of its live hypotheses."""
+    if tree.size and (
+        tree.token_list[: live.size] != live.token_list or tree.parent_list[: live.size] != live.parent_list
+    ):
+        raise DraftError("a draft of a beam search does not begin with its live hypotheses", "extend `live_tree`.")

@@ -15,7 +15,8 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.requests import RequestFactory, RequestRules
 from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import EngineMetrics
 from speculant.models.base import CausalLM, check_taps
 from speculant.params import SamplingParams
@@ -30,14 +31,14 @@ from speculant.verification.base import Verifier
 class EngineOptions:
     """What the engine itself must know: sizes, seed, end tokens and the configured rule ("auto" or a name).
 
-    kernels None = distributions are made by the reference ones.
+    sampler makes the distributions.
     """
 
     limits: Limits
     seed: int
     end_token_ids: frozenset[int]
     verification: str = "auto"
-    kernels: Kernels | None = None
+    sampler: Sampler = REFERENCE
 
 
 class Engine:
@@ -57,7 +58,7 @@ class Engine:
         check_taps(self._drafters.hidden_layers, target.num_layers)
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix)
         self._context = StepContext(
-            options.limits, target, cache, self._drafters, draft_length, verifiers, chances, options.kernels
+            options.limits, target, cache, self._drafters, draft_length, verifiers, chances, options.sampler
         )
         rules = RequestRules(
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification

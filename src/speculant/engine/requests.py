@@ -122,11 +122,11 @@ class RequestFactory:
         needs, wanted = self._drafters.needs(request), request.params.speculation
         if needs is None:
             return
+        asked = wanted if isinstance(wanted, Mapping) else {}
+        request.num_speculative_tokens = asked.get("num_speculative_tokens", self._usual_length(request))
         if request.params.beam_width is not None:
             request.metrics.verification = "beam" if needs.nodes_per_beam else None
             return
-        asked = wanted if isinstance(wanted, Mapping) else {}
-        request.num_speculative_tokens = asked.get("num_speculative_tokens", self._usual_length(request))
         name = asked.get("verification") or self._rules.verification
         self._check_verifier(name, needs)
         if name == "auto" or request.params.seed is not None:

@@ -19,7 +19,8 @@ from speculant.engine.failures import advance_sound, failure_of, verify_sound
 from speculant.engine.logprobs import record_prompt
 from speculant.engine.runner import TargetOutput, forward_target
 from speculant.errors import SpeculantError
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
@@ -35,7 +36,7 @@ MOST_PROBS_BYTES = 2**28  # of the distributions behind all draft nodes of a ste
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step works with; `verifiers` by name. kernels None = the reference ones make the distributions."""
+    """What a step works with; `verifiers` by name, and the `sampler` that makes the distributions."""
 
     limits: Limits
     target: CausalLM
@@ -44,7 +45,7 @@ class StepContext:
     draft_length: DraftLength
     verifiers: dict[str, Verifier]
     chances: Chances
-    kernels: Kernels | None = None
+    sampler: Sampler = REFERENCE
 
 
 @torch.inference_mode()
@@ -147,7 +148,7 @@ def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Ver
     if not ready:
         return {}
     nodes = [node for fed in ready for node in _nodes(fed, _verifier(context, fed))]
-    probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)
+    probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.sampler)
     totals: list[float] = probs.sum(-1).tolist()
     verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
     for fed in ready:

@@ -172,7 +172,7 @@ def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
     scores, speculation = score_texts(subject.config, subject.runtime, texts), SpeculationMetrics()
     for text in texts:
         speculation.add(text.metrics.speculative_decoding)
-    bitwise = subject.runtime.checkpoint.native is not None or not is_filtered(subject.params)
+    bitwise = subject.runtime.checkpoint.backend.row_invariant or not is_filtered(subject.params)
     return Scored(count, scores, speculation, bitwise)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from speculant.engine.build import Runtime
 from speculant.exactness.texts import Reader, complete, reread
+from speculant.kernels.reference_sampler import gumbel
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedNoise, gumbel, mix_in
+from speculant.sampling.chance import KeyedNoise, mix_in
 from speculant.sampling.distribution import Node
 from speculant.types import Request
 
@@ -77,7 +78,7 @@ def compare(runtime: Runtime, kind: str, prompts: Sequence[Sequence[int]], param
 
 def explained(runtime: Runtime, params: SamplingParams) -> float | None:
     """Return the largest gap that rounding explains; see `Comparison`."""
-    if runtime.checkpoint.native is not None:
+    if runtime.checkpoint.backend.row_invariant:
         return None
     if not params.greedy and is_filtered(params):
         return math.inf

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.attention import context_slots, visible_keys
-from speculant.models.base import Batch, Hidden, check_embeddings, check_taps, check_tokens
+from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
 
 History = tuple[int, ...]
 Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
@@ -23,6 +23,8 @@ class TableModel:
     asserts that this is a whole prefix, in order, that ends with the row's own token: stale rows, a
     wrong truncation or a neighbour's slot give an error here, or another history and so another distribution.
     """
+
+    needs = ModelNeeds()
 
     def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
         self.vocab_size = vocab_size
@@ -60,6 +62,10 @@ class TableModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         return hidden
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: none are drawn here."""
+        return chains
 
     def _logits(self, history: History) -> Tensor:
         if history not in self._known:

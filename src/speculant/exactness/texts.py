@@ -59,7 +59,7 @@ class Reader:
     """The target by itself: no scheduler, no draft, a cache of its own."""
 
     def __init__(self, runtime: Runtime, num_seqs: int, longest: int) -> None:
-        self._model, self._native = runtime.checkpoint.model, runtime.checkpoint.native
+        self._model, self._sampler = runtime.checkpoint.model, runtime.checkpoint.backend.sampler
         self._cache = slotted_cache(self._model.cache_shape, num_seqs, longest)
         self._most_rows = runtime.limits.max_num_batched_tokens
 
@@ -69,7 +69,7 @@ class Reader:
         for node in nodes:
             self._catch_up(node.request)
         feeds = [SequenceInput(node.request.seq_id, node.request.tokens[-1:], DraftTree.empty()) for node in nodes]
-        return distribution(self._model.logits(self._feed(feeds)), nodes, self._native)
+        return distribution(self._model.logits(self._feed(feeds)), nodes, self._sampler)
 
     def end(self, request: Request) -> None:
         """Forget a request."""

@@ -22,8 +22,9 @@ import torch  # before the library: both use the threads of torch's libgomp
 from torch import Tensor
 
 from speculant.errors import ConfigError, suggest
+from speculant.kernels.base import SamplingSettings
 
-VERSION = 5
+VERSION = 6
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head: the kernels' bounds
 NO_TOKEN = -1  # what is drawn from a distribution that is none
@@ -84,15 +85,15 @@ class Pass(Structure):
     ]  # fmt: skip
 
 
-class SamplingSettings(Structure):
-    """How a row's distribution is made; the temperature 0 puts everything on the best token."""
+class SpSamplingSettings(Structure):
+    """`SamplingSettings` as the library has them: a tuple of the same order makes one."""
 
     _fields_: ClassVar[Any] = [
         ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("top_k", c_int64),
     ]  # fmt: skip
 
 
-class Edits(Structure):
+class SpEdits(Structure):
     """What changes a row's logits before its distribution is made; csrc/speculant.h has the order."""
 
     _fields_: ClassVar[Any] = [
@@ -103,6 +104,11 @@ class Edits(Structure):
         ("drafted", c_void_p), ("num_drafted", c_int64),
         ("penalises", c_int64), ("repetition", c_float), ("presence", c_float), ("frequency", c_float),
     ]  # fmt: skip
+
+
+def settings_array(settings: Sequence[SamplingSettings]) -> ctypes.Array[SpSamplingSettings]:
+    """Return settings as the library has them."""
+    return (SpSamplingSettings * len(settings))(*[SpSamplingSettings(*row) for row in settings])
 
 
 class Draft(Structure):
@@ -142,14 +148,21 @@ class Kernels:
     def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
         """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, panel by panel in turn."""
         n, k = weight.shape
-        size = self.library.sp_packed_bytes(self.index, type_, n, k) * (1 if second is None else 2)
-        memory = aligned(size)
-        matrices = [matrix.detach().contiguous() for matrix in (weight, second) if matrix is not None]
-        pointers = [matrix.data_ptr() for matrix in matrices] + [None]
-        self.library.sp_pack(
-            self.index, self.threads, type_, TYPES[weight.dtype], pointers[0], pointers[1], n, k, memory.data_ptr()
-        )
+        matrices = [matrix for matrix in (weight, second) if matrix is not None]
+        memory = aligned(self.packed_bytes(type_, n, k) * len(matrices))
+        for lane, matrix in enumerate(matrices):
+            self.pack_panels(type_, matrix, memory.data_ptr() + lane * self.packed_bytes(type_, 1, k), len(matrices))
         return Weight(memory, type_, n, k)
+
+    def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
+        """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel from an address on."""
+        rows, (n, k) = rows.detach().contiguous(), rows.shape
+        source = TYPES[rows.dtype]
+        self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), n, k, step, address)
+
+    def packed_bytes(self, type_: Type, n: int, k: int) -> int:
+        """Return how many bytes a packed matrix [n, k] takes; one of a single row takes a panel."""
+        return int(self.library.sp_packed_bytes(self.index, type_, n, k))
 
     def run(self, ops: ctypes.Array[Op], pass_: Pass) -> None:
         """Run a program; whatever it points to must be alive."""
@@ -163,21 +176,20 @@ class Kernels:
     def probs(self, logits: Tensor, settings: Sequence[SamplingSettings], edits: int = 0) -> Tensor:
         """Return the distributions [r, V] in float64 that logits [r, V] in float32 make.
 
-        edits: the address of a pointer for each row, to its `Edits` or to nothing; such a row's logits are written to.
+        edits: the address of a pointer for each row, to its `SpEdits` or null; the logits of such a row are written to.
         A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN.
         """
         logits = logits.contiguous()
         out = torch.empty(logits.shape, dtype=torch.float64)
         rows, width = logits.shape
-        by = (SamplingSettings * rows)(*settings)
-        place, result = logits.data_ptr(), out.data_ptr()
+        by, place, result = settings_array(settings), logits.data_ptr(), out.data_ptr()
         self.library.sp_probs(self.index, self.threads, place, rows, width, width, by, edits or None, result)
         return out
 
-    def draw(self, weights: Tensor, shared_noise: bool, chance: int) -> int:
-        """Return a token drawn in proportion to weights [V] in float64; see csrc/speculant.h for `chance`."""
+    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
+        """Return a token drawn in proportion to weights [V] in float64; see `Sampler.draw`."""
         weights = weights.contiguous()
-        return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), shared_noise, chance))
+        return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), shared_noise, key))
 
     def read_seconds(self, memory: Tensor) -> float:
         """Return how long it takes to read a tensor's memory once."""
@@ -257,7 +269,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_name", c_char_p, [c_int]),
     ("sp_usable", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
-    ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, *_MATRIX, c_void_p]),
+    ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.errors import ConfigError, RequestError
+from speculant.errors import ConfigError, ModelError, RequestError
 from speculant.sampling.chance import Chance
 from speculant.tree import ids
 from speculant.types import DraftTree, Request
@@ -114,8 +114,25 @@ class Chain:
         return len(self.feed) + max(self.limit - 1, 0)
 
 
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What a model announces beyond a cache of keys and values per position.
+
+    source: a text of its own that it reads before it decodes, as an encoder-decoder does.
+    state_bytes: a store of fixed length for each sequence, such as the encoded source or a recurrent state.
+    """
+
+    source: bool = False
+    state_bytes: int = 0
+
+
 class CausalLM(Protocol):
     """A decoder whose storage of keys and values is an argument."""
+
+    @property
+    def needs(self) -> ModelNeeds:
+        """What the engine must provide for it."""
+        ...
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -156,6 +173,23 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [r, vocab_size] of the given hidden rows [r, hidden]."""
         ...
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """Feed and draw the chains that this model can draw by itself, over a vocabulary of `vocab_size`.
+
+        Returns the others, untouched. The cache has room for all. Tokens and probs are those of one pass per token.
+        """
+        ...
+
+
+def check_needs(needs: ModelNeeds) -> None:
+    """Raise ModelError for what the engine does not provide yet."""
+    if needs != ModelNeeds():
+        asked = [*(["a source text"] if needs.source else []), *(["a state per sequence"] if needs.state_bytes else [])]
+        raise ModelError(
+            f"this model needs {' and '.join(asked)}, which is not supported yet",
+            "use a decoder-only model with attention in every layer.",
+        )
 
 
 def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:

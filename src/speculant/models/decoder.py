@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from speculant.cache.base import CacheShape, KVStorage
+from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.attention import AttentionPlan, attend
-from speculant.models.base import Batch, Hidden, check_embeddings, check_taps, check_tokens
+from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
 from speculant.models.rotary import Rotary
 
@@ -103,6 +103,8 @@ class _Backbone(nn.Module):
 class Decoder(nn.Module):
     """A `CausalLM`: embedding, layers, norm, and a head that may be the embedding itself."""
 
+    needs = ModelNeeds()
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -180,3 +182,7 @@ class Decoder(nn.Module):
         """See `CausalLM.logits`."""
         out: Tensor = self.lm_head(hidden)
         return out
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: none are drawn here."""
+        return chains

@@ -16,36 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.errors import ModelError
-from speculant.kernels.native import TYPES, Code, Flag, Kernels, Op, Type, Weight
+from speculant.kernels.native import TYPES, Code, Flag, Op, Type, Weight
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Decoder
-
-
-class Parameters:
-    """A decoder's parameters by name, each of which is taken once and freed by whoever took it.
-
-    A parameter that nobody takes would make the packed decoder another model: `finish` refuses to leave one behind.
-    """
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._left: dict[str, Tensor] = dict(decoder.named_parameters())
-
-    def take(self, name: str) -> Tensor:
-        """Return a parameter. Raises KeyError if the decoder has none of this name, or it was taken before."""
-        return self._left.pop(name).detach()
-
-    def vector(self, *names: str) -> Tensor:
-        """Take vectors and return them end to end, in float32."""
-        return torch.cat([self.take(name) for name in names]).float()
-
-    def finish(self) -> None:
-        """Check that every parameter was taken. Raises ModelError."""
-        if self._left:
-            raise ModelError(
-                f"the native program does not use {len(self._left)} of the model's tensors, such as {min(self._left)}",
-                'load the model with kernels="reference", and report this.',
-            )
+from speculant.models.weight_reader import WeightReader
 
 
 @dataclass(frozen=True)
@@ -66,32 +39,22 @@ class PackedLayer:
     down_bias: Tensor | None
 
     @classmethod
-    def pack(
-        cls, parameters: Parameters, layer: str, config: DecoderConfig, kernels: Kernels, type_: Type
-    ) -> PackedLayer:
-        """Take a layer's parameters, whose names begin with `layer`, and pack them."""
-
-        def vector(*names: str) -> Tensor:
-            return parameters.vector(*(f"{layer}.{name}" for name in names))
-
-        def take(name: str) -> Tensor:
-            return parameters.take(f"{layer}.{name}.weight")
-
-        q, k, v, o = (f"self_attn.{name}_proj" for name in "qkvo")
-        gate, up, down = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+    def read(cls, layer: WeightReader, type_: Type) -> PackedLayer:
+        """Read and pack a layer's weights."""
+        attention, mlp = layer.inside("self_attn."), layer.inside("mlp.")
         return cls(
-            input_norm=vector("input_layernorm.weight"),
-            qkv=kernels.pack(type_, torch.cat([take(q), take(k), take(v)])),
-            qkv_bias=vector(f"{q}.bias", f"{k}.bias", f"{v}.bias") if config.qkv_bias else None,
-            query_norm=vector("self_attn.q_norm.weight") if config.qk_norm else None,
-            key_norm=vector("self_attn.k_norm.weight") if config.qk_norm else None,
-            out=kernels.pack(type_, take(o)),
-            out_bias=vector(f"{o}.bias") if config.output_bias else None,
-            mlp_norm=vector("post_attention_layernorm.weight"),
-            gate_up=kernels.pack(type_, take(gate), take(up)),
-            gate_up_bias=vector(f"{gate}.bias", f"{up}.bias") if config.mlp_bias else None,
-            down=kernels.pack(type_, take(down)),
-            down_bias=vector(f"{down}.bias") if config.mlp_bias else None,
+            input_norm=layer.vector("input_layernorm.weight"),
+            qkv=attention.matrix(type_, "q_proj.weight", "k_proj.weight", "v_proj.weight"),
+            qkv_bias=attention.optional("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+            query_norm=attention.optional("q_norm.weight"),
+            key_norm=attention.optional("k_norm.weight"),
+            out=attention.matrix(type_, "o_proj.weight"),
+            out_bias=attention.optional("o_proj.bias"),
+            mlp_norm=layer.vector("post_attention_layernorm.weight"),
+            gate_up=mlp.in_turn(type_, "gate_proj.weight", "up_proj.weight"),
+            gate_up_bias=mlp.optional("gate_proj.bias", "up_proj.bias"),
+            down=mlp.matrix(type_, "down_proj.weight"),
+            down_bias=mlp.optional("down_proj.bias"),
         )
 
 
@@ -107,22 +70,16 @@ class PackedDecoder:
     layers: list[PackedLayer]
 
     @classmethod
-    def take(cls, decoder: Decoder, kernels: Kernels, quantization: Type | None) -> PackedDecoder:
-        """Pack a decoder's weights and drop its own, one by one: it can't be run afterwards.
-
-        Raises ModelError if it has a tensor that no operation uses.
-        """
-        plain, config = TYPES[decoder.cache_shape.dtype], decoder.config
+    def read(cls, config: DecoderConfig, weights: WeightReader, quantization: Type | None) -> PackedDecoder:
+        """Read and pack a decoder's weights, one tensor at a time."""
+        plain = TYPES[weights.dtype]
         type_ = plain if quantization is None else quantization
-        parameters = Parameters(decoder)
-        del decoder.model, decoder.lm_head
-        table, head = _pack_ends(parameters, config, kernels, plain, type_)
-        norm = parameters.vector("model.norm.weight")
-        layers = [
-            PackedLayer.pack(parameters, f"model.layers.{index}", config, kernels, type_)
-            for index in range(config.num_layers)
-        ]
-        parameters.finish()
+        embedding = "model.embed_tokens.weight"
+        table = weights.matrix(plain, embedding)
+        tied = config.tie_embeddings
+        head = table if tied and type_ == plain else weights.matrix(type_, embedding if tied else "lm_head.weight")
+        norm = weights.vector("model.norm.weight")
+        layers = [PackedLayer.read(weights.inside(f"model.layers.{i}."), type_) for i in range(config.num_layers)]
         return cls(config, plain, table, head, norm, layers)
 
     @property
@@ -130,17 +87,6 @@ class PackedDecoder:
         """How many bytes of weights a pass reads, padding included, whatever it is run on: the floor of its time."""
         matrices = [weight for layer in self.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return sum(weight.memory.numel() for weight in [*matrices, self.head])
-
-
-def _pack_ends(
-    parameters: Parameters, config: DecoderConfig, kernels: Kernels, plain: Type, type_: Type
-) -> tuple[Weight, Weight]:
-    """Pack the table and the head, which are one matrix if they are tied and of one type."""
-    embeddings = parameters.take("model.embed_tokens.weight")
-    table = kernels.pack(plain, embeddings)
-    if not config.tie_embeddings:
-        return table, kernels.pack(type_, parameters.take("lm_head.weight"))
-    return table, table if type_ == plain else kernels.pack(type_, embeddings)
 
 
 class Buffers:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type, address
-from speculant.models.base import Batch, Chain, Hidden, check_embeddings, check_taps, check_tokens
+from speculant.kernels.native import Kernels, Op, Pass, Type, address
+from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Decoder
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
-from speculant.models.replay import ChainRows, Drawn
+from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
+from speculant.models.weight_reader import WeightReader
+from speculant.models.weight_source import WeightSource
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
 
@@ -30,19 +31,30 @@ class Layout:
 
 
 class NativeDecoder:
-    """A decoder whose weights were taken and packed; activations are float32, whatever the weights are.
+    """A decoder whose weights are packed as they are read; activations are float32, whatever the weights are.
 
-    What a linear layer rounds them to before it multiplies is the kernels' matter: see csrc/speculant.h.
+    dtype is that of the weights, float32 or bfloat16, and of the cache. quantization: what matrices are rounded to.
+    What a linear layer rounds activations to before it multiplies is the kernels' matter: see csrc/speculant.h.
     """
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, quantization: Type | None = None) -> None:
-        self.cache_shape: CacheShape = decoder.cache_shape
-        self.vocab_size, self.max_positions = decoder.vocab_size, decoder.max_positions
-        self.num_layers, self.hidden_size = decoder.num_layers, decoder.hidden_size
-        self._rotary = Rotary(decoder.config.rope, decoder.config.head_dim)
+    needs = ModelNeeds()
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        quantization: Type | None = None,
+    ) -> None:
+        cpu = torch.device("cpu")
+        self.cache_shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, cpu)
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
+        self._rotary = Rotary(config.rope, config.head_dim)
         self.kernels = kernels
-        self._weights = PackedDecoder.take(decoder, kernels, quantization)
-        self._buffers, self._programs = Buffers(self._weights.config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
+        self._weights = PackedDecoder.read(config, WeightReader(weights, kernels, dtype), quantization)
+        self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self._weights.head, None, None)
         self._cosines = self._sines = torch.empty(0)
 
@@ -127,8 +139,16 @@ class NativeDecoder:
         self.kernels.run(ops, Pass(rows=len(hidden)))
         return out
 
-    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
-        """Draw the tokens of chains that can be replayed, all in one call; see `chains.grow`."""
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: chains that can be replayed are drawn all in one call."""
+        replayed, others = list[Chain](), list[Chain]()
+        for chain in chains:
+            (replayed if can_replay(chain) else others).append(chain)
+        if replayed:
+            self._replay(replayed, cache, vocab_size)
+        return others
+
+    def _replay(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         chains = sorted(chains, key=lambda chain: -chain.limit)
         rows = ChainRows()
         for chain in chains:
@@ -143,19 +163,6 @@ class NativeDecoder:
             draft.give(drawing)
         else:
             self.kernels.run(self.program.ops, on)
-
-
-def why_not_native(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say what keeps a model from the native kernels; None if nothing does."""
-    if device.type != "cpu":
-        return f"they run on the CPU and the device is {device}"
-    if dtype not in TYPES:
-        return f"they compute float32 and bfloat16 weights, not {str(dtype).removeprefix('torch.')}"
-    if config.head_dim > MOST_DIM or config.num_heads // config.num_kv_heads > MOST_GROUP:
-        return (
-            f"heads of {config.head_dim} in groups of {config.num_heads // config.num_kv_heads} are too large for them"
-        )
-    return None
 
 
 def _segments(batch: Batch) -> tuple[array[int], array[int]]:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from speculant.cache.base import KVCache
-from speculant.kernels.native import NO_TOKEN, Draft, SamplingSettings, address
+from speculant.kernels.native import NO_TOKEN, Draft, address, settings_array
+from speculant.kernels.native_sampler import NativeEdits
 from speculant.models.base import Chain, known
 from speculant.sampling.chance import KeyedNoise, Stream
 from speculant.sampling.distribution import sampling_settings
-from speculant.sampling.edits import NativeEdits
+from speculant.sampling.edits import edits_of
 from speculant.sampling.node import Node
 
 FORESEEABLE = (Stream, KeyedNoise)
@@ -60,8 +61,8 @@ class Drawn:
             if not chain.request.shared_noise:  # nobody else asks for them
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
-        settings = (SamplingSettings * count)(*[sampling_settings(chain.request.params) for chain in chains])
-        edits = NativeEdits([Node(chain.request) for chain in chains])
+        settings = settings_array([sampling_settings(chain.request.params) for chain in chains])
+        edits = NativeEdits([edits_of(Node(chain.request)) for chain in chains])
         self._kept = (chances, limits, shared_noise, settings, edits, out)
         self.call = Draft(
             sequences=count,

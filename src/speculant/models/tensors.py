@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """All tensors of a checkpoint by name. Nothing but the files' headers is read before `read`."""
+    """A `WeightSource`: all tensors of a checkpoint by name. Nothing but the files' headers is read before `read`."""
 
     entries: dict[str, Entry]
     folder: Path
@@ -54,18 +54,19 @@ class TensorFiles:
         kinds = Counter(entry.kind for entry in self.entries.values())
         return _DTYPES[kinds.most_common(1)[0][0]]
 
-    def read(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Return every tensor, converted and copied to memory of its own, one at a time.
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`; without tables that every program can work out itself."""
+        return [name for name in self.entries if not _is_harmless(name)]
 
-        The copy leaves the file free to change and puts each tensor on the allocator's alignment.
-        """
-        state = {}
-        for file in sorted({entry.file for entry in self.entries.values()}):
-            with _open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    if not _is_harmless(name):
-                        state[name] = opened.get_tensor(name).to(device=device, dtype=dtype, copy=True)
-        return state
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        return self.entries[name].shape
+
+    def read(self, name: str) -> Tensor:
+        """See `WeightSource.read`. The file is mapped for one tensor alone: a mapping keeps what was read in memory."""
+        with _open(self.entries[name].file) as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
 
 
 def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
@@ -139,20 +140,12 @@ def _is_harmless(name: str) -> bool:
 
 
 def _check_tied_head(found: TensorFiles) -> None:
-    head, embedding = (_read_one(found, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
+    tied = ("lm_head.weight", "model.embed_tokens.weight")
+    if found.entries.keys() >= set(tied) and not torch.equal(*(found.read(name) for name in tied)):
         raise ModelError(
             "config.json says tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight",
             "set tie_word_embeddings to false in config.json if the head was trained on its own.",
         )
-
-
-def _read_one(found: TensorFiles, name: str) -> Tensor | None:
-    if name not in found.entries:
-        return None
-    with _open(found.entries[name].file) as opened:
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor
 
 
 def _check_names(found: Iterable[str], wanted: Iterable[str], folder: Path) -> None:

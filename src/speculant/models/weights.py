@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError, suggest
-from speculant.kernels.native import QUANTIZED, Kernels, open_kernels
-from speculant.models.base import CausalLM
+from speculant.models.backends.base import Backend, choose_backend
+from speculant.models.base import CausalLM, check_needs
+from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
-from speculant.models.native_decoder import NativeDecoder, why_not_native
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles, check_layers, check_tensors
+from speculant.models.weight_source import CheckedWeights
 from speculant.params import SamplingParams
 
 _FAMILIES = "speculant.models"
@@ -38,8 +38,8 @@ class Checkpoint:
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
     sampling: SamplingParams  # what generation_config.json recommends
     name: str
-    kernels: str = "reference"  # what computes it, and why not the native ones if they were wanted
-    native: Kernels | None = None  # the native kernels, if they compute it
+    kernels: str  # the backend's name and facts, and why others were passed over
+    backend: Backend  # what computes it
 
 
 def load_model(
@@ -54,29 +54,32 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` picks a half).
 
-    kernels is reference, native, or auto: native where they can compute the model. quantization is
-    int8, int4 or None, and needs the native ones.
+    kernels names a backend, such as reference or native; auto takes the best that can compute the model.
+    quantization is what its weights are rounded to (int8, int4 natively) or None.
 
     dtype "auto" takes the checkpoint's own type; float16 becomes float32 on the CPU. No code and no
     pickle from a checkpoint is ever run. Raises ModelError for whatever is wrong with the checkpoint,
-    ConfigError for a wrong dtype or device.
+    ConfigError for a wrong dtype or device, or a backend that can't compute the model.
     """
     _check_choices(dtype, device)
     folder = resolve_source(source, role, revision)
     config = read_json(folder / "config.json")
     _check_family(config)
     tensors = TensorFiles.open(folder)
-    check_layers(tensors, config)  # before a module is made for each
-    model = _empty_model(config)
-    check_tensors(tensors, _shapes(model))
+    check_layers(tensors, config)  # before anything is made for each layer
+    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    shapes = tensor_shapes(decoder)
+    check_tensors(tensors, shapes)
     generation = read_generation(folder)
-    ends, sampling = read_end_tokens(generation, config, model.vocab_size), read_sampling(generation)
+    ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors, device)
-    _fill(model, tensors.read(chosen, torch.device(device)))
-    computing, says = _choose_kernels(model, kernels, quantization)
-    native = computing.kernels if isinstance(computing, NativeDecoder) else None
+    backend, says = choose_backend(kernels, quantization, decoder, chosen, torch.device(device))
+    weights = CheckedWeights(tensors, shapes.keys())
+    model = backend.load(decoder, weights, chosen, torch.device(device), quantization)
+    weights.check(backend.name)
+    check_needs(model.needs)
     name = _name(source, role, folder)
-    return Checkpoint(computing, config, folder, chosen, ends, generation, sampling, name, says, native)
+    return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, says, backend)
 
 
 def _check_choices(dtype: str, device: str) -> None:
@@ -100,12 +103,6 @@ def _check_family(config: Mapping[str, Any]) -> None:
         )
 
 
-def _empty_model(config: Mapping[str, Any]) -> Decoder:
-    """Make the model without memory for its parameters."""
-    with torch.device("meta"):
-        return Decoder(plugins.load(_FAMILIES, config["model_type"]).read_config(config))
-
-
 def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
     family = config.get("model_type")
     if not isinstance(family, str):
@@ -114,8 +111,10 @@ def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
     return ModelError(f"model_type {family!r} is unknown{own_code}", suggest(family, known))
 
 
-def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that a file must hold; a tied head is not stored."""
+    with torch.device("meta"):  # without memory for them
+        model = Decoder(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -125,34 +124,6 @@ def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles, d
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     stored = _STORED.get(named, tensors.common_dtype())
     return torch.float32 if stored == torch.float16 and device == "cpu" else stored
-
-
-def _fill(model: Decoder, state: dict[str, Tensor]) -> None:
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_head()
-    model.eval().requires_grad_(False)
-
-
-def _choose_kernels(decoder: Decoder, wanted: str, quantization: str | None) -> tuple[CausalLM, str]:
-    """Return the model on the kernels that are wanted and possible, and what to say about them."""
-    if wanted == "reference":
-        return decoder, "reference"
-    shape = decoder.cache_shape
-    kernels, why = open_kernels(), why_not_native(decoder.config, shape.dtype, shape.device)
-    if kernels is None:
-        why = "they were not built"
-    if kernels is not None and why is None:
-        weights = f", {quantization} weights" if quantization else ""
-        says = f"native ({kernels.isa}, {kernels.threads} threads{weights})"
-        return NativeDecoder(decoder, kernels, QUANTIZED[quantization] if quantization else None), says
-    if wanted == "native" or quantization:
-        raise ConfigError(f"the native kernels can't compute this model: {why}", _NATIVE_FIX)
-    return decoder, f"reference (not the native ones: {why})"
-
-
-_NATIVE_FIX = (
-    'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
-)
 
 
 def _name(source: str, role: str, folder: Path) -> str:

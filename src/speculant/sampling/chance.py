@@ -11,10 +11,10 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.types import Request
 
 _MASK = (1 << 64) - 1
@@ -60,10 +60,8 @@ class Stream:
 
     shared_noise = False
 
-    def __init__(
-        self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, kernels: Kernels | None = None
-    ) -> None:
-        self._kernels = kernels
+    def __init__(self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, sampler: Sampler = REFERENCE) -> None:
+        self._sampler = sampler
         self._accept_key, self._draw_key = (mix(mix(seed, purpose, round_)) for purpose in purposes)
         self._count = 0
 
@@ -73,12 +71,7 @@ class Stream:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
-        if self._kernels is not None and weights.dtype == torch.float64:
-            return self._kernels.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
-        cumulative = weights.to(torch.float64).cumsum(0)
-        point = cumulative[-1:] * self._uniform(self._draw_key)
-        index = int(torch.searchsorted(cumulative, point, right=True))
-        return index if index < len(weights) else int(weights.nonzero()[-1])
+        return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
 
     def take_keys(self, n: int) -> tuple[int, int]:
         """Use up n draws without weights; return (key, count): draw i has the random bits `mix_in(key, count + i)`."""
@@ -99,8 +92,8 @@ class KeyedNoise:
 
     shared_noise = True
 
-    def __init__(self, seed: int, position: int, kernels: Kernels | None = None) -> None:
-        self._key, self._position, self._kernels = mix(seed, Purpose.NOISE), position, kernels
+    def __init__(self, seed: int, position: int, sampler: Sampler = REFERENCE) -> None:
+        self._key, self._position, self._sampler = mix(seed, Purpose.NOISE), position, sampler
 
     def accept(self, probability: float) -> bool:
         """See `Chance.accept`; a matching rule has no use for it."""
@@ -108,14 +101,7 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
-        key = mix_in(*self.take_keys(1))
-        if self._kernels is not None and weights.dtype == torch.float64:
-            return self._kernels.draw(weights, self.shared_noise, key)
-        support = weights.nonzero().flatten()
-        if len(support) == 1:  # a point mass leaves nothing to chance
-            return int(support)
-        noise = gumbel(key, support)
-        return int(support[(weights[support].to(torch.float64).log() + noise).argmax()])
+        return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
 
     def moved(self, places: int) -> KeyedNoise:
         """Return the noise of so many positions further on, untouched by draws from this one."""
@@ -132,21 +118,20 @@ class KeyedNoise:
 class KeyedChances:
     """The production source: keyed noise where draft and target are on shared noise, else separate streams."""
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
-        """Draw with the native kernels, or else the reference ones."""
-        self._kernels = kernels
+    def __init__(self, sampler: Sampler = REFERENCE) -> None:
+        self._sampler = sampler
 
     def draft(self, request: Request) -> Chance:
         """See `Chances.draft`."""
         if request.shared_noise:
-            return KeyedNoise(request.seed, len(request.tokens), self._kernels)
-        return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds, self._kernels)
+            return KeyedNoise(request.seed, len(request.tokens), self._sampler)
+        return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds, self._sampler)
 
     def verify(self, request: Request) -> Chance:
         """See `Chances.verify`."""
         if request.shared_noise:
-            return KeyedNoise(request.seed, len(request.tokens), self._kernels)
-        return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._kernels)
+            return KeyedNoise(request.seed, len(request.tokens), self._sampler)
+        return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._sampler)
 
 
 @lru_cache(maxsize=1024)  # a request's own are asked for in every step
@@ -164,22 +149,3 @@ def mix_in(state: int, value: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
-
-
-def gumbel(key: int, tokens: Tensor) -> Tensor:
-    """Return standard Gumbel noise [k] in float64 for token ids [k], a pure function of (key, id)."""
-    x = tokens.to(torch.int64) * _signed(_GOLDEN) + _signed(key)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift(x, 31)
-    uniform = (_shift(x, 12).to(torch.float64) + 0.5) * 2.0**-52  # within (0, 1), exactly representable
-    return -(-uniform.log()).log()
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 right as if it were unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value

@@ -8,7 +8,6 @@ from tests.exactness.mutants.mutant import (
     CHANCE,
     COMMIT,
     COUNTS,
-    DISTRIBUTION,
     EDITS,
     END,
     ENGINE,
@@ -18,6 +17,7 @@ from tests.exactness.mutants.mutant import (
     MATCH,
     NODE,
     REJECTION,
+    SAMPLER,
     STEP,
     Mutant,
 )
@@ -49,9 +49,12 @@ RANDOMNESS = [
     Mutant(
         "acceptance uniform reused for the residual draw",
         CHANCE,
-        "        point = cumulative[-1:] * self._uniform(self._draw_key)\n",
+        'cumulative sum, in float64."""\n'
+        "        return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))\n",
+        'cumulative sum, in float64."""\n'
         "        self._count = max(self._count - 1, 0)\n"
-        "        point = cumulative[-1:] * self._uniform(self._accept_key)\n",
+        "        key = mix_in(self._accept_key, self.take_keys(1)[1])\n"
+        "        return self._sampler.draw(weights, self.shared_noise, key)\n",
         STREAMS,
     ),
     Mutant(
@@ -77,7 +80,7 @@ RANDOMNESS = [
     ),
     Mutant(
         "token without weight drawn when u = 0",
-        CHANCE,
+        SAMPLER,
         "right=True",
         "right=False",
         "test_chance.py::test_no_draw_without_weight[0]",
@@ -157,7 +160,7 @@ DISTRIBUTIONS = [
     Mutant(
         "sampling parameters not applied to p",
         STEP,
-        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.kernels)",
+        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.sampler)",
         "torch.softmax(torch.cat([fed.logits for fed in ready if fed.logits is not None]).double(), -1)",
         TRANSFORM.format("temperature"),
     ),
@@ -205,16 +208,16 @@ DISTRIBUTIONS = [
     ),
     Mutant(
         "greedy and sampling rows mixed",
-        DISTRIBUTION,
-        "if len(indices) == len(nodes):",
+        SAMPLER,
+        "if len(indices) == len(settings):",
         "if indices:",
         INDEPENDENT.format("plain, greedy"),
     ),
     Mutant(
         "rows of one kind with another's parameters",
-        DISTRIBUTION,
-        "[nodes[i].params for i in indices]",
-        "[node.params for node in nodes[: len(indices)]]",
+        SAMPLER,
+        "[settings[i] for i in indices]",
+        "settings[: len(indices)]",
         INDEPENDENT.format("greedy, cold"),
     ),
     Mutant(

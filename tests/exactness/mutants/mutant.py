@@ -17,6 +17,7 @@ class Mutant:
 
 
 CHANCE, DISTRIBUTION = "sampling/chance.py", "sampling/distribution.py"
+SAMPLER = "kernels/reference_sampler.py"
 DRAFT_RUNNER, CHAINS, ATTENTION = "drafting/growth/runner.py", "drafting/growth/chains.py", "models/attention.py"
 CACHE, CACHES = "cache/base.py", {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"

@@ -12,7 +12,6 @@ from speculant.errors import ConfigError
 
 BAD: dict[str, list[Any]] = {
     "dtype": ["float23", "", None],
-    "kernels": ["fast"],
     "kv_cache_backend": ["page", None],
     "kv_memory": [0, -1, True, "", "lots", "5 XB", "1e9", "-2GB", "1..5GB", "9" * 400, 2.5j, [1]],
     "block_size": [0, -16, 1.5, "16", True, None],

@@ -10,7 +10,7 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete
-from speculant.engine.drafters import Drafters, check_draft
+from speculant.engine.drafters import Drafters, check_draft, check_extends
 from speculant.errors import ConfigError, DraftError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
@@ -76,16 +76,16 @@ def test_drafters_wrong_number_of_drafts_is_an_error() -> None:
 
 
 def test_drafters_check_passes_legal_drafts() -> None:
-    needs = DrafterNeeds(emits_tree=True)
     for tree in (DraftTree.empty(), DraftTree.of([1, 5, 0], [-1, -1, 0]), DraftTree.chain([2], torch.ones(1, V))):
-        check_draft(tree, DraftTree.empty(), 3, V, needs)
+        check_draft(tree, 3, V, branches=True)
 
 
 def test_drafters_beam_draft_extends_live_hypotheses() -> None:
     live = DraftTree.of([1, 2], [-1, 0])
-    check_draft(DraftTree.of([1, 2, 3], [-1, 0, 1]), live, 1, V, DrafterNeeds())
+    check_extends(DraftTree.of([1, 2, 3], [-1, 0, 1]), live)
+    check_extends(DraftTree.empty(), live)
     with pytest.raises(DraftError, match="live hypotheses"):
-        check_draft(DraftTree.of([2, 1, 3], [-1, 0, 1]), live, 1, V, DrafterNeeds())
+        check_extends(DraftTree.of([2, 1, 3], [-1, 0, 1]), live)
 
 
 def test_drafters_failing_end_leaves_the_engine_intact() -> None:

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from speculant.constraints import unpacked
 from speculant.errors import RequestError
-from speculant.kernels.native import Kernels, open_kernels, usable_sets
+from speculant.kernels.base import Sampler
+from speculant.kernels.native import open_kernels, usable_sets
+from speculant.kernels.native_sampler import NativeEdits, NativeSampler
+from speculant.kernels.reference_sampler import REFERENCE, edit
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution, sampling_settings
-from speculant.sampling.edits import NativeEdits, edit
+from speculant.sampling.edits import edits_of
 from speculant.types import Request
 from tests.automata import bitset
 from tests.models import make_request
@@ -55,17 +58,23 @@ def masked(mask: Any) -> Request:
     return make_request([1, 2], params=SamplingParams(temperature=1.0), constraint=Masked(mask))
 
 
-def backends() -> list[Kernels | None]:
-    return [None, *(open_kernels(isa, 1) for isa in usable_sets())]
+def native(isa: str) -> NativeSampler:
+    kernels = open_kernels(isa, 1)
+    assert kernels is not None
+    return NativeSampler(kernels)
 
 
-@pytest.mark.parametrize("kernels", backends(), ids=lambda each: each.isa if each else "reference")
-def test_penalties_do_not_read_the_history(kernels: Kernels | None) -> None:
+SAMPLERS: list[Sampler] = [REFERENCE, *map(native, usable_sets())]
+every_sampler = pytest.mark.parametrize("sampler", SAMPLERS, ids=["reference", *usable_sets()])
+
+
+@every_sampler
+def test_penalties_do_not_read_the_history(sampler: Sampler) -> None:
     request = make_request([1, 2, 3], [3, 3, 4], SamplingParams(**PENALTIES))  # type: ignore[arg-type]
     nodes, logits = [Node(request, (3, 5)[:n]) for n in range(3)], torch.linspace(-2, 2, V).repeat(3, 1)
-    expected = distribution(logits, nodes, kernels)
+    expected = distribution(logits, nodes, sampler)
     request.tokens = Unread(request.tokens)
-    assert torch.equal(distribution(logits, nodes, kernels), expected)
+    assert torch.equal(distribution(logits, nodes, sampler), expected)
 
 
 few = st.lists(st.integers(0, V - 1), max_size=12)
@@ -104,23 +113,21 @@ def test_native_edits_have_the_reference_bits(
     request = make_request(prompt, output, SamplingParams(**values), constraint=constraint, end_token_ids=ends)
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(seed))
     expected, found, node = logits[1].clone(), logits.clone(), Node(request, drafted)
-    edit(expected, node)
-    kernels = open_kernels(isa, 1)
-    assert kernels is not None
+    edit(expected, edits_of(node))
     nodes = [Node(make_request([1])), node]
-    edits = NativeEdits(nodes)
-    kernels.probs(found, [sampling_settings(each.params) for each in nodes], edits.address)
+    edits = NativeEdits([None, edits_of(node)])
+    native(isa).kernels.probs(found, [sampling_settings(each.params) for each in nodes], edits.address)
     assert torch.equal(found[1], expected)
     assert torch.equal(found[0], logits[0]), "a neighbour's row was edited"
 
 
-@pytest.mark.parametrize("kernels", backends(), ids=lambda each: each.isa if each else "reference")
+@every_sampler
 @pytest.mark.parametrize("allowed", [[0], [31, 32], [5, 69], [1, 100], range(V), []])
-def test_masks_forbid_all_but_their_tokens(kernels: Kernels | None, allowed: Sequence[int]) -> None:
+def test_masks_forbid_all_but_their_tokens(sampler: Sampler, allowed: Sequence[int]) -> None:
     """A mask may have fewer words than the vocabulary, and more."""
-    (row,) = distribution(torch.zeros(1, V), [Node(masked(bitset(allowed)))], kernels)
+    (row,) = distribution(torch.zeros(1, V), [Node(masked(bitset(allowed)))], sampler)
     assert row.nonzero().flatten().tolist() == [token for token in allowed if token < V]
-    (free,) = distribution(torch.zeros(1, V), [Node(masked(None))], kernels)
+    (free,) = distribution(torch.zeros(1, V), [Node(masked(None))], sampler)
     assert bool((free > 0).all())
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from speculant.beams import Beams, Hypothesis, Scored, tree_of
 from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.drafting.growth.runner import DraftModelRunner
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
 from speculant.sampling.distribution import Node, distribution
 from speculant.sampling.ranking import rank
@@ -64,7 +65,7 @@ def draft_beams(
     drafting: Sequence[tuple[Request, int]],
     nodes_per_beam: int,
     vocab_size: int,
-    kernels: Kernels | None = None,
+    sampler: Sampler = REFERENCE,
 ) -> dict[int, DraftTree]:
     """Return, by sequence, each search's live hypotheses with at most so many drafted nodes behind them.
 
@@ -75,14 +76,14 @@ def draft_beams(
     wanted = [(request, states[request.seq_id].live_tree.size + limit) for request, limit in drafting]
     searches = [_begin(plan, states[plan.request.seq_id], nodes_per_beam) for plan in runner.plan(wanted)]
     drafted = [search for search in searches if search.grows]
-    growing = _take_round(runner, searches, vocab_size, kernels)
+    growing = _take_round(runner, searches, vocab_size, sampler)
     for search in searches:
         runner.note(search.request, search.feed)
     while growing:
         for search in growing:
             search.feed = search.request.tokens[-1:]
             runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens) - 1)
-        growing = _take_round(runner, growing, vocab_size, kernels)
+        growing = _take_round(runner, growing, vocab_size, sampler)
     for search in drafted:
         runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens))
     return {search.request.seq_id: search.tree for search in drafted}
@@ -96,7 +97,7 @@ def _begin(plan: Chain, beams: Beams, nodes_per_beam: int) -> _Search:
 
 
 def _take_round(
-    runner: DraftModelRunner, searches: Sequence[_Search], vocab_size: int, kernels: Kernels | None
+    runner: DraftModelRunner, searches: Sequence[_Search], vocab_size: int, sampler: Sampler
 ) -> list[_Search]:
     """Feed what searches have to feed, and the trees of those that grow; return those that want another round."""
     if not searches:
@@ -114,7 +115,7 @@ def _take_round(
             nodes.append(Node(search.request, tree.tokens_to(tip)))
     hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
     if rows:
-        probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, kernels)
+        probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, sampler)
         for search in growing:
             own, probs = probs[: len(search.tips)], probs[len(search.tips) :]
             search.advance(own)

@@ -10,31 +10,22 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.models.native_decoder import NativeDecoder
-from speculant.models.replay import can_replay
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree
 
 
 def grow(
-    model: CausalLM, chains: Sequence[Chain], cache: KVCache, vocab_size: int, kernels: Kernels | None = None
+    model: CausalLM, chains: Sequence[Chain], cache: KVCache, vocab_size: int, sampler: Sampler = REFERENCE
 ) -> None:
     """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
 
     A chain's tokens and distributions are the same in any company, on the kernels that have invariant rows.
     """
-    by_itself, growing = list[Chain](), list[tuple[Chain, list[int]]]()
-    for chain in chains:
-        if isinstance(model, NativeDecoder) and can_replay(chain):
-            by_itself.append(chain)
-        else:
-            growing.append((chain, chain.feed))
-    if isinstance(model, NativeDecoder) and by_itself:
-        model.grow(by_itself, cache, vocab_size)
-    if growing:
-        _Stepwise(model, cache, vocab_size, kernels).grow(growing)
+    others = model.grow(chains, cache, vocab_size)
+    _Stepwise(model, cache, vocab_size, sampler).grow([(chain, chain.feed) for chain in others])
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class _Stepwise:
     model: CausalLM
     cache: KVCache
     vocab_size: int
-    kernels: Kernels | None
+    sampler: Sampler
 
     def grow(self, growing: list[tuple[Chain, list[int]]]) -> None:
         """Feed and draw until no chain wants more."""
@@ -68,7 +59,7 @@ class _Stepwise:
     def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> list[Chain]:
         """Draw a token for each; return those that could: a row that is no distribution ends its chain."""
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
-        probs = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.kernels)
+        probs = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.sampler)
         drawn = []
         for chain, token_probs, total in zip(chains, probs, probs.sum(-1).tolist(), strict=True):
             if not 0 < total < math.inf:

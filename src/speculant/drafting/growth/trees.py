@@ -15,7 +15,8 @@ from torch import Tensor
 from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.drafting.growth.topology import Distributions, Pick, TreeTopology
-from speculant.kernels.native import Kernels
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
 from speculant.sampling.chance import KeyedNoise
 from speculant.sampling.distribution import Node, distribution
@@ -69,10 +70,10 @@ def grow_trees(
     trees: Sequence[Tree],
     topology: TreeTopology,
     vocab_size: int,
-    kernels: Kernels | None = None,
+    sampler: Sampler = REFERENCE,
 ) -> None:
     """Draw every tree's nodes as planned; afterwards the sources' caches hold committed tokens alone."""
-    grower = _Grower(sources, topology, vocab_size, kernels)
+    grower = _Grower(sources, topology, vocab_size, sampler)
     growing = grower.begin(trees)
     while growing:
         growing = grower.extend(growing)
@@ -89,7 +90,7 @@ class _Grower:
     sources: Sequence[DraftModelRunner]
     topology: TreeTopology
     vocab_size: int
-    kernels: Kernels | None
+    sampler: Sampler
 
     def begin(self, trees: Sequence[Tree]) -> list[Tree]:
         """Feed the committed tokens and draw the roots' children; return the trees that want more."""
@@ -129,7 +130,7 @@ class _Grower:
             return {}
         logits = fit_vocabulary(model.logits(hidden[rows]), self.vocab_size)
         nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
-        return dict(zip(places, distribution(logits, nodes, self.kernels), strict=True))
+        return dict(zip(places, distribution(logits, nodes, self.sampler), strict=True))
 
     def _draw(self, places: Sequence[_Place], heard: Sequence[dict[_Place, Tensor]]) -> list[Tree]:
         """Draw children below nodes; return the trees that want more."""

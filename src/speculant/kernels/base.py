@@ -1,0 +1,74 @@
+"""What makes distributions and draws from them: one protocol for every device."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from speculant.counts import TokenCounts
+
+
+class SamplingSettings(NamedTuple):
+    """How a row's distribution is made of its logits. temperature 0 puts everything on the best token."""
+
+    temperature: float
+    top_p: float = 1.0  # 1 = not used
+    min_p: float = 0.0  # 0 = not used
+    top_k: int = 0  # 0 = not used
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the distribution is a point mass."""
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens may be cut off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What changes a row's logits before its distribution is made, in this order.
+
+    mask: bitset [words] int32 of the allowed tokens; None = all are. biases are added to the logits of the `biased`
+    tokens. banned tokens are impossible as long as fewer than `ban_below` tokens are drafted. Penalties look at
+    `counts` (None = no penalties) and at the `drafted` tokens that the row follows.
+    """
+
+    drafted: Sequence[int] = ()
+    mask: Tensor | None = None
+    biased: array[int] | None = None
+    biases: array[float] | None = None
+    banned: Collection[int] = ()
+    ban_below: int = 0
+    counts: TokenCounts | None = None
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+class Sampler(Protocol):
+    """Makes distributions from logits, and draws. What a row gives depends on that row alone."""
+
+    def distribution(
+        self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
+    ) -> Tensor:
+        """Return distributions [r, V] in float64 for logits [r, V], one entry of `settings` and `edits` per row.
+
+        Order: edits, temperature, top-k, top-p, min-p. Ties go to the lowest token ids. A row without a possible token
+        is all zeros; one whose logits have NaN or +infinity is all NaN. The logits stay as they are.
+        """
+        ...
+
+    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
+        """Return a token drawn with probability proportional to weights [V].
+
+        key has 64 random bits. With shared_noise it keys Gumbel noise for every token id, and the token is the argmax
+        of log weight + noise. Otherwise it is a share of the sum, and the token is where the cumulative sum exceeds it.
+        """
+        ...

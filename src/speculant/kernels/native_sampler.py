@@ -1,0 +1,72 @@
+"""Distributions and draws by the native kernels: the reference's, bit for bit where that is possible."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.counts import TokenCounts
+from speculant.kernels.base import Edits, SamplingSettings
+from speculant.kernels.native import Kernels, SpEdits, address
+from speculant.kernels.reference_sampler import REFERENCE, own_scores
+
+
+@dataclass(frozen=True)
+class NativeSampler:
+    """See `Sampler`. The kernels compute in float32 and draw from float64; the reference takes all else."""
+
+    kernels: Kernels
+
+    def distribution(
+        self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
+    ) -> Tensor:
+        """See `Sampler.distribution`."""
+        if logits.dtype == torch.float64:
+            return REFERENCE.distribution(logits, settings, edits)
+        laid_out = NativeEdits(edits)
+        return self.kernels.probs(own_scores(logits, edits), settings, laid_out.address)
+
+    def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
+        """See `Sampler.draw`."""
+        if weights.dtype != torch.float64:
+            return REFERENCE.draw(weights, shared_noise, key)
+        return self.kernels.draw(weights, shared_noise, key)
+
+
+class NativeEdits:
+    """The edits of rows as the native kernels read them; they point into what this object keeps.
+
+    `address` is that of a pointer for each row; 0 if no row is edited.
+    """
+
+    def __init__(self, edits: Sequence[Edits | None]) -> None:
+        self._kept: list[object] = []
+        self._pointers = array("Q", [0 if own is None else self._laid_out(own) for own in edits])
+        self.address = self._pointers.buffer_info()[0] if any(self._pointers) else 0
+
+    def _laid_out(self, edits: Edits) -> int:
+        drafted, banned = array("q", edits.drafted), array("q", edits.banned)
+        made = SpEdits(drafted=address(drafted), num_drafted=len(drafted), ban_below=edits.ban_below)
+        made.banned, made.num_banned = address(banned), len(banned)
+        if edits.mask is not None:
+            made.allowed, made.words, made.masked = edits.mask.data_ptr(), len(edits.mask), 1
+        if edits.biased is not None and edits.biases is not None:
+            biases = array("f", edits.biases)
+            made.biased, made.biases, made.num_biased = address(edits.biased), address(biases), len(biases)
+            self._kept.append(biases)
+        if edits.counts is not None:
+            self._lay_out_penalties(made, edits, edits.counts)
+        self._kept += (made, edits, banned, drafted)
+        return ctypes.addressof(made)
+
+    def _lay_out_penalties(self, made: SpEdits, edits: Edits, counts: TokenCounts) -> None:
+        tokens, numbers = counts.tokens, counts.counts
+        made.seen, made.counts, made.num_seen = tokens.data_ptr(), numbers.data_ptr(), len(tokens)
+        made.penalises, made.repetition = 1, edits.repetition
+        made.presence, made.frequency = edits.presence, edits.frequency
+        self._kept += (tokens, numbers)

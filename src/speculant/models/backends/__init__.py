@@ -1,0 +1,1 @@
+"""What computes models: one module a backend, found by name."""

@@ -1,0 +1,68 @@
+"""The native kernels on the processor: a row's result depends on that row and its context alone, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from speculant.kernels.base import Sampler
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, QUANTIZED, TYPES, Kernels, open_kernels
+from speculant.kernels.native_sampler import NativeSampler
+from speculant.models.config import DecoderConfig
+from speculant.models.native_decoder import NativeDecoder
+from speculant.models.weight_source import WeightSource
+
+
+@dataclass(frozen=True)
+class NativeBackend:
+    """See `Backend`. kernels None = they were not built, and no model can be computed."""
+
+    kernels: Kernels | None
+    name: str = "native"
+    devices: Sequence[str] | None = ("cpu",)
+    dtypes: Sequence[torch.dtype] = tuple(TYPES)
+    quantizations: Sequence[str] = tuple(QUANTIZED)
+    priority: int = 10
+    row_invariant: bool = True
+
+    @property
+    def sampler(self) -> Sampler:
+        """See `Backend.sampler`."""
+        return NativeSampler(self._built)
+
+    def why_not(self, config: DecoderConfig) -> str | None:
+        """See `Backend.why_not`."""
+        if self.kernels is None:
+            return "they were not built"
+        group = config.num_heads // config.num_kv_heads
+        if config.head_dim > MOST_DIM or group > MOST_GROUP:
+            return f"heads of {config.head_dim} in groups of {group} are too large for them"
+        return None
+
+    def describe(self) -> str:
+        """See `Backend.describe`."""
+        return f"{self._built.isa}, {self._built.threads} threads"
+
+    def load(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+    ) -> NativeDecoder:
+        """See `Backend.load`: each tensor is packed as it is read."""
+        type_ = None if quantization is None else QUANTIZED[quantization]
+        return NativeDecoder(config, weights, dtype, self._built, type_)
+
+    @property
+    def _built(self) -> Kernels:
+        assert self.kernels is not None, "the native kernels were not built"
+        return self.kernels
+
+
+def open_backend() -> NativeBackend:
+    """Return the backend with the best instruction set; see `open_kernels`."""
+    return NativeBackend(open_kernels())

@@ -1,0 +1,60 @@
+"""Plain PyTorch, on any device: the definition of correct."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.models.config import DecoderConfig
+from speculant.models.decoder import Decoder
+from speculant.models.weight_source import WeightSource, read_plain
+
+
+@dataclass(frozen=True)
+class ReferenceBackend:
+    """See `Backend`. torch's kernels may round a row differently when other rows are beside it."""
+
+    name: str = "reference"
+    devices: Sequence[str] | None = None
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16)
+    quantizations: Sequence[str] = ()
+    priority: int = 0
+    row_invariant: bool = False
+    sampler: Sampler = REFERENCE
+
+    def why_not(self, config: DecoderConfig) -> str | None:
+        """See `Backend.why_not`: it computes every model."""
+        return None
+
+    def describe(self) -> str:
+        """See `Backend.describe`."""
+        return ""
+
+    def load(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+    ) -> Decoder:
+        """See `Backend.load`. A tensor's memory is its own, aligned by the allocator; the file is free to change."""
+        assert quantization is None, "the reference kernels do not quantise"
+        with torch.device("meta"):
+            model = Decoder(config)
+        for name in [name for name, _ in model.named_parameters()]:
+            part, _, own = name.rpartition(".")
+            tensor = read_plain(weights, name).to(device=device, dtype=dtype, copy=True)
+            setattr(model.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
+        model.tie_head()
+        return model.eval()
+
+
+def open_backend() -> ReferenceBackend:
+    """Return the backend; it is always there."""
+    return ReferenceBackend()

@@ -1,0 +1,57 @@
+"""Reads a decoder's tensors for the native kernels: each is packed before the next one is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from speculant.kernels.native import Kernels, Type, Weight
+from speculant.kernels.packing import Lane, allocate
+from speculant.models.weight_source import WeightSource, read_plain
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """A source whose tensors are rounded to `dtype` and packed; names follow `prefix`."""
+
+    weights: WeightSource
+    kernels: Kernels
+    dtype: torch.dtype
+    prefix: str = ""
+
+    def inside(self, part: str) -> WeightReader:
+        """Return a reader of a part of the model."""
+        return replace(self, prefix=self.prefix + part)
+
+    def matrix(self, type_: Type, *names: str) -> Weight:
+        """Pack matrices of the same depth k, one below the other."""
+        shapes = [self.weights.shape(self.prefix + name) for name in names]
+        packed = allocate(self.kernels, type_, sum(n for n, _ in shapes), shapes[0][1])
+        lane = Lane(self.kernels, packed, self.dtype)
+        for name in names:
+            lane.write(self._read(name))
+        lane.close()
+        return packed
+
+    def in_turn(self, type_: Type, *names: str) -> Weight:
+        """Pack matrices of the same shape, in turn panel by panel."""
+        n, k = self.weights.shape(self.prefix + names[0])
+        packed = allocate(self.kernels, type_, n, k, len(names))
+        for index, name in enumerate(names):
+            lane = Lane(self.kernels, packed, self.dtype, index, len(names))
+            lane.write(self._read(name))
+            lane.close()
+        return packed
+
+    def vector(self, *names: str) -> Tensor:
+        """Return vectors in float32, one behind the other."""
+        return torch.cat([self._read(name).to(self.dtype, copy=True) for name in names]).float()
+
+    def optional(self, *names: str) -> Tensor | None:
+        """Return vectors in float32, one behind the other; None if the model has none of them."""
+        return self.vector(*names) if any(self.prefix + name in self.weights.names() for name in names) else None
+
+    def _read(self, name: str) -> Tensor:
+        return read_plain(self.weights, self.prefix + name)

@@ -1,0 +1,97 @@
+"""A matrix that is packed as its rows are read has the bytes of one that is packed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.kernels import packing
+from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
+from speculant.kernels.packing import Lane, allocate, panel_rows
+
+SETS = usable_sets()
+pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+SPLITS = [[1], [1, 2, 3], [5, 200, 7], [63, 1, 64], [31, 33, 100, 28]]
+
+
+@pytest.fixture(params=SETS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found = open_kernels(request.param, 2)
+    assert found is not None
+    return found
+
+
+def random_rows(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def blank(kernels: Kernels, type_: Type, like: Tensor, lanes: int = 1) -> Weight:
+    """Allocate a packed matrix, filled so that bytes which nothing writes are equal."""
+    packed = allocate(kernels, type_, *like.shape, lanes)
+    packed.memory.fill_(0xAA)
+    return packed
+
+
+def pack_whole(kernels: Kernels, type_: Type, *matrices: Tensor) -> Tensor:
+    """Pack matrices in turn, each in one call."""
+    packed = blank(kernels, type_, matrices[0], len(matrices))
+    for index, matrix in enumerate(matrices):
+        offset = index * kernels.packed_bytes(type_, 1, matrix.shape[1])
+        kernels.pack_panels(type_, matrix, packed.address + offset, len(matrices))
+    return packed.memory
+
+
+def pack_parts(
+    kernels: Kernels, type_: Type, dtype: torch.dtype, matrices: Sequence[Tensor], split: list[int]
+) -> Tensor:
+    """Pack matrices in turn, each in parts."""
+    packed = blank(kernels, type_, matrices[0], len(matrices))
+    for index, matrix in enumerate(matrices):
+        lane = Lane(kernels, packed, dtype, index, len(matrices))
+        for part in matrix.split(split):
+            lane.write(part)
+        lane.close()
+    return packed.memory
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("type_", list(Type))
+def test_packing_in_parts_equals_whole(
+    kernels: Kernels, type_: Type, split: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 1)  # so that one part is several chunks
+    matrix = random_rows(sum(split), 130, torch.bfloat16)
+    expected = pack_whole(kernels, type_, matrix)
+    assert torch.equal(pack_parts(kernels, type_, torch.bfloat16, [matrix], split), expected)
+
+
+@pytest.mark.parametrize("type_", list(Type))
+@pytest.mark.parametrize("stored", [torch.float16, torch.float64, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_rounds_to_the_models_type(
+    kernels: Kernels, type_: Type, stored: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 1)
+    matrix = random_rows(333, 72, stored)
+    expected = pack_whole(kernels, type_, matrix.to(dtype))
+    assert torch.equal(pack_parts(kernels, type_, dtype, [matrix], [200, 133]), expected)
+
+
+@pytest.mark.parametrize("type_", list(Type))
+@pytest.mark.parametrize("n", [1, 50, 64, 200])
+def test_packing_in_turn_equals_whole(kernels: Kernels, type_: Type, n: int) -> None:
+    gate, up = (random_rows(n, 72, torch.float32, seed) for seed in (1, 2))
+    expected = pack_whole(kernels, type_, gate, up)
+    assert torch.equal(pack_parts(kernels, type_, torch.float32, [gate, up], [n]), expected)
+
+
+def test_panel_rows_are_what_the_library_says(kernels: Kernels) -> None:
+    rows = panel_rows(kernels)
+    assert rows > 1
+    for type_ in Type:
+        one = kernels.packed_bytes(type_, 1, 72)
+        assert kernels.packed_bytes(type_, rows, 72) == one
+        assert kernels.packed_bytes(type_, rows + 1, 72) == 2 * one
