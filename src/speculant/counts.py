@@ -31,6 +31,13 @@ class TokenCounts:
         self.num_tokens = len(prompt)  # of prompt and output
         self.add(output)
 
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenCounts) or self.num_tokens != other.num_tokens:
+            return False
+        return torch.equal(self.tokens, other.tokens) and torch.equal(self.counts, other.counts)
+
     @property
     def tokens(self) -> Tensor:
         """The distinct tokens [k] in int64; valid until the counts change."""

@@ -37,6 +37,8 @@ def test_counts_follow_what_comes_and_goes(prompt: list[int], output: list[int],
             del output[keep:]
         assert counted(counts) == expected(prompt, output)
         assert counts.num_tokens == len(prompt) + len(output)
+        assert counts == TokenCounts(prompt, output)
+    assert counts != TokenCounts(prompt, [*output, 1])
 
 
 @given(prompt=tokens_strategy, output=tokens_strategy, drafted=st.lists(st.integers(0, 12), max_size=8))

@@ -179,6 +179,24 @@ DISTRIBUTIONS = [
         TRANSFORM.format("bias"),
     ),
     Mutant(
+        "constraint blind to drafted ancestors",
+        EDITS,
+        "    mask = None if request.constraint is None else checked_mask(request.constraint, node.drafted)\n"
+        "    if mask is not None:\n"
+        "        row",
+        "    mask = None if request.constraint is None else checked_mask(request.constraint, ())\n"
+        "    if mask is not None:\n"
+        "        row",
+        "test_constraints.py::test_speculation_changes_no_constrained_text[settings0-model]",
+    ),
+    Mutant(
+        "constraint not advanced",
+        COMMIT,
+        "            request.constraint.advance([token])\n",
+        "            pass\n",
+        "test_constraints.py::test_speculation_changes_no_constrained_text[settings0-none]",
+    ),
+    Mutant(
         "last token counted twice in penalties",
         STEP,
         "Node(request, tree.tokens_to(node), verifier",

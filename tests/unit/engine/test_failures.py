@@ -17,12 +17,13 @@ from speculant import LLM, RequestOutput, SamplingParams
 from speculant.beams import Beams
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
-from speculant.engine.failures import advance_sound
+from speculant.engine.failures import advance_sound, verify_sound
 from speculant.errors import RequestError, SpeculantError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import History, Table, TableModel
 from speculant.kernels.native import usable_sets
-from speculant.types import DraftTree, Request
+from speculant.sampling.chance import Purpose, Stream
+from speculant.types import DraftTree, Request, Verdict
 from tests.fakes import Rig, ScriptedDrafter, build_rig, known_verifiers, model_drafter
 from tests.models import VOCAB_SIZE, write_checkpoint
 
@@ -157,6 +158,19 @@ def test_a_failed_row_below_a_draft_costs_that_draft(row: str, verifier: str, se
         (alone,) = plain.add((0, 1), params)
         plain.finish()
         assert request.output == alone.output
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("bad", [0.0, math.nan])
+def test_nothing_below_a_failed_row_is_verified(bad: float, verifier: str) -> None:
+    """The node itself is accepted as its parent's row says, and its token is the last one."""
+    tree, p = DraftTree.chain([1, 0, 0, 2]), torch.eye(3, dtype=torch.float64)[[1, 0, 0, 0, 2]]
+    p[1] = bad
+    chance = Stream(1, (Purpose.ACCEPT, Purpose.DRAW), 0)
+    totals = p.sum(-1).tolist()
+    assert verify_sound(known_verifiers()[verifier], tree, p, totals, chance) == Verdict((), 1)
+    p[1] = torch.tensor([1.0, 0.0, 0.0])
+    assert verify_sound(known_verifiers()[verifier], tree, p, [1.0] * 5, chance) == Verdict((0, 1, 2), 0)
 
 
 def test_failed_prompt_logprobs_are_the_requests_error() -> None:

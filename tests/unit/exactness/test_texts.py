@@ -136,7 +136,7 @@ def test_reading_on_is_reading_anew(checkpoints: Checkpoints) -> None:
         whole = reread(text, place)
         assert torch.equal(reader.distributions([Node(growing)]), fresh.distributions([Node(whole)]))
         fresh.end(whole)
-        growing.tokens.append(text.output[place])
+        growing.extend([text.output[place]])
 
 
 def test_the_second_drafter_tells_the_distribution_that_it_would_draw_from(checkpoints: Checkpoints) -> None:
@@ -151,7 +151,7 @@ def test_the_second_drafter_tells_the_distribution_that_it_would_draw_from(check
         q, rows = second.distributions([copy], torch.zeros(1, runtime.checkpoint.model.vocab_size, dtype=torch.float64))
         assert rows == [0]
         assert (q - alone.distributions([Node(copy)])).abs().max() < 1e-12
-        copy.tokens.append(token)
+        copy.extend([token])
 
 
 @pytest.mark.parametrize("method", plugins.names("speculant.drafting"))
