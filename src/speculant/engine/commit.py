@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,6 +15,8 @@ from speculant.cache.base import KVCache
 from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
 from speculant.types import Logprob, Logprobs, Request, StepOutput, Verdict
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def _end_without(request: Request) -> list[StepOutput]:
 
 def fail(request: Request, error: Exception) -> Committed:
     """End a request by an error; what was committed before stays. With a beam search end its siblings."""
+    logger.info("request %s failed: %r", request.request_id, error)
     return Committed(request, [], [_fail(each, error) for each in request.outcomes])
 
 

@@ -12,6 +12,7 @@ from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, fail
+from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.step import StepContext, step
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.kernels.native import Kernels
@@ -41,7 +42,7 @@ class EngineOptions:
 
 
 class Engine:
-    """Runs requests to their end, `step` by `step`."""
+    """Runs requests to their end, `step` by `step`. `mark` shows the phases of a step to a profiler."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._next_seq_id = 0
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks)
+        self.mark: Mark = unmarked
         self._check_verifier(options.verification)
 
     def add_request(
@@ -112,7 +114,8 @@ class Engine:
         if not self.has_unfinished():
             return []
         started = time.perf_counter()
-        schedule = self._scheduler.schedule()
+        with self.mark("schedule"):
+            schedule = self._scheduler.schedule()
         failed = self._notify_drafter(schedule)
         committed, draft_s, verify_s = self._run(schedule.without_finished())
         committed += failed
@@ -152,7 +155,7 @@ class Engine:
         if not schedule.items:
             return [], 0.0, 0.0
         try:
-            committed, timing = step(self._context, schedule)
+            committed, timing = step(self._context, schedule, self.mark)
             return committed, timing.draft_s, timing.verify_s
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
             if len(schedule.items) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.commit import Committed, commit, commit_beams, fail, record_prompt, roll_back
+from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.runner import TargetOutput, forward_target
 from speculant.kernels.native import Kernels
 from speculant.models.base import CausalLM
@@ -25,6 +27,8 @@ from speculant.scheduling.draft_length import DraftLength, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier, verifier_for
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,24 @@ class Timing:
 
 
 @torch.inference_mode()
-def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], Timing]:
+def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tuple[list[Committed], Timing]:
     """Feed every scheduled sequence once and commit what the target agrees to.
 
-    An error before the first commit leaves every request and the cache as they were.
+    An error before the first commit leaves every request and the cache as they were. `mark` shows the phases
+    to a profiler.
     """
     started = time.perf_counter()
-    trees = propose(context, schedule)
-    drafted = time.perf_counter()
     with rolled_back_on_error(context.cache, schedule.items):
-        fed = forward_target(context.target, context.cache, schedule.items, trees)
-        verdicts = verify(context, [each for each in fed if each.logits is not None])
+        with mark("draft"):
+            trees = propose(context, schedule)
+        drafted = time.perf_counter()
+        with mark("target pass"):
+            fed = forward_target(context.target, context.cache, schedule.items, trees)
+        with mark("verify"):
+            verdicts = verify(context, [each for each in fed if each.logits is not None])
     timing = Timing(started, drafted, time.perf_counter())
-    return [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in fed], timing
+    with mark("commit"):
+        return [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in fed], timing
 
 
 def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
@@ -122,10 +131,11 @@ def tell(drafter: Drafter, committed: Committed) -> None:
 
 @contextmanager
 def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[None]:
-    """Take back what a failed pass reserved, so that the other sequences' next step starts where this one did."""
+    """Take back what a failed step reserved, so that the other sequences' next step starts where this one did."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        logger.info("a step of %d sequences failed and is rolled back: %r", len(scheduled), error)
         for item in scheduled:
             if cache.length(item.request.seq_id) > item.start:
                 cache.truncate_to(item.request.seq_id, item.start)

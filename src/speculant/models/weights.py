@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from speculant.models.decoder import Decoder
 from speculant.models.native_decoder import NativeDecoder, why_not_native
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles, check_tensors
+
+logger = logging.getLogger(__name__)
 
 _FAMILIES = "speculant.models"
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,6 +62,7 @@ def load_model(
     pickle from a checkpoint is ever run. Raises ModelError for whatever is wrong with the checkpoint,
     ConfigError for a wrong dtype or device.
     """
+    started = time.perf_counter()
     _check_choices(dtype, device)
     folder = resolve_source(source, role, revision)
     config = read_json(folder / "config.json")
@@ -70,7 +75,9 @@ def load_model(
     native = computing.kernels if isinstance(computing, NativeDecoder) else None
     generation = _read_optional(folder / "generation_config.json")
     ends = _eos_token_ids(generation, config)
-    return Checkpoint(computing, config, folder, chosen, ends, generation, _name(source, role, folder), says, native)
+    name, seconds = _name(source, role, folder), time.perf_counter() - started
+    logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, says)
+    return Checkpoint(computing, config, folder, chosen, ends, generation, name, says, native)
 
 
 def _check_choices(dtype: str, device: str) -> None:

@@ -11,6 +11,7 @@ The live hypotheses of a beam search are no draft: they have to be fed, if need 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,8 @@ from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.policy import POLICIES, Standing
 from speculant.types import DraftTree, Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,7 @@ class Scheduler:
         self._target.release(request.seq_id)
         self.waiting.append(request)
         request.metrics.num_preemptions += 1
+        logger.debug("request %s is preempted after %d tokens", request.request_id, len(request.tokens))
 
     def _turn(self, request: Request) -> tuple[int, ...]:
         return self._policy(self._standing(request))
