@@ -54,7 +54,8 @@ def test_log_level_that_is_none_is_refused() -> None:
 
 
 def test_library_installs_no_handler() -> None:
-    code = "import speculant.engine.llm, logging; assert not logging.root.handlers; " + (
+    code = (
+        "import speculant.engine.llm, logging; assert not logging.root.handlers; "
         "assert not [n for n in logging.root.manager.loggerDict if n.startswith('speculant') "
         "and logging.getLogger(n).handlers]"
     )

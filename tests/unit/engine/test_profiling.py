@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_trace_phases_come_in_order_and_apart(llm: LLM, tmp_path: Path) -> None:
         llm.generate(["hello"], GREEDY)
     ranges = sorted(_ranges(path.read_text()), key=lambda event: event["ts"])
     assert [event["name"] for event in ranges[: len(PHASES)]] == list(PHASES)
-    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(ranges))
 
 
 def test_trace_changes_no_token(llm: LLM, tmp_path: Path) -> None:
@@ -62,9 +63,10 @@ def test_trace_is_compressed_by_its_name(llm: LLM, tmp_path: Path) -> None:
 
 def test_trace_is_written_when_the_block_raises(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
+    stream = llm.stream("hello", GREEDY)
     with pytest.raises(KeyError), profiled(llm.engine, path):
-        llm.generate(["hello"], GREEDY)
-        raise KeyError
+        raise KeyError(next(stream).token)
+    stream.close()
     assert _ranges(path.read_text())
     assert llm.engine.mark is unmarked
 
