@@ -11,6 +11,7 @@ from speculant.drafting.base import DrafterContext, DrafterNeeds, Method
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=4)
+PROMPT = "def remove(path):\n    try:\n        os.unlink(path)\n    except OSError"
 
 
 class Copycat:
@@ -35,5 +36,5 @@ def build(context: DrafterContext) -> Copycat:
 
 if __name__ == "__main__":
     llm = LLM("demo", speculative_config={"method": "copycat"})
-    [out] = llm.generate(["try:\n    import json\nexcept ImportError:"], SamplingParams(temperature=0, max_tokens=64))
+    [out] = llm.generate([PROMPT], SamplingParams(temperature=0.8, top_p=0.9, seed=9, max_tokens=64))
     print(out.outputs[0].text, llm.speculation, out.metrics.speculative_decoding.mean_acceptance_length, sep="\n")
