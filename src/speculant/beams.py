@@ -1,4 +1,4 @@
-"""Beam search as a value: hypotheses, and how the target's distributions advance them [002 A.4]. No model, no cache.
+"""Beam search as a value: hypotheses, and how distributions advance them (arXiv 2211.17192, A.4). No model, no cache.
 
 A round takes the likeliest continuations of all live hypotheses, over all of them:
 

@@ -82,7 +82,7 @@ class ReservationPlan(Protocol):
 class KVCache(Protocol):
     """Keys and values of many sequences.
 
-    The rollback contract is seed 001 D6: after a pass, `truncate_to` or `compact` drops what was
+    The rollback contract (docs/references.md, rollback): after a pass, `truncate_to` or `compact` drops what was
     not accepted, and stale rows are overwritten by the next pass.
     """
 
@@ -128,7 +128,7 @@ class KVCache(Protocol):
         ...
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """Forget every position from n on (rollback, seed 001 D6)."""
+        """Forget every position from n on (docs/references.md, rollback)."""
         ...
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:

@@ -107,7 +107,7 @@ class CausalLM(Protocol):
 
 
 def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
-    """Reserve cache rows for every feed and lay the sequences side by side (seed 001 D4)."""
+    """Reserve cache rows for every feed and lay the sequences side by side (docs/references.md, verification pass)."""
     segments, tokens, positions, places = list[Segment](), list[int](), list[int](), list[int]()
     for feed in feeds:
         slots = cache.reserve(feed.seq_id, len(feed.tokens) + feed.tree.size)

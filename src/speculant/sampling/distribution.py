@@ -39,7 +39,7 @@ class Node:
 
 
 def distribution(logits: Tensor, nodes: Sequence[Node], kernels: Kernels | None = None) -> Tensor:
-    """Return distributions [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
+    """Return distributions [r, V] in float64 for logits [r, V], one node per row (arXiv 2211.17192, section 2.2).
 
     Order: bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. With
     native kernels, float32 logits are theirs.

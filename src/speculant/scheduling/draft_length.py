@@ -17,7 +17,7 @@ class DraftLength(Protocol):
 
 
 class Fixed:
-    """The configured length for everyone; a request may ask for another (seed 001)."""
+    """The configured length for everyone; a request may ask for another (docs/references.md, configuration)."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -38,7 +38,7 @@ def draft_limits(
     """Return each sequence's limit: the rule's wish, cut to what can still matter and fit.
 
     A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len
-    (overflow guard, seed 001). The nodes of all share what the step's tokens left of the budget and
+    (docs/references.md, overflow guard). The nodes of all share what the step's tokens left of the budget and
     of the cache, in order: drafts never set anybody aside.
 
     In a beam search it is rounds that are wished for: each takes nodes_per_beam nodes for every beam. None = it

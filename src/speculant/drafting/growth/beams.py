@@ -1,4 +1,4 @@
-"""Beam search with a draft model, ahead of the target's [002 A.4]: it goes on from the target's hypotheses and scores.
+"""Beam search with a draft model, ahead of the target's (arXiv 2211.17192, A.4): it continues the target's hypotheses.
 
 The live hypotheses and what is drafted behind them are one tree. Each pass feeds it so far anew.
 """
