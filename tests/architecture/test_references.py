@@ -43,6 +43,12 @@ def test_references_has_what_is_cited(path: Path) -> None:
     assert unknown_sections(text, headings) == []
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_references_are_public(path: Path) -> None:
+    """A number of three digits in brackets names a document that nobody else has."""
+    assert re.findall(r"\[00\d\b[^\]]*\]|\b[Ss]eed 00\d", path.read_text(encoding="utf-8")) == []
+
+
 def test_citations_are_found() -> None:
     assert papers("(arXiv 2211.17192, A.4; arXiv 2302.01318)") == {"2211.17192", "2302.01318"}
     assert papers("arXiv 2305.09781, 2402.12374 and 2310.15141") == {"2305.09781", "2402.12374", "2310.15141"}
