@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 Mark = Callable[[str], AbstractContextManager[object]]  # makes the range of a phase, by its name
 
 PHASES = ("schedule", "draft", "target pass", "verify", "commit")
+_NOTHING = nullcontext()  # may be entered any number of times
 
 
 def unmarked(phase: str) -> AbstractContextManager[None]:
     """Mark nothing: what an engine does unless it is profiled."""
-    return nullcontext()
+    return _NOTHING
 
 
 def check_trace_path(path: Path | None) -> None:
