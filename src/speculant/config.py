@@ -22,7 +22,7 @@ class EngineConfig:
     """Everything an engine is made from; each field is a command-line flag and an environment variable.
 
     Speculation is on if `draft_model` or `speculative_config` is given and `use_speculative_decoding`
-    is not False. `spec_length` is `num_speculative_tokens` under seed 001's name.
+    is not False. `spec_length` is another name of `num_speculative_tokens`.
 
     kv_memory bounds all KV caches together, the drafter's too: bytes, or text like "2GiB"; None = what
     max_num_seqs sequences of max_model_len need, but at most half of the memory that is free.

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class SpeculationMetrics:
-    """What speculation did for one request (seed 000, "the metrics that matter"; seed 001 D9).
+    """What speculation did for one request (docs/references.md, metrics).
 
     `acceptance_histogram[k]` counts the steps in which exactly k draft tokens were kept.
     """
@@ -47,12 +47,12 @@ class SpeculationMetrics:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted / drafted (seed 001): also counts tokens that were never looked at."""
+        """Accepted / drafted (docs/references.md, metrics): also counts tokens that were never looked at."""
         return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     @property
     def acceptance_rate(self) -> float:
-        """Pooled alpha, accepted / tested (seed 000): tokens behind a rejection are not tested."""
+        """Pooled alpha, accepted / tested (docs/references.md, metrics): tokens behind a rejection are not tested."""
         return _ratio(self.num_accepted_draft_tokens, self.num_tested_tokens)
 
     def to_dict(self) -> dict[str, Any]:

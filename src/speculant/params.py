@@ -25,7 +25,7 @@ MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings in vLLM's names. Every setting is a distribution over tokens (seed 002 section 2.2).
+    """Sampling settings in vLLM's names. Every setting is a distribution over tokens (arXiv 2211.17192, section 2.2).
 
     temperature 0 is greedy: the lowest token id among the most likely ones. The distribution is made in this
     order: logit_bias, end tokens banned below min_tokens, repetition, presence and frequency

@@ -156,7 +156,7 @@ class Request:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One committed token. A request may have several of these per step (seed 001).
+    """One committed token. A request may have several of these per step (docs/references.md, several outputs).
 
     A request that ends by an error has no token to tell; the error is in its `Request`.
     """

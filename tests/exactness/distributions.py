@@ -51,7 +51,7 @@ def mean_accepted(p: Law, q: Law, start: History, length: int, agree: Callable[[
     """Return the expected number of accepted nodes of a chain of `length` drawn from q.
 
     agree(p, q) is the probability that a token is both drafted and kept: min(p, q) for the ratio test
-    [000, 002], p q where draft and target draw independently.
+    (arXiv 2211.17192), p q where draft and target draw independently.
     """
     if length == 0:
         return 0.0

@@ -59,7 +59,7 @@ def test_it_is_not_lossless_and_without_lenience_it_is() -> None:
 
 @pytest.mark.parametrize("lenience", LENIENCES)
 def test_acceptance_is_what_theory_says(lenience: float) -> None:
-    """E accepted at one node = sum min(p / l, q) [002 A.5]."""
+    """E accepted at one node = sum min(p / l, q) (arXiv 2211.17192, A.5)."""
     for pair in PAIRS:
         outcomes = distribution_after_verdict(build(lenience), pair, sampled(pair, chain_of(1)))
         p, q = softmax(pair.target(())), softmax(pair.draft(()))

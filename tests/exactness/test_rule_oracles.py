@@ -143,7 +143,7 @@ def test_a_node_whose_distribution_is_no_distribution_counts_as_missing(name: st
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_iterative_sampling_keeps_the_distribution_of_any_proposals(count: int) -> None:
-    """K proposals with replacement, each from a distribution of its own [003 section 2]."""
+    """K proposals with replacement, each from a distribution of its own (arXiv 2305.09781)."""
     for seed in range(12):
         pairs = [Pair(100 * seed + k, 3) for k in range(count)]
         p = torch.tensor(softmax(pairs[0].target(())), dtype=torch.float64)

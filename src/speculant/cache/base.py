@@ -127,7 +127,7 @@ class BlockManager(Protocol):
         ...
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """Forget every position from n on (rollback, seed 001 D6)."""
+        """Forget every position from n on (docs/references.md, rollback)."""
         ...
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
+from speculant.cli.logs import accepts_log_level
+from speculant.cli.profile import Profile, profiling
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
+from speculant.engine.profiling import check_trace_path
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 
@@ -85,7 +89,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark is asked to do. `alone`: prompts run one at a time; `alone_too`: so as well."""
+    """What a benchmark is asked to do. `alone`: prompts run one at a time; `alone_too`: so as well.
+
+    trace: the file that a profile is written to.
+    """
 
     benchmark: str
     workloads: Sequence[WorkloadConfig]
@@ -93,13 +100,16 @@ class Plan:
     rounds: int
     alone: bool = False
     alone_too: bool = False
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ConfigError(f"rounds={self.rounds} is not above 0", "use --rounds 5, or 1 for a quick look.")
+        check_trace_path(self.trace)
 
 
 @app.command("throughput", epilog=THROUGHPUT_EXAMPLES)
+@accepts_log_level
 @accepts_flags
 def throughput(
     prompts: Prompts = CODE,
@@ -109,6 +119,7 @@ def throughput(
     rounds: Rounds = 5,
     sequential: Sequential = False,
     as_json: AsJson = False,
+    profile: Profile = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -119,10 +130,11 @@ def throughput(
     the most cache blocks that were held. A figure is its median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
-    _run(Plan("throughput", configs, MANY, rounds, alone_too=sequential), sampling, engine, as_json)
+    _run(Plan("throughput", configs, MANY, rounds, alone_too=sequential, trace=profile), sampling, engine, as_json)
 
 
 @app.command("latency", epilog=LATENCY_EXAMPLES)
+@accepts_log_level
 @accepts_flags
 def latency(
     prompts: Prompts = CODE,
@@ -130,6 +142,7 @@ def latency(
     prompt_lengths: Lengths = None,
     rounds: Rounds = 5,
     as_json: AsJson = False,
+    profile: Profile = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -140,7 +153,7 @@ def latency(
     fast the text grows, the percentiles how evenly.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
-    _run(Plan("latency", configs, FEW, rounds, alone=True), sampling, engine, as_json)
+    _run(Plan("latency", configs, FEW, rounds, alone=True, trace=profile), sampling, engine, as_json)
 
 
 def _each(prompt_lengths: list[int] | None) -> Sequence[int | None]:
@@ -177,7 +190,8 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], modes:
     from speculant.bench.runs import Bench
 
     bench = Bench(runtime)
-    with _watched(len(workloads) * len(modes) * plan.rounds) as tell:
+    num_runs = len(workloads) * len(modes) * plan.rounds
+    with profiling(runtime.engine, plan.trace), _watched(num_runs) as tell:
         return [measure(bench, workload, modes, plan.rounds, tell) for workload in workloads]
 
 
@@ -199,6 +213,8 @@ def _tell(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Ca
     from speculant.bench.report import document
 
     value = document(plan.benchmark, config, runtime, cases)
+    if plan.trace is not None:
+        value["notes"].append("these figures were measured under the profiler, which slows steps down")
     if as_json:
         print_json(value)
     else:

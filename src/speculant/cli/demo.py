@@ -21,41 +21,43 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "speculant demo",
     "speculant demo --spec-length 3 --max-tokens 64",
-    "speculant demo --temperature 0.8 --seed 7",
+    "speculant demo --temperature 1 --top-p 1 --seed 7",
     "speculant demo --json",
 )
-PROMPTS = (
-    "def read_lines(path):",
-    "def parse_header(line):",
-    "import os\nimport sys\n\n\ndef main(argv=None):",
-    "def is_valid(value):",
-)
-TOP_P = 1.0
+PROMPTS = {  # with the seed that each is sampled with, for the embedded pair's text to read well
+    "def remove(path):\n    try:\n        os.unlink(path)\n    except OSError": 9,
+    "def split_path(path):": 14,
+    "try:\n    import _socket\nexcept ImportError:": 2,
+    "class TestStack(unittest.TestCase):\n\n    def test_push(self):": 7,
+    "class Cache:\n    def get(self, key):\n        try:": 6,
+}
 DTYPE = "float32"
 WARM_UP_TOKENS = 8
 ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 80,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    seed: Annotated[int, typer.Option(help="Fixes the text when the temperature is above 0.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
+    seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Show plain beside speculative decoding with the embedded models.
 
-    Each prompt is decoded twice: a token per pass of the target, then with drafts. Accepted draft
-    tokens are green; yellow ones the target chose itself. The texts are the same.
+    Each prompt is decoded twice with the same seed: a token per pass of the target, then with drafts.
+    Accepted draft tokens are green; yellow ones the target chose itself. The texts are the same, token for token.
     """
-    params = SamplingParams(temperature=temperature, top_p=TOP_P, max_tokens=max_tokens, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     console = Console(quiet=True) if as_json else results()
     with progress("Loading the embedded models"):
         llm = _load(spec_length)
-        _show_pair(Console(quiet=True), llm, PROMPTS[0], replace(params, max_tokens=WARM_UP_TOKENS))
-    _introduce(console, llm)
+        _show_pair(Console(quiet=True), llm, next(iter(PROMPTS)), replace(params, max_tokens=WARM_UP_TOKENS))
+    _introduce(console, llm, params)
+    seeds = {prompt: own if seed is None else seed for prompt, own in PROMPTS.items()}
     with progress("Decoding") if as_json else nullcontext():
-        pairs = [_show_pair(console, llm, prompt, params) for prompt in PROMPTS]
+        pairs = [_show_pair(console, llm, prompt, replace(params, seed=each)) for prompt, each in seeds.items()]
     figures = summary(pairs)
     if as_json:
         print_json({**figures, "speculation": llm.speculation, "pairs": [asdict(pair) for pair in pairs]})
@@ -69,7 +71,9 @@ def _load(spec_length: int) -> LLM:
     return LLM("demo", "demo", spec_length=spec_length, dtype=DTYPE, max_num_seqs=1)
 
 
-def _introduce(console: Console, llm: LLM) -> None:
+def _introduce(console: Console, llm: LLM, params: SamplingParams) -> None:
+    sampling = "Greedy" if params.greedy else f"Sampled at temperature {params.temperature:g}, top-p {params.top_p:g}"
+    console.print(f"{sampling}, plain and speculative with the same seed.")
     console.print(f"Speculation is on: {llm.speculation}. ", end="")
     console.print("Green", style=ACCEPTED, end=" tokens were drafted and accepted, ")
     console.print("yellow", style=CHOSEN, end=" ones the target chose itself.\n\n")
@@ -117,4 +121,6 @@ def _conclude(console: Console, figures: dict[str, Any]) -> None:
         f"mean acceptance length {figures['mean_acceptance_length']:.2f} tokens a step, "
         f"acceptance rate {figures['acceptance_rate']:.2f}"
     )
-    console.print(f"identical outputs: {figures['identical_outputs']} of {figures['prompts']}")
+    console.print(f"identical outputs: {figures['identical_outputs']} of {figures['prompts']}", end="")
+    exact = figures["identical_outputs"] == figures["prompts"]
+    console.print(" (speculation changed the speed and no token)" if exact else "")

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
@@ -170,10 +170,15 @@ def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
             **{name: group(values) for name, group in groups.items()},
         )
 
-    del with_flags.__wrapped__
-    with_flags.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_flags
+    return announce(with_flags, parameters)
+
+
+def announce(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Let typer see these parameters instead of those in a command's definition."""
+    vars(command).pop("__wrapped__", None)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def _is_group(annotation: Any) -> bool:

@@ -10,8 +10,10 @@ import typer
 
 from speculant.cli.describe import document, figures
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.profile import Profile, profiling
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
+from speculant.engine.profiling import check_trace_path
 from speculant.errors import RequestError
 from speculant.models.source import resolve_source
 
@@ -25,6 +27,7 @@ EXAMPLES = examples(
     'speculant generate "def read(path):" --model demo --draft-model demo --temperature 0 --max-tokens 200 --json',
     "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
     "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
+    'speculant generate "def read(path):" --model demo --draft-model demo --profile trace.json',
     "SPECULANT_MODEL=demo speculant generate 'import os' --seed 7 --n 3",
 )
 
@@ -34,6 +37,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
+    profile: Profile = None,
     *,
     sampling: SamplingFlags,
     engine: EngineFlags,
@@ -48,16 +52,16 @@ def generate(
     """
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # refuses what is out of range before anything is loaded
+    check_trace_path(profile)
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
         llm = _load(values)
     params = sampling.params(llm.default_params)
-    if as_json:
-        print_json(document(llm, _complete(llm, text, params)))
-    elif params.n == 1:
-        messages().print(figures(llm, _stream(llm, text, params)), style="dim")
-    else:
-        messages().print(figures(llm, _list(llm, text, params)), style="dim")
+    show = _print_document if as_json else _stream if params.n == 1 else _list
+    with profiling(llm.engine, profile):
+        output = show(llm, text, params)
+    if not as_json:
+        messages().print(figures(llm, output), style="dim")
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -96,6 +100,13 @@ def _load(values: dict[str, object]) -> LLM:
 def _complete(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     with progress("Generating"):
         return llm.generate([prompt], params)[0]
+
+
+def _print_document(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    """Print everything as JSON."""
+    output = _complete(llm, prompt, params)
+    print_json(document(llm, output))
+    return output
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:

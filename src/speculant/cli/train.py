@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from speculant.cli.flags import FlagGroup, accepts_flags
+from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError
 from speculant.training.config import TrainingConfig
@@ -74,6 +75,7 @@ class TrainingFlags(FlagGroup):
 
 
 @app.command("lm", epilog=EXAMPLES)
+@accepts_log_level
 @accepts_flags
 def lm(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,

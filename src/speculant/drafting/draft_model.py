@@ -1,6 +1,6 @@
-"""A small model that drafts a chain token by token [000, 001 D3, 002 algorithm 1], or a tree level by level [003].
+"""A small model that drafts a chain token by token (arXiv 2211.17192), or a tree level by level (arXiv 2305.09781).
 
-Where the target keeps beams it searches ahead of them, with more beams [002 A.4].
+Where the target keeps beams it searches ahead of them, with more beams (arXiv 2211.17192, A.4).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=5, uses_model=True, preferred=True)  # seed 001 D8
+METHOD = Method(default_length=5, uses_model=True, preferred=True)  # docs/references.md, configuration
 NODES_PER_BEAM = 2
 
 

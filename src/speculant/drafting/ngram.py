@@ -1,4 +1,4 @@
-"""N-gram frequency tables over the tokens seen so far: a drafter without a model [004].
+"""N-gram frequency tables over the tokens seen so far: a drafter without a model (docs/references.md, n-gram tables).
 
 Per order a table maps the hash of a context to counts of what followed it. The longest context that
 is known wins, then its most frequent continuation (the first seen on a tie); predictions chain
@@ -15,7 +15,7 @@ from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, re
 from speculant.errors import ConfigError
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=4)  # seed 004: DRAFT_COUNT
+METHOD = Method(default_length=4)  # docs/references.md, n-gram tables
 _FNV_OFFSET = 14695981039346656037
 _FNV_PRIME = 1099511628211
 _MASK = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""Several drafted chains at once, merged into one prefix tree that is checked in one pass [003 2.1, SpecInfer].
+"""Several drafted chains at once, merged into one prefix tree that is checked in one pass (arXiv 2305.09781).
 
 The chains are draws of one draft model, or of several with different views. For greedy and seeded requests, where a
 model has one mind, its chains are its likeliest continuations under the request's own noise.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
 from speculant.text.tokenizer import Tokenizer, compare_vocabularies
 from speculant.verification.base import Verifier
+
+logger = logging.getLogger(__name__)
 
 _DRAFTERS, _VERIFIERS = "speculant.drafting", "speculant.verification"
 _LENGTHS = "speculant.scheduling.draft_length"
@@ -72,6 +75,7 @@ def build_engine(config: EngineConfig) -> Runtime:
     says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
     if spec and spec.verification in verifiers and not verifiers[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
+    logger.info("speculation is %s: %s", "on" if drafter else "off", says)
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,6 +14,8 @@ from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
 from speculant.scheduling.draft_length.base import DraftOutcome
 from speculant.types import DraftTree, Request, StepOutput, Verdict
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ def _end_without(request: Request) -> list[StepOutput]:
 
 def fail(request: Request, error: Exception) -> Committed:
     """End a request by an error; what was committed before stays. A beam search ends with all its samples."""
+    logger.info("request %s failed: %r", request.request_id, error)
     if request.search is not None:
         request.search.results = ()
     return Committed(request, [], [_fail(each, error) for each in ending_with(request)])

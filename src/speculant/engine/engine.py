@@ -12,6 +12,7 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
+from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import RequestFactory, RequestRules
 from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError
@@ -42,7 +43,7 @@ class EngineOptions:
 
 
 class Engine:
-    """Runs requests to their end, `step` by `step`."""
+    """Runs requests to their end, `step` by `step`. `mark` shows the phases of a step to a profiler."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Engine:
         self._factory = RequestFactory(rules, verifiers, self._drafters)
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
+        self.mark: Mark = unmarked
 
     def add_request(
         self,
@@ -108,7 +110,8 @@ class Engine:
         if not self.has_unfinished():
             return []
         started = time.perf_counter()
-        schedule = self._scheduler.schedule()
+        with self.mark("schedule"):
+            schedule = self._scheduler.schedule()
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, draft_s, verify_s = self._run(schedule)
@@ -150,7 +153,7 @@ class Engine:
         if not schedule.items:
             return [], 0.0, 0.0
         try:
-            committed, timing = step(self._context, schedule)
+            committed, timing = step(self._context, schedule, self.mark)
             return committed, timing.draft_s, timing.verify_s
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
             if len(schedule.items) == 1:

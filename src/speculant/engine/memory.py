@@ -7,6 +7,7 @@ All caches hold about as many positions, so that whoever fits into the target's 
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import EngineConfig, Limits
 from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
+
+logger = logging.getLogger(__name__)
 
 SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory says otherwise
 FALLBACK = 2**31  # bytes, where the free memory can't be asked for
@@ -48,7 +51,12 @@ class CacheMemory:
         cache = (
             self._make_paged(shape, share) if self._config.kv_cache_backend == "paged" else self._slotted(shape, share)
         )
-        self._left -= cache.num_blocks * cache.block_size * shape.bytes_per_token
+        size = cache.num_blocks * cache.block_size * shape.bytes_per_token
+        self._left -= size
+        logger.info(
+            "%s cache: %d blocks of %d positions, %.1f MiB",
+            self._config.kv_cache_backend, cache.num_blocks, cache.block_size, size / 2**20,
+        )  # fmt: skip
         self.made.append(cache)
         return cache
 

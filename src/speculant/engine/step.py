@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from speculant.engine.commit import Committed, commit, commit_beams, fail, roll_
 from speculant.engine.drafters import Drafters
 from speculant.engine.failures import advance_sound, failure_of, verify_sound
 from speculant.engine.logprobs import record_prompt
+from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.runner import TargetOutput, forward_target
 from speculant.errors import SpeculantError
 from speculant.kernels.base import Sampler
@@ -32,6 +34,7 @@ from speculant.types import CommittedRows, DraftTree, Request, Verdict
 from speculant.verification.base import Verifier, verifier_for
 
 MOST_PROBS_BYTES = 2**28  # of the distributions behind all draft nodes of a step
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,25 @@ class StepContext:
 
 
 @torch.inference_mode()
-def step(context: StepContext, schedule: Schedule) -> tuple[list[Committed], StepTiming]:
+def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tuple[list[Committed], StepTiming]:
     """Feed every scheduled sequence once and commit what the target agrees to.
 
-    An error before the first commit leaves every request and the cache as they were.
+    An error before the first commit leaves every request and the cache as they were. `mark` shows the phases
+    to a profiler.
     """
     started = time.perf_counter()
-    trees = propose(context, schedule)
-    drafted = time.perf_counter()
     with rolled_back_on_error(context.cache, schedule.items):
-        outputs = forward_target(context.target, context.cache, schedule.items, trees, context.drafters.hidden_layers)
-        verdicts = verify(context, [each for each in outputs if each.logits is not None])
+        with mark("draft"):
+            trees = propose(context, schedule)
+        drafted = time.perf_counter()
+        with mark("target pass"):
+            layers = context.drafters.hidden_layers
+            outputs = forward_target(context.target, context.cache, schedule.items, trees, layers)
+        with mark("verify"):
+            verdicts = verify(context, [each for each in outputs if each.logits is not None])
     timing = StepTiming(started, drafted, time.perf_counter())
-    committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
+    with mark("commit"):
+        committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
     context.draft_length.observe([each.outcome for each in committed if each.outcome is not None], timing)
     return committed, timing
 
@@ -130,10 +139,11 @@ def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> No
 
 @contextmanager
 def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[None]:
-    """Take back what a failed pass reserved, so that the other sequences' next step starts where this one did."""
+    """Take back what a failed step reserved, so that the other sequences' next step starts where this one did."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        logger.info("a step of %d sequences failed and is rolled back: %r", len(scheduled), error)
         for item in scheduled:
             if cache.length(item.request.seq_id) > item.start:
                 cache.truncate_to(item.request.seq_id, item.start)

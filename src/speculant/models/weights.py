@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles, check_layers, check_tensors
 from speculant.models.weight_source import CheckedWeights
 from speculant.params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _FAMILIES = "speculant.models"
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,6 +65,7 @@ def load_model(
     pickle from a checkpoint is ever run. Raises ModelError for whatever is wrong with the checkpoint,
     ConfigError for a wrong dtype or device, or a backend that can't compute the model.
     """
+    started = time.perf_counter()
     _check_choices(dtype, device)
     folder = resolve_source(source, role, revision)
     config = read_json(folder / "config.json")
@@ -78,7 +83,8 @@ def load_model(
     model = backend.load(decoder, weights, chosen, torch.device(device), quantization)
     weights.check(backend.name)
     check_needs(model.needs)
-    name = _name(source, role, folder)
+    name, seconds = _name(source, role, folder), time.perf_counter() - started
+    logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, says)
     return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, says, backend)
 
 

@@ -11,6 +11,7 @@ The live hypotheses of a beam search are no draft: they have to be fed, if need 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,8 @@ from speculant.errors import CapacityError
 from speculant.scheduling.policy import POLICIES, Key, Standing
 from speculant.scheduling.waiting import WaitingQueue
 from speculant.types import DraftTree, Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,7 @@ class Scheduler:
         self._target.release(request.seq_id)
         self.waiting.add(request)
         request.metrics.num_preemptions += 1
+        logger.debug("request %s is preempted after %d tokens", request.request_id, len(request.tokens))
 
     def _turn(self, request: Request) -> Key:
         return self._policy(self._standing(request))

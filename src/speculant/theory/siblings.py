@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 
 def rejection_rates(p: Array, q: Array, count: int, rng: np.random.Generator) -> Array:
-    """Return the rates of multi-draft rejection [003 2; Sequoia]: rank r is accepted with min(1, r(x) / q(x)).
+    """Return multi-draft rejection's rates (arXiv 2305.09781, 2402.12374): rank r is accepted with min(1, r(x) / q(x)).
 
     Acceptance is never drawn: at each rank its probability is a sum over the vocabulary, sum_v min(r, q), and the
     token that goes on to the next one is drawn as a rejected one, from norm((q - r)+). Rank 0 is exact.

@@ -22,7 +22,7 @@ Watcher = Callable[[float], None]  # told the fraction that is done
 class Overlap:
     """How far a draft's laws q cover a target's laws p at temperature 1."""
 
-    alpha: float  # mean over positions of sum_v min(p, q), the expected acceptance rate (seed 002, corollary 3.6)
+    alpha: float  # mean over positions of sum_v min(p, q), the acceptance rate (arXiv 2211.17192, corollary 3.6)
     greedy_agreement: float  # how often both have the same likeliest token
     positions: int
 

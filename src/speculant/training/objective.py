@@ -42,7 +42,7 @@ class TextObjective:
 
 
 class DistillObjective:
-    """The distance of a draft's laws q from the target's laws p at temperature 1 (seed 002 section 6).
+    """The distance of a draft's laws q from the target's laws p at temperature 1 (arXiv 2211.17192, section 6).
 
     It starts as the divergence KL(p, q), whose gradient is large wherever the draft is far off, and
     turns into total variation, one minus the acceptance rate: sum |p - q| / 2 = 1 - sum min(p, q).

@@ -1,4 +1,4 @@
-"""Speculative execution outside of language models: two slow functions side by side [002 section 6].
+"""Speculative execution outside of language models: two slow functions side by side (arXiv 2211.17192, section 6).
 
 f makes a distribution over outcomes, and g works on an outcome drawn from it. A cheap approximation of it says now
 which outcome is likely, so g begins with a draw from it while f is still at work. Then the draw is judged as a

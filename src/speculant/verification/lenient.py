@@ -1,4 +1,4 @@
-"""Lenient verification [002 A.5]: more drafts stand, and the output is no longer the target's. It must be asked for.
+"""Lenient verification (arXiv 2211.17192, A.5): more drafts stand, and the output is not the target's any more.
 
 Sampled: accept x with probability min(1, p(x) / (l q(x))), else draw from norm((p - q)+); no token becomes likelier
 than p / l. Greedy: accept x if p(x) >= l max(p), p at temperature 1. l = 1 is `rejection`, or greedy but for ties.

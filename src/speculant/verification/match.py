@@ -2,7 +2,7 @@
 
 Lossless for any tree and drafter that does not look at the noise used for the target's own draws;
 with keyed noise the output is that of plain seeded decoding, token for token. Greedy verification,
-chain [000, 004] or tree [003 appendix A], is the case of point masses.
+of a chain (arXiv 1811.03115) or a tree (arXiv 2305.09781), is the case of point masses.
 """
 
 from __future__ import annotations

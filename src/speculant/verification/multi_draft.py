@@ -1,4 +1,4 @@
-"""Multi-draft rejection on a tree [003 2 and 2.1, SpecInfer; Sequoia]: at each node, one child after the other.
+"""Multi-draft rejection on a tree (arXiv 2305.09781, arXiv 2402.12374): at each node, one child after the other.
 
 r = p; accept child x with probability min(1, r(x) / q(x)), q being the distribution that it was really drawn from,
 else go on with r = norm((r - q)+). A child drawn without replacement brings a q without its elder siblings, so one
@@ -51,7 +51,7 @@ def choose(p: Tensor, tokens: Sequence[int], q: Tensor, chance: Chance) -> tuple
 
 
 def iterative_speculative_sample(p: Tensor, q: Tensor, chance: Chance) -> int:
-    """Return a draw from p [V] that is one of K proposals wherever possible [003 section 2].
+    """Return a draw from p [V] that is one of K proposals wherever possible (arXiv 2305.09781).
 
     q [K, V] holds the distribution that each proposal is drawn from, independently of the others.
     """

@@ -1,4 +1,4 @@
-"""Rejection: token-wise speculative sampling on a chain [000, 001 D5, 002 algorithm 1, 003 1.1].
+"""Rejection: token-wise speculative sampling on a chain (arXiv 2211.17192, algorithm 1; arXiv 2302.01318).
 
 Accept x with probability min(1, p(x) / q(x)); at the first rejection draw from norm((p - q)+).
 """

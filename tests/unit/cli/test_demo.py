@@ -57,7 +57,16 @@ def test_text_shows_prompts_and_figures_without_colour_off_a_terminal() -> None:
     assert all(prompt in output for prompt in demo.PROMPTS)
     assert output.count("the same tokens") == len(demo.PROMPTS)
     assert "times as fast" in output
-    assert f"identical outputs: {len(demo.PROMPTS)} of {len(demo.PROMPTS)}" in output
+    assert f"identical outputs: {len(demo.PROMPTS)} of {len(demo.PROMPTS)} (speculation changed" in output
+    assert "with the same seed" in output
+
+
+@pytest.mark.usefixtures("tiny")
+def test_demo_seed_replaces_the_prompts_own() -> None:
+    own, same = (json.loads(_demo("--json", *seed).stdout)["pairs"] for seed in ((), ("--seed", "9")))
+    seeds = list(demo.PROMPTS.values())
+    equal = [a["plain"]["text"] == b["plain"]["text"] for a, b in zip(own, same, strict=True)]
+    assert equal == [seed == 9 for seed in seeds]
 
 
 def test_accepted_and_chosen_tokens_have_their_colours(checkpoints: Checkpoints) -> None:
@@ -120,6 +129,6 @@ def test_the_embedded_pair_is_worth_showing() -> None:
 
 
 def _loops(tokens: list[int]) -> bool:
-    """Whether the second half of a text hardly says anything new."""
-    half = len(tokens) // 2
-    return len(set(tokens[half:])) < half / 4
+    """Whether a text repeats itself: more than a fifth of its runs of three tokens were there before."""
+    runs = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    return len(set(runs)) < 0.8 * len(runs)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from speculant.cli.main import app
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = ("README.md", "docs/quickstart.md")
+DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/profiling.md")
+LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 
 
 def _blocks(document: str, language: str) -> list[str]:
@@ -26,7 +27,8 @@ def _commands(document: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_python_runs(document: str) -> None:
+def test_python_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = _blocks(document, "python")
     assert blocks
     scope: dict[str, Any] = {}
@@ -35,22 +37,24 @@ def test_python_runs(document: str) -> None:
 
 
 @pytest.mark.parametrize("command", [line for document in DOCUMENTS for line in _commands(document)])
-def test_command_runs(command: str) -> None:
+def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command, comments=True)[1:]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+@pytest.mark.parametrize("document", LINKED)
 def test_links_and_files_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     linked = [(ROOT / document).parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
-    sources = [ROOT / "src/speculant" / name for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text)]
-    assert linked or sources
-    assert [str(path) for path in [*linked, *sources] if not path.exists()] == []
+    sources = re.findall(r"`([a-z_/]+/[a-z_]+\.(?:py|h|json))`", text)
+    missing = [name for name in sources if not any((base / name).exists() for base in (ROOT, ROOT / "src/speculant"))]
+    assert [str(path) for path in linked if not path.exists()] + missing == []
 
 
-def test_make_targets_of_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_that_are_named_exist(document: str) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", (ROOT / document).read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named <= targets

@@ -1,4 +1,4 @@
-"""EngineConfig and its speculative part: seed 001's rules, three spellings of one thing, and what is refused."""
+"""EngineConfig and its speculative part: its rules, three spellings of one thing, and what is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_choice_is_suggested(name: str, value: str, meant: str) -> None:
         EngineConfig(model="m", **{name: value})
 
 
-# --- seed 001, D8
+# --- docs/references.md, configuration
 
 
 def test_speculation_needs_something_to_draft_with() -> None:
@@ -75,7 +75,7 @@ def test_a_draft_has_at_least_one_token(length: int) -> None:
 
 
 def test_what_this_engine_never_needs_is_unknown() -> None:
-    """Batching is always continuous, so seed 001's modes are no arguments."""
+    """Batching is always continuous, so batching modes are no arguments."""
     for name in ("batching_mode", "use_cuda_graphs"):
         with pytest.raises(ConfigError, match=f"unknown engine argument '{name}'"):
             EngineConfig.from_arguments(model="m", **{name: "continuous"})

@@ -1,4 +1,4 @@
-"""The figures: seed 000's pooled alpha beside seed 001's rate, histograms, gaps and percentiles."""
+"""The figures: the pooled alpha beside accepted / drafted, histograms, gaps and percentiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recorded(steps: list[tuple[int, int, int]]) -> SpeculationMetrics:
     return metrics
 
 
-def test_seed_000_s_example_in_exact_proportions() -> None:
+def test_acceptance_rate_of_exact_proportions() -> None:
     """alpha 0.8 and drafts of 5: pooled alpha is 0.8, accepted / drafted only 0.54, tokens per step 3.69."""
     alpha = Fraction(4, 5)
     metrics = SpeculationMetrics()

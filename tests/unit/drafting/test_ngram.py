@@ -1,4 +1,4 @@
-"""N-gram tables against a literal reading of seed 004."""
+"""N-gram tables against a literal reading of their description (docs/references.md, n-gram tables)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from speculant.drafting.ngram import METHOD, Options, Predictor, context_hash
 from speculant.errors import ConfigError
 
 
-class SeedPredictor:
-    """Seed 004 as written: three tables, a window of 512 tokens, the longest known context first."""
+class LiteralPredictor:
+    """The description as written: three tables, a window of 512 tokens, the longest known context first."""
 
     def __init__(self, max_history: int = 512) -> None:
         self.history: deque[int] = deque()
@@ -62,13 +62,13 @@ class SeedPredictor:
     limit=st.integers(0, 8),
     history=st.sampled_from([4, 6, 512]),
 )
-def test_it_predicts_what_the_seed_predicts(chunks: list[list[int]], limit: int, history: int) -> None:
-    ours, seed = Predictor(Options(history=history)), SeedPredictor(history)
+def test_it_predicts_what_the_description_says(chunks: list[list[int]], limit: int, history: int) -> None:
+    ours, literal = Predictor(Options(history=history)), LiteralPredictor(history)
     for chunk in chunks:
         ours.update(chunk)
         for token in chunk:
-            seed.update(token)
-        assert ours.predict(limit) == seed.predict(limit)
+            literal.update(token)
+        assert ours.predict(limit) == literal.predict(limit)
     assert ours.seen == sum(map(len, chunks))
 
 
@@ -84,7 +84,7 @@ def test_contexts_are_hashed_by_fnv_1a(text: str, expected: int) -> None:
 def test_the_whole_id_goes_into_the_hash() -> None:
     assert context_hash([1, 2]) != context_hash([2, 1])
     assert context_hash([1]) != context_hash([257])
-    assert context_hash([128_000]) == SeedPredictor.fnv1a([128_000])
+    assert context_hash([128_000]) == LiteralPredictor.fnv1a([128_000])
 
 
 def test_the_longest_known_context_wins_over_the_more_frequent_one() -> None:

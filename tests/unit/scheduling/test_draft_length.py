@@ -67,7 +67,7 @@ def test_a_draft_never_reaches_beyond_max_tokens(num_output: int, expected: int)
 
 @pytest.mark.parametrize(("max_len", "expected"), [(20, 4), (11, 4), (10, 3), (9, 2), (8, 1), (7, 0), (6, 0)])
 def test_a_draft_never_reaches_beyond_the_context(max_len: int, expected: int) -> None:
-    """Of six tokens: a draft of n and one more token make n + 7, as seed 001's overflow guard has it."""
+    """Of six tokens: a draft of n and one more token make n + 7 (docs/references.md, overflow guard)."""
     assert limits_of([decoding(1, max_tokens=None)], max_len=max_len) == [expected]
 
 

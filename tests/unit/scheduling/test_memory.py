@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from speculant.config import POLICIES
@@ -149,3 +151,13 @@ def test_a_prompt_that_waits_for_its_turn_begins_with_what_was_fed_meanwhile() -
     driver.step()
     assert counts(driver.step()) == {first.seq_id: 1, second.seq_id: 1}
     assert second.metrics.cached_tokens == 4 * BLOCK - 1
+
+
+def test_preemption_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(blocks(4))
+    caplog.set_level(logging.DEBUG, "speculant.scheduling")
+    driver.add(7, max_tokens=9), driver.add(7, max_tokens=9)
+    driver.finish()
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("speculant.scheduling.scheduler", "DEBUG")
+    assert record.getMessage() == "request request-1 is preempted after 9 tokens"

@@ -40,7 +40,7 @@ class DraftModelRunner:
         self._fed: dict[int, _CachedTokens] = {}
 
     def begin(self, request: Request) -> None:
-        """Hear of a new sequence; nothing is fed before the first draft (lazy prefill, seed 001)."""
+        """Hear of a new sequence; nothing is fed before the first draft (docs/references.md, lazy prefill)."""
         self._fed[request.seq_id] = _CachedTokens()
 
     def end(self, request: Request) -> None:

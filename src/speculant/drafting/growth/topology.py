@@ -111,7 +111,7 @@ def _best_nodes(paths: frozenset[tuple[int, ...]], size: int) -> StaticTree:
 
 @dataclass(frozen=True)
 class ParallelChains:
-    """Chains of `depth` tokens, drawn independently and merged where they agree [003 2.1, SpecInfer].
+    """Chains of `depth` tokens, drawn independently and merged where they agree (arXiv 2305.09781).
 
     `chains` names the source of each. A node is known by the chains that have reached it, and its depth. Whether a
     later chain says something new is a coin; it is then drawn from its distribution without what was drawn before.

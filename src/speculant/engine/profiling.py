@@ -1,0 +1,61 @@
+"""A trace of an engine's steps: torch's profiler, with the phases of each step as named ranges.
+
+    step 17   | schedule | draft | target pass | verify | commit |
+
+A native call is not seen by torch's profiler. The range around it shows how long it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speculant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculant.engine.engine import Engine
+
+Mark = Callable[[str], AbstractContextManager[object]]  # makes the range of a phase, by its name
+
+PHASES = ("schedule", "draft", "target pass", "verify", "commit")
+_NOTHING = nullcontext()  # may be entered any number of times
+
+
+def unmarked(phase: str) -> AbstractContextManager[None]:
+    """Mark nothing: what an engine does unless it is profiled."""
+    return _NOTHING
+
+
+def check_trace_path(path: Path | None) -> None:
+    """Raise ConfigError if no trace could be written to `path`; None = no trace is wanted."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"the trace {path} is a folder", "name a file, such as trace.json.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of the trace {path} does not exist", "make it, or name a file in another one.")
+
+
+@contextmanager
+def profiled(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Profile what `engine` does inside this block, in this thread, and write a Chrome trace in JSON to `path`.
+
+    A name that ends with .gz is compressed. None = nothing is profiled. The trace is written if the block
+    raises, too. Raises ConfigError as `check_trace_path` does.
+    """
+    if path is None:
+        yield
+        return
+    check_trace_path(path)
+    import torch.profiler  # takes a moment, and only a profile needs it
+
+    profiler = torch.profiler.profile()
+    engine.mark = torch.profiler.record_function
+    try:
+        with profiler:
+            yield
+    finally:
+        engine.mark = unmarked
+        profiler.export_chrome_trace(str(path))

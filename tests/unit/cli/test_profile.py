@@ -1,0 +1,51 @@
+"""`--profile` of the commands that run an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from speculant.cli.main import app
+from speculant.engine.profiling import PHASES
+from speculant.errors import ConfigError
+from tests.models import Checkpoints
+
+SMALL = ("--num-prompts", "1", "--max-tokens", "4", "--rounds", "1")
+
+
+def _invoke(checkpoints: Checkpoints, *arguments: str) -> Result:
+    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--dtype", "float64")
+    result = CliRunner().invoke(app, [*arguments, *models], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def _phases(path: Path) -> set[str]:
+    return {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"] in PHASES}
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--n", "2")], ids=["text", "json", "samples"])
+def test_generate_writes_a_trace(checkpoints: Checkpoints, tmp_path: Path, form: tuple[str, ...]) -> None:
+    path = tmp_path / "trace.json"
+    result = _invoke(checkpoints, "generate", "hello", "--max-tokens", "4", "--profile", str(path), *form)
+    assert _phases(path) == set(PHASES)
+    assert str(path) in result.stderr
+    assert "perfetto" in result.stderr
+    assert str(path) not in result.stdout
+
+
+@pytest.mark.parametrize("benchmark", ["throughput", "latency"])
+def test_bench_writes_a_trace_and_says_so(checkpoints: Checkpoints, tmp_path: Path, benchmark: str) -> None:
+    path = tmp_path / "trace.json"
+    result = _invoke(checkpoints, "bench", benchmark, *SMALL, "--profile", str(path), "--json")
+    assert _phases(path) == set(PHASES)
+    assert [note for note in json.loads(result.stdout)["notes"] if "profiler" in note]
+
+
+def test_profile_path_is_refused_before_loading(tmp_path: Path) -> None:
+    arguments = ["generate", "hello", "--model", "/nowhere", "--profile", str(tmp_path)]
+    with pytest.raises(ConfigError, match="is a folder"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
