@@ -90,7 +90,7 @@ class ReservationPlan(Protocol):
 class BlockManager(Protocol):
     """Which sequence holds which slots: block tables, reference counts, prefixes. Plain integers, no tensor.
 
-    The rollback contract is seed 001 D6: after a pass, `truncate_to` or `compact` drops what was
+    The rollback contract (docs/references.md, rollback): after a pass, `truncate_to` or `compact` drops what was
     not accepted, and stale slots are overwritten by the next pass.
     """
 

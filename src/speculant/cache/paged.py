@@ -80,7 +80,7 @@ class PagedBlockManager:
         return held.length if held else 0
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """See `BlockManager.truncate_to`; blocks that begin at n or later are given back (seed 001 D6)."""
+        """See `BlockManager.truncate_to`: blocks from n on are given back (docs/references.md, rollback)."""
         if not 0 <= n <= self.length(seq_id):
             raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {self.length(seq_id)} positions")
         if seq_id in self._held:

@@ -145,7 +145,7 @@ class Engine:
             assert len(request.tokens) <= self._context.limits.max_model_len, "a context overflowed"
 
     def free_kv_tokens(self) -> int:
-        """Return how many positions new sequences could still take, in the fullest of all caches (seed 001 D1)."""
+        """Return how many positions new sequences could take, in the fullest cache (docs/references.md, capacity)."""
         return min(cache.free_tokens() for cache in (self._context.cache, *self._drafters.caches))
 
     def _run(self, schedule: Schedule) -> tuple[list[Committed], float, float]:

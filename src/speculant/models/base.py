@@ -193,7 +193,7 @@ def check_needs(needs: ModelNeeds) -> None:
 
 
 def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
-    """Reserve slots for every feed and lay the sequences side by side (seed 001 D4)."""
+    """Reserve slots for every feed and lay the sequences side by side (docs/references.md, verification pass)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
     embeddings = dict[int, Tensor]()
     for feed in feeds:

@@ -17,7 +17,7 @@ from speculant.sampling.node import Node as Node
 
 
 def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFERENCE) -> Tensor:
-    """Return distributions [r, V] in float64 for logits [r, V], one node per row (seed 002 section 2.2).
+    """Return distributions [r, V] in float64 for logits [r, V], one node per row (arXiv 2211.17192, section 2.2).
 
     Order: constraint, bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. A row without a
     possible token is all zeros; one whose logits have NaN or +infinity is all NaN.
