@@ -213,10 +213,10 @@ DISTRIBUTIONS = [
         TRANSFORM.format("presence"),
     ),
     Mutant(
-        "min_tokens blind to drafted ancestors",
-        SAMPLER,
-        "if len(edits.drafted) < edits.ban_below:",
-        "if edits.ban_below > 0:",
+        "min_tokens ignored behind drafted ancestors",
+        EDITS,
+        "ban_below=params.min_tokens - request.num_output,",
+        "ban_below=0 if node.drafted else params.min_tokens - request.num_output,",
         TRANSFORM.format("min_tokens"),
     ),
     Mutant(

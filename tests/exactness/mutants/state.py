@@ -254,8 +254,8 @@ BATCH = [
     Mutant(
         "results handed out in the wrong order",
         RUNNER,
-        "zip(pairs, starts, wanted, strict=False):\n        end",
-        "zip(pairs, starts, wanted[::-1], strict=False):\n        end",
+        "rows = [row for own in wanted for row in own]",
+        "rows = [row for own in wanted[::-1] for row in own]",
         OWN_TOKENS.format("greedy-none-paged"),
     ),
     Mutant(
