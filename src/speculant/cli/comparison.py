@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from speculant.metrics import SpeculationMetrics
 
 if TYPE_CHECKING:
-    from speculant.engine.job import StreamPiece
+    from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
     from speculant.params import SamplingParams
 

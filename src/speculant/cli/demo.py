@@ -15,7 +15,7 @@ from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine.job import StreamPiece
+    from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
 
 EXAMPLES = examples(

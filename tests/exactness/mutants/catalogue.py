@@ -10,13 +10,12 @@ from tests.exactness.mutants.mutant import (
     COUNTS,
     EDITS,
     END,
-    ENGINE,
     INDEPENDENT,
     LENGTH,
     LOGPROBS,
     MATCH,
-    NODE,
     REJECTION,
+    REQUESTS,
     SAMPLER,
     STEP,
     Mutant,
@@ -88,8 +87,8 @@ RANDOMNESS = [
     Mutant(
         "every round starts the streams anew",
         COMMIT,
-        "    request.rounds += 1\n    if tree.size:\n",
-        "    if tree.size:\n",
+        "    request.rounds += 1\n    outcome = ",
+        "    outcome = ",
         ROUNDS,
     ),
     Mutant(
@@ -101,28 +100,28 @@ RANDOMNESS = [
     ),
     Mutant(
         "coupled noise under a ratio rule",
-        ENGINE,
+        REQUESTS,
         "verifier.needs.shared_noise",
         "True",
         ROUNDS,
     ),
     Mutant(
         "per-request seed ignored",
-        ENGINE,
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if params.seed is None else params.seed",
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id)",
+        REQUESTS,
+        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed",
+        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id)",
         REPEATS,
     ),
     Mutant(
         "requests without a seed share one",
-        ENGINE,
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if",
-        "self._options.seed if",
+        REQUESTS,
+        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if",
+        "self._rules.seed if",
         "test_seeds.py::test_without_a_seed_nothing_repeats[none]",
     ),
     Mutant(
         "samples share their seed",
-        ENGINE,
+        REQUESTS,
         "seed=mix(own_seed, Purpose.REQUEST, index)",
         "seed=own_seed",
         "test_seeds.py::test_samples_differ[4]",
@@ -174,19 +173,15 @@ DISTRIBUTIONS = [
     Mutant(
         "logit_bias ignored under speculation",
         EDITS,
-        "    if params.logit_bias:\n        biases",
-        "    if params.logit_bias and not node.drafted:\n        biases",
+        "biased=params.biased if params.logit_bias else None",
+        "biased=params.biased if params.logit_bias and not node.drafted else None",
         TRANSFORM.format("bias"),
     ),
     Mutant(
         "constraint blind to drafted ancestors",
         EDITS,
-        "    mask = None if request.constraint is None else checked_mask(request.constraint, node.drafted)\n"
-        "    if mask is not None:\n"
-        "        row",
-        "    mask = None if request.constraint is None else checked_mask(request.constraint, ())\n"
-        "    if mask is not None:\n"
-        "        row",
+        "checked_mask(request.constraint, node.drafted)",
+        "checked_mask(request.constraint, ())",
         "test_constraints.py::test_speculation_changes_no_constrained_text[settings0-model]",
     ),
     Mutant(
@@ -205,8 +200,8 @@ DISTRIBUTIONS = [
     ),
     Mutant(
         "penalties blind to drafted ancestors",
-        EDITS,
-        "with_drafted(node.drafted)",
+        SAMPLER,
+        "with_drafted(edits.drafted)",
         "with_drafted(())",
         TRANSFORM.format("penalties"),
     ),
@@ -219,9 +214,9 @@ DISTRIBUTIONS = [
     ),
     Mutant(
         "min_tokens blind to drafted ancestors",
-        NODE,
-        "self.request.num_output + len(self.drafted) < self.params.min_tokens",
-        "self.request.num_output < self.params.min_tokens",
+        SAMPLER,
+        "if len(edits.drafted) < edits.ban_below:",
+        "if edits.ban_below > 0:",
         TRANSFORM.format("min_tokens"),
     ),
     Mutant(
