@@ -209,7 +209,7 @@ static void filter(const ProbsJob &job, int64_t row) {
 }
 
 static void normalise(const ProbsJob &job, int64_t row, int64_t chunk) {
-  // Filtered and greedy rows are normalised already; other rows without a distribution stay as they are.
+  // Filtered and greedy rows are normalised already; a row without a distribution stays as it is.
   if (is_filtered(job.settings[row]) || job.settings[row].temperature <= 0 || !is_sound(job, row)) return;
   const double sum = total(job, row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;

@@ -103,7 +103,7 @@ class NativeDecoder:
         return Layout(on, (batch, segments, parents, inputs))
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
-        """Return the address of each row's input embedding (0 = look its token up) and their memory; None = none is given."""
+        """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
         if batch.embeddings is None:
             return None
         check_embeddings(batch, self.hidden_size)
