@@ -168,7 +168,8 @@ def conclusions(case: Mapping[str, Any]) -> Iterator[str]:
     """Yield the conclusions of a case: the speedup, and whether the outputs are the same."""
     for name, ratio in case["ratios"].items():
         over, _, under = name.partition("/")
-        yield f"{_display_name(over)}: {_cell(Row('', ''), ratio['tokens_per_s'])} times the tokens/s of {_display_name(under)}"
+        times = _cell(Row("", ""), ratio["tokens_per_s"])
+        yield f"{_display_name(over)}: {times} times the tokens/s of {_display_name(under)}"
     outputs = case["outputs"]
     for mode, identical in outputs["identical"].items():
         differing = "" if identical == outputs["outputs"] else f"; {NEAR_TIES}"

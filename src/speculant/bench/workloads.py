@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from speculant.text.tokenizer import Tokenizer
 
 CODE, RANDOM = "code", "random"  # the built-in sources; any other is a file
-USUAL_LENGTH = 128  # tokens of a random prompt unless said otherwise
+USUAL_LENGTH = 128  # default tokens of a random prompt
 OPENINGS = (
     "def {verb}_{noun}(path, {noun}=None):\n",
     "class {Noun}Reader:\n    def __init__(self, {noun}s):\n",

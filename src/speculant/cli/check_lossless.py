@@ -78,7 +78,7 @@ Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", help="A prompt; can be repeated. Without it, built-in code.")
 ]
 Method = Annotated[str | None, typer.Option(help="What drafts [default: the draft model].")]
-Verification = Annotated[str | None, typer.Option(help="The rule that checks drafts [default: auto].")]
+Verification = Annotated[str | None, typer.Option(help="The verifier of drafts [default: auto].")]
 Cases = Annotated[int, typer.Option(help="Random pairs of distributions to enumerate.")]
 Texts = Annotated[int, typer.Option(help="Texts to draw and to test: four times as many find half the shift.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -108,8 +108,8 @@ def check_lossless(
     fetch(config)
     with progress("Loading the models"):
         runtime = _build(config)
-    with _shown_parts() as tell:
-        report = _check(config, runtime, prompts, params, cases, texts, tell)
+    with _shown_parts() as notify:
+        report = _check(config, runtime, prompts, params, cases, texts, notify)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -144,11 +144,11 @@ def _shown_parts() -> Iterator[Tell]:
     """Yield a function that is called at the start of each part and shows its name while it runs."""
     with ExitStack() as shown:
 
-        def tell(part: str) -> None:
+        def notify(part: str) -> None:
             shown.close()
             shown.enter_context(progress(part))
 
-        yield tell
+        yield notify
 
 
 def _check(
@@ -158,13 +158,13 @@ def _check(
     params: SamplingParams,
     cases: int,
     texts: int,
-    tell: Tell,
+    notify: Tell,
 ) -> Report:
     from speculant.exactness.check import Subject, check
 
     given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
     made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]
-    return check(Subject(config, runtime, made, params), cases, texts, tell)
+    return check(Subject(config, runtime, made, params), cases, texts, notify)
 
 
 def _show(report: Report) -> None:

@@ -108,7 +108,7 @@ def _style(piece: StreamPiece, drafting: bool) -> str:
 
 
 def _conclude(console: Console, figures: dict[str, Any]) -> None:
-    table = Table(title="Plain beside speculative", title_justify="left")
+    table = Table(title="Plain and speculative", title_justify="left")
     for heading, justify in (("", "left"), ("plain", "right"), ("speculative", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     table.add_row("tokens/s", f"{figures['plain_tokens_per_s']:.0f}", f"{figures['speculative_tokens_per_s']:.0f}")

@@ -65,7 +65,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """Return the prompt from its argument, standard input or a file. Raises RequestError unless exactly one is given."""
+    """Return the prompt from its argument, standard input or a file. Raises RequestError unless one is given."""
     if (prompt is None) == (prompt_file is None):
         raise RequestError(
             "there is no prompt" if prompt is None else "there are two prompts",

@@ -51,7 +51,7 @@ def _story(config: TrainingConfig, outcome: Outcome) -> list[str]:
             f"A small language model of program text ({role}): Llama format, {outcome.parameters:,} weights"
             f" (hidden size {config.hidden}, {config.layers} layers), bfloat16, byte-level BPE tokenizer."
         ),
-        "It continues Python source; it follows no instructions and knows no facts.",
+        "It continues Python source; it follows no instructions and has no knowledge of facts.",
         "",
         (
             f"{how} in float32 on a CPU: {outcome.tokens:,} tokens in {outcome.steps:,} steps,"
@@ -97,7 +97,7 @@ def _measured(config: TrainingConfig, outcome: Outcome) -> list[str]:
         (
             f"With the weights of this folder, computed in float32, on all {outcome.held_out_tokens:,} tokens of the"
             f" {outcome.held_out_files} held-out files. Each file is cut from its start into windows of {config.seq}"
-            " tokens, and each window begins with the end-of-text token and knows nothing from before."
+            " tokens, and each window begins with the end-of-text token and has no earlier context."
         ),
         "",
         "| | |",
