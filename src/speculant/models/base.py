@@ -102,7 +102,7 @@ class Chain:
     """
 
     request: Request
-    feed: list[int]
+    input_tokens: list[int]
     limit: int
     chance: Chance
     tokens: list[int] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Chain:
     @property
     def num_positions(self) -> int:
         """How many positions of the cache it needs."""
-        return len(self.feed) + max(self.limit - 1, 0)
+        return len(self.input_tokens) + max(self.limit - 1, 0)
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ class ChainRows:
 
     def add(self, chain: Chain, vocab_size: int, cache: KVCache) -> None:
         """Reserve what a chain needs and lay out what it feeds: tokens that the model knows."""
-        seq_id, fed = chain.request.seq_id, len(chain.feed)
+        seq_id, fed = chain.request.seq_id, len(chain.input_tokens)
         slots, table = cache.reserve(seq_id, chain.num_positions), cache.table(seq_id)
         self.segments.extend((len(self.tokens), fed, slots.start, fed, -1, address(table)))
-        self.tokens.extend(known(chain.feed, vocab_size))
+        self.tokens.extend(known(chain.input_tokens, vocab_size))
         self.positions.extend(range(slots.start, slots.start + fed))
         self.slots.extend(slots.slots[:fed])
         self.end = max(self.end, slots.end)
