@@ -1,4 +1,4 @@
-"""How many nodes a draft can have: a policy's wish, cut to what can still matter and fits."""
+"""How many nodes a draft may have: the policy's length, cut to what can be committed and fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from speculant.types import Request
 
 @dataclass(frozen=True)
 class DraftBounds:
-    """What bounds one sequence's draft besides budget and memory.
+    """Bounds of one sequence's draft in addition to budget and memory.
 
     max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
-    nodes_per_beam: nodes that it drafts for each beam of a beam search in each round; 0 = it can't.
+    nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
     """
 
     max_len: int
@@ -31,11 +31,11 @@ def draft_limits(
     """Return the number of nodes that each sequence's draft may have.
 
     A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len. All drafts of a step have
-    at most `most_nodes` nodes. They share, in order, what the step's tokens left of the budget and of the cache: drafts
-    never cause preemption.
+    at most `most_nodes` nodes. They use, in order, the budget and cache room that the step's tokens leave, and never
+    cause preemption.
 
-    In a beam search a wish counts rounds: each takes nodes_per_beam nodes for every beam. They go behind all live
-    hypotheses, including those that the step would not feed without them.
+    In a beam search a wish counts rounds of nodes_per_beam nodes per beam. The nodes follow all live hypotheses,
+    including those that the step would otherwise not compute.
     """
     limits, budget, plan = [], min(schedule.spare_tokens, most_nodes), schedule.plan
     for item, wanted, bound in zip(schedule.items, wishes, bounds, strict=True):
