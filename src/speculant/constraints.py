@@ -14,7 +14,7 @@ _BITS = 32  # of a mask's words
 
 
 class Constraint(Protocol):
-    """Restricts one sequence's output. It knows tokens, not text; draft and target are masked alike."""
+    """Restricts one sequence's output, by tokens, not text; draft and target get the same masks."""
 
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
         """Return which tokens may follow the drafted `tokens`, which follow the advanced ones; None = all.

@@ -122,7 +122,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors_of(parents: Sequence[int]) -> Tensor:
-    """Return [n, n] bool: entry (i, j) says that node j is node i or one of its ancestors."""
+    """Return [n, n] bool: entry (i, j) is True if node j is node i or one of its ancestors."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:

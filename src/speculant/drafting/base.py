@@ -1,7 +1,7 @@
 """The drafter protocol, and the context that a drafter is built from.
 
 A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
-takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and may be behind
+takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and may lag
 `request.tokens`: a drafter catches up in the next `propose`, so there is no special case for a first round, a
 round without drafting, or one in which everything was accepted.
 """
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Method:
     """Facts about a drafting method, known before anything is built.
 
-    default_length: draft tokens per step unless the user says otherwise.
+    default_length: draft tokens per step unless the user sets a number.
     uses_model: the method needs a draft model; any other method refuses one.
     preferred: the method that is used when a draft model is given without a method.
     learns: earlier requests make its later drafts better.
@@ -49,9 +49,9 @@ class DrafterNeeds:
     max_nodes: the most nodes it can propose for one sequence; None = any number.
     emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them.
     emits_tree: its trees may branch.
-    usual_nodes: nodes it proposes unless the user says otherwise; None = its method's default_length.
+    usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     own_cache: it owns KV caches; they are its `caches`.
-    hidden_layers: target layers whose input hidden states `observe` receives; the number of layers stands for the
+    hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
     last layer's output.
     target_inputs: it adds rows of its own to the target's pass; not supported yet.
     max_positions: the longest sequence it can draft for; None = any.

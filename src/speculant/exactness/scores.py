@@ -90,9 +90,7 @@ class Scores:
     )
     logprob: Score = field(default_factory=lambda: Score("log p", "the mean log-probability under the target", "nats"))
     drafted: Score = field(
-        default_factory=lambda: Score(
-            "q > p", "the probability of the tokens that the draft likes more than the target does", "probability"
-        )
+        default_factory=lambda: Score("q > p", "the probability of the tokens with q > p", "probability")
     )
     impossible: int = 0  # tokens whose probability is 0
 

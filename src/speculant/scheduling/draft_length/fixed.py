@@ -1,4 +1,4 @@
-"""The configured length for every request; a request may ask for another one."""
+"""The configured length for every request; a request may set another one."""
 
 from __future__ import annotations
 
