@@ -1,15 +1,15 @@
 """Beam search as a value: hypotheses, and how the target's distributions advance them (arXiv:2211.17192, A.4).
 
-A round takes the likeliest continuations of all live hypotheses, over all of them:
+A round ranks the likeliest continuations of all live hypotheses together:
 
-    rank   0 .. width - 1   those that end (an end token, or the last place) are finished
-           0 ..             of the others the first `width` live on
+    rank   0 .. width - 1   continuations that end (by an end token or the greatest length) are finished
+           0 ..             of the others the first `width` stay live
 
-Scores are sums of log-probabilities divided by length ** length_penalty. The search is over when `width` are finished
-and no live one has a better score, as it stands, than the worst of them.
+Scores are sums of log-probabilities divided by length ** length_penalty. The search is over when `width` hypotheses are
+finished and no live one has a better current score than the worst of them.
 
-Hypotheses are linked: each names the one that it continues by a token. So those that begin alike share what they begin
-with, a round costs width * continuations, and all else at most one visit to each hypothesis behind the trunk.
+Hypotheses are linked: each refers to its parent, which is one token shorter. Common prefixes are stored once. A round
+costs width * continuations; every other operation visits each hypothesis after the trunk at most once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Sample = TypeVar("Sample")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Hypothesis:
-    """A text behind the prompt: `parent` and one more token. The empty one, where a search begins, has neither.
+    """A text after the prompt: `parent` and one more token. A search begins with the empty one, which has neither.
 
-    length: how many tokens it has; logprob: the sum of their log-probabilities. Two of a search are equal if they are
-    the same object.
+    length: its number of tokens; logprob: the sum of their log-probabilities. Two hypotheses of a search are equal if
+    they are the same object.
     """
 
     parent: Hypothesis | None = field(default=None, repr=False)
@@ -41,34 +41,34 @@ class Hypothesis:
     length: int = 0
 
     def continued(self, token: int, logprob: float) -> Hypothesis:
-        """Return the text with one more token; `logprob` is that of the whole."""
+        """Return the text with one more token; `logprob` is that of the whole text."""
         return Hypothesis(self, token, logprob, self.length + 1)
 
     def lineage(self, behind: int = 0) -> Iterator[Hypothesis]:
-        """Yield the text and those that it continues, longest first, as far as they have more than `behind` tokens."""
+        """Yield the text and its ancestors that have more than `behind` tokens, longest first."""
         each = self
         while each.parent is not None and each.length > behind:
             yield each
             each = each.parent
 
     def tokens(self, behind: int = 0) -> list[int]:
-        """Return its tokens but for the first `behind`."""
+        """Return its tokens without the first `behind`."""
         return [each.token for each in self.lineage(behind)][::-1]
 
     def prefix(self, length: int) -> Hypothesis:
-        """Return what it begins with: at most so many tokens."""
+        """Return its prefix of at most `length` tokens."""
         each = self
         while each.parent is not None and each.length > length:
             each = each.parent
         return each
 
     def score(self, length_penalty: float) -> float:
-        """Return what finished hypotheses are compared by; there is at least one token."""
+        """Return the score that ranks finished hypotheses; there must be at least one token."""
         return float(self.logprob / self.length**length_penalty)
 
 
 def common_prefix(hypotheses: Collection[Hypothesis]) -> Hypothesis:
-    """Return the longest text that all of these, of one search, begin with."""
+    """Return the longest common prefix of hypotheses of one search."""
     shortest = min(each.length for each in hypotheses)
     texts = {each.prefix(shortest) for each in hypotheses}
     while len(texts) > 1:
@@ -77,9 +77,9 @@ def common_prefix(hypotheses: Collection[Hypothesis]) -> Hypothesis:
 
 
 def texts_behind(trunk: Hypothesis, tips: Iterable[Hypothesis], most: float = math.inf) -> list[Hypothesis]:
-    """Return the tips and what they continue, behind the trunk, parents first.
+    """Return the tips and their ancestors after the trunk, parents first.
 
-    Tips that do not continue the trunk are left out, and so are those for which `most` texts are too few.
+    Tips that do not continue the trunk are left out, and so are tips that would exceed `most` texts.
     """
     found: dict[Hypothesis, None] = {}
     for tip in tips:
@@ -91,21 +91,21 @@ def texts_behind(trunk: Hypothesis, tips: Iterable[Hypothesis], most: float = ma
 
 
 def tree_of(texts: Collection[Hypothesis]) -> DraftTree:
-    """Return texts as a tree, in their order: parents come first, and the root's children have a parent elsewhere."""
+    """Return texts as a tree, in their order, parents first; texts without their parent are the root's children."""
     nodes: dict[Hypothesis | None, int] = {text: node for node, text in enumerate(texts)}
     return DraftTree.of([text.token for text in texts], [nodes.get(text.parent, -1) for text in texts])
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's continuations; `behind` has those of the longer texts, by their next token, that are known too."""
+    """A text's continuations; `behind` has those of longer texts that are known too, by next token."""
 
     continuations: Continuations
     behind: Mapping[int, Scored] = field(default_factory=dict)
 
 
 def _linked(tree: DraftTree, ranked: Mapping[int, Continuations]) -> dict[int, Scored]:
-    """Return what is known of a tree's nodes, -1 = the root, and of the nodes behind them."""
+    """Return the scored nodes of a tree, -1 = the root, each linked to its scored descendants."""
     behind: dict[int, dict[int, Scored]] = {node: {} for node in ranked}
     known = {node: Scored(continuations, behind[node]) for node, continuations in ranked.items()}
     for node, scored in known.items():
@@ -118,9 +118,9 @@ def _linked(tree: DraftTree, ranked: Mapping[int, Continuations]) -> dict[int, S
 class Beams:
     """A beam search after `rounds` rounds: each live hypothesis has that many tokens.
 
-    longest: tokens a hypothesis may have. reach: how many of them a pass can feed behind the trunk, one text alone.
-    live: best first, none = the search is over. finished: best score first. scored: the continuations of those live
-    hypotheses that have been scored; the others wait for theirs.
+    longest: the most tokens of a hypothesis. reach: most tokens of one text that a pass can compute after the trunk.
+    live: best first, none = the search is over. finished: best score first. scored: the continuations of the live
+    hypotheses that have been scored.
     """
 
     width: int
@@ -135,20 +135,20 @@ class Beams:
 
     @property
     def num_continuations(self) -> int:
-        """How many continuations of a text can matter: those that end it, and `width` others."""
+        """The most continuations of a text that can matter: those that end it, and `width` others."""
         return self.width + len(self.end_token_ids)
 
     @cached_property
     def trunk(self) -> Hypothesis:
-        """The tokens to feed before the tree of hypotheses: those that all live ones begin with.
+        """The text before the tree of hypotheses: the common prefix of all live ones.
 
-        Where these lie apart by more than `reach`, it is longer, and only those behind it can be fed with it.
+        Where they part more than `reach` tokens back, it is longer, and a pass computes only those that continue it.
         """
         return self.unscored[0].prefix(max(self._shared.length, self.rounds - self.reach))
 
     @property
     def together(self) -> bool:
-        """Whether all live hypotheses lie behind the trunk."""
+        """Whether all live hypotheses continue the trunk."""
         return self.rounds - self._shared.length <= self.reach
 
     @cached_property
@@ -157,12 +157,12 @@ class Beams:
 
     @cached_property
     def unscored(self) -> tuple[Hypothesis, ...]:
-        """The live hypotheses that wait for their continuations, best first."""
+        """The live hypotheses that are not scored yet, best first."""
         return tuple(each for each in self.live if each not in self.scored)
 
     @cached_property
     def live_texts(self) -> list[Hypothesis]:
-        """The live hypotheses and what they continue, behind the trunk, parents first."""
+        """The live hypotheses and their ancestors after the trunk, parents first."""
         return texts_behind(self.trunk, self.live)
 
     @cached_property
@@ -175,24 +175,24 @@ class Beams:
         return tree_of(texts_behind(self.trunk, self.unscored)) if self.scored else self.live_tree
 
     def waiting_tree(self, most: float = math.inf) -> DraftTree:
-        """Return the tree of those among them that wait to be scored, as far as `most` nodes hold them."""
+        """Return the tree of the unscored live hypotheses, as many of them as fit into `most` nodes."""
         whole = self._waiting_tree
         return whole if whole.size <= most else tree_of(texts_behind(self.trunk, self.unscored, most))
 
     def completed_by(self, tree: DraftTree) -> bool:
-        """Whether no live hypothesis is unscored when a pass has fed the trunk and this `waiting_tree`."""
+        """Whether all live hypotheses are scored after a pass over the trunk and this `waiting_tree`."""
         return self.together and tree.size == self._waiting_tree.size
 
     def scored_by(self, tree: DraftTree, ranked: Mapping[int, Continuations]) -> dict[Hypothesis, Scored]:
-        """Return what a pass says of live hypotheses: `ranked` are the continuations of the tree's nodes, -1 = root.
+        """Return the live hypotheses that a pass scored; `ranked` has the continuations of the tree's nodes, -1 = root.
 
-        The tree hangs behind the trunk, and may go on behind the hypotheses.
+        The tree's root is the trunk, and it may extend beyond the hypotheses.
         """
         known, nodes = _linked(tree, ranked), self._nodes_in(tree)
         return {each: known[nodes[each]] for each in self.live if each in nodes and nodes[each] in known}
 
     def _nodes_in(self, tree: DraftTree) -> dict[Hypothesis | None, int]:
-        """Return where the live hypotheses and what they continue are in a tree behind the trunk."""
+        """Return the nodes of the live hypotheses and their ancestors in a tree after the trunk."""
         nodes: dict[Hypothesis | None, int] = {self.trunk: -1}
         for text in self.live_texts:
             node = tree.child(nodes[text.parent], text.token) if text.parent in nodes else None
@@ -201,7 +201,7 @@ class Beams:
         return nodes
 
     def advance(self, scored: Mapping[Hypothesis, Scored]) -> Beams:
-        """Return the search after all rounds that can be taken when these hypotheses are scored too."""
+        """Return the search after all rounds that are possible once these hypotheses are scored too."""
         known = {**self.scored, **scored}
         beams = replace(self, scored={each: known[each] for each in self.live if each in known})
         while beams.live and not beams.unscored:
@@ -225,7 +225,7 @@ class Beams:
         return replace(self, rounds=self.rounds + 1, live=live, finished=tuple(finished), scored=self._known_of(live))
 
     def _known_of(self, live: Iterable[Hypothesis]) -> dict[Hypothesis, Scored]:
-        """Return what is known of the next round's hypotheses."""
+        """Return the next round's hypotheses that are scored already."""
         parents = [(each, self.scored[each.parent]) for each in live if each.parent is not None]
         return {each: scored.behind[each.token] for each, scored in parents if each.token in scored.behind}
 
@@ -239,9 +239,9 @@ class Beams:
 
 @dataclass(eq=False)
 class BeamSearch(Generic[Sample]):
-    """The search that a prompt's samples share: the first is fed for all, and each gets one hypothesis in the end.
+    """The search that a prompt's samples share. The first sample runs it, and each gets one hypothesis as its result.
 
-    results: what the samples got, in their order; empty before the search is over, and if it failed.
+    results: the samples' hypotheses, in their order; empty before the search is over, and if it failed.
     """
 
     beams: Beams

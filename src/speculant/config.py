@@ -1,4 +1,4 @@
-"""What can be configured. `resolve` alone turns "auto" and missing values into real ones."""
+"""The engine's configuration. Only `resolve` turns missing sizes into values."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from speculant.params import MAX_SPECULATIVE_TOKENS
 DTYPES = ("auto", "float64", "float32", "bfloat16")
 CACHES = ("paged", "slotted")
 POLICIES = ("first-come", "decode-first", "shortest-prompt")
-DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len says otherwise
+DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len is set
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine is made from; each field is a command-line flag and an environment variable.
+    """All settings of an engine; each field is a command-line flag and an environment variable.
 
     Speculation is on if `draft_model` or `speculative_config` is given and `use_speculative_decoding`
     is not False. `spec_length` is another name of `num_speculative_tokens`.
 
-    kv_memory bounds all KV caches together, the drafter's too: bytes, or text like "2GiB"; None = what
-    max_num_seqs sequences of max_model_len need, but at most half of the memory that is free.
-    kernels names a backend (native, reference, or another package's); "auto" = the best that can compute the model:
-    the native ones, else the reference ones. It and the quantizations are checked when the engine is built.
-    quantization, draft_quantization: weights of the target and of the draft in int8 or int4; such a model is
-    another model, exact by itself.
-    scheduling_policy: who is served first (scheduling/policy.py). max_waiting bounds the queue.
+    kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB"; None = the need of
+    max_num_seqs sequences of max_model_len, but at most half of the free memory.
+    kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
+    reference. It and the quantizations are checked when the engine is built.
+    quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
+    different model, and speculation is exact with respect to it.
+    scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue.
     """
 
     model: str
@@ -96,7 +96,7 @@ class EngineConfig:
         return cls(**values)
 
     def speculative(self) -> SpeculativeConfig | None:
-        """Return the speculative part, merged from its three spellings; None when speculation is off."""
+        """Return the speculative settings, merged from their three arguments; None when speculation is off."""
         if self.use_speculative_decoding is False or not (self.draft_model or self.speculative_config):
             return None
         return SpeculativeConfig.from_mapping(
@@ -104,11 +104,11 @@ class EngineConfig:
         )
 
     def kv_memory_bytes(self) -> int | None:
-        """Return kv_memory as a number of bytes; None = to be chosen from what is free."""
+        """Return kv_memory as a number of bytes; None = chosen from the free memory."""
         return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
 
     def why_not_speculative(self) -> str:
-        """Say why speculation is off, for the user."""
+        """Return the reason why speculation is off, for the user."""
         if self.use_speculative_decoding is False:
             return "use_speculative_decoding is False"
         return "no draft_model or speculative_config was given"
@@ -116,11 +116,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How drafts are made and checked. `options` are the method's own keys.
+    """How tokens are drafted and verified. `options` are the method's own keys.
 
-    method None = the one that drafts with `model`; num_speculative_tokens None = the method's usual
-    length; verification "auto" picks by request (algorithms of match and ratio rules). draft_length names a policy, or
-    is a mapping with the key `policy` and the policy's own. methods: further ones that requests may name.
+    method None = the preferred method with `model`; num_speculative_tokens None = the method's default length;
+    verification "auto" chooses per request (verification/auto.py). draft_length names a policy or is a mapping with the
+    key `policy` and the policy's own keys. methods: additional ones that requests may name.
     """
 
     method: str | None = None
@@ -160,7 +160,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class Limits:
-    """The resolved sizes that bound an engine's work."""
+    """The resolved limits of an engine."""
 
     max_model_len: int
     max_num_seqs: int
@@ -170,7 +170,7 @@ class Limits:
 
 
 def resolve(config: EngineConfig, max_positions: int) -> Limits:
-    """Turn missing sizes into values for a model that was made for `max_positions`."""
+    """Turn missing sizes into values for a model of at most `max_positions` positions."""
     if config.max_model_len is not None and config.max_model_len > max_positions:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is beyond the {max_positions} positions the model was made for",

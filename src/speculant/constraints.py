@@ -1,4 +1,4 @@
-"""What may come next, as somebody else's grammar says it: a mask over tokens for every place where one is chosen."""
+"""Constraints on the output, such as grammars: a mask over tokens for every node."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _BITS = 32  # of a mask's words
 
 
 class Constraint(Protocol):
-    """Restricts one sequence's output. It knows tokens, not text; draft and target are masked alike."""
+    """Restricts one sequence's output, by tokens, not text; draft and target get the same masks."""
 
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return which tokens may follow `tokens`, which are drafted behind what was advanced; None = all.
+        """Return which tokens may follow the drafted `tokens`, which follow the advanced ones; None = all.
 
         A mask is int32 [ceil(V / 32)]: bit v % 32 of word v // 32 allows token v, and tokens beyond its words are
-        forbidden. Drafted tokens may be ones that were forbidden, or lie behind the end: then no token may follow.
-        It must not change the constraint.
+        forbidden. Drafted tokens may be forbidden ones, or follow the end: then no token may follow. The call must not
+        change the constraint.
         """
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take tokens that were committed; an end token may be the last one."""
+        """Advance by committed tokens; an end token may be the last one."""
         ...
 
     def rollback(self, n: int) -> None:
-        """Return to where it was before the last `n` of all tokens taken."""
+        """Undo the last `n` of all advanced tokens."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing but an end token may follow what was advanced: the request ends."""
+        """Whether only an end token may follow the advanced tokens: the request ends."""
         ...
 
 
 def checked_mask(constraint: Constraint, tokens: Sequence[int]) -> Tensor | None:
-    """Return a constraint's mask, contiguous on the CPU; raises RequestError for what is none."""
+    """Return a constraint's mask, contiguous on the CPU; raises RequestError for an invalid one."""
     given: object = constraint.mask(tokens)
     if given is None:
         return None

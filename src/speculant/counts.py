@@ -1,4 +1,4 @@
-"""How often a sequence's tokens have occurred, kept up token by token for the penalties."""
+"""How often a sequence's tokens have occurred, updated token by token for the penalties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenCounts:
         tokens  | those of the prompt, in order of their ids | others, in the order of their first appearance |
         counts  | 0 or more                                  | 1 or more                                      |
 
-    Taking an output token and forgetting it again costs the same for any length.
+    Adding or removing an output token takes constant time.
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
@@ -27,7 +27,7 @@ class TokenCounts:
         self._tokens = np.concatenate([self._prompt, np.empty(_ROOM, dtype=np.int64)])
         self._counts = np.zeros(len(self._tokens), dtype=np.int64)
         self._size = len(self._prompt)
-        self._places: dict[int, int] = {}  # of the tokens that the output has
+        self._places: dict[int, int] = {}  # indices of the output's tokens
         self.num_tokens = len(prompt)  # of prompt and output
         self.add(output)
 
@@ -49,7 +49,7 @@ class TokenCounts:
         return torch.from_numpy(self._counts[: self._size])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Count tokens that the output gained."""
+        """Count tokens that were appended to the output."""
         for token in tokens:
             place = self._find(token)
             self._places[token] = place = self._append(token) if place is None else place
@@ -57,7 +57,7 @@ class TokenCounts:
         self.num_tokens += len(tokens)
 
     def remove(self, tokens: Sequence[int]) -> None:
-        """Forget the output's last tokens, given in their order."""
+        """Remove the output's last tokens, given in their order."""
         for token in reversed(tokens):
             place = self._places[token]
             self._counts[place] -= 1
@@ -67,7 +67,7 @@ class TokenCounts:
         self.num_tokens -= len(tokens)
 
     def with_drafted(self, drafted: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return tokens [k] and counts [k] as they are with more tokens in the output."""
+        """Return tokens [k] and counts [k] with drafted tokens added to the output."""
         if not drafted:
             return self.tokens, self.counts
         counts, others = self.counts.clone(), dict[int, int]()
@@ -80,7 +80,7 @@ class TokenCounts:
         return torch.cat([self.tokens, ids(list(others))]), torch.cat([counts, ids(list(others.values()))])
 
     def _find(self, token: int) -> int | None:
-        """Return where a token stands; None if it has not appeared."""
+        """Return a token's index; None if it has not appeared."""
         place = self._places.get(token)
         if place is None:
             index = int(np.searchsorted(self._prompt, token))

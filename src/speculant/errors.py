@@ -1,4 +1,4 @@
-"""What the user did wrong, what it means, and what to do instead."""
+"""Errors that a user can cause, each with its problem and its fix."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class RequestError(SpeculantError, ValueError):
 
 
 class CapacityError(SpeculantError, RuntimeError):
-    """Something that does not fit: cache memory, sequence slots, context length."""
+    """A limit that is exceeded: cache memory, sequence slots, context length."""
 
 
 class EngineClosedError(SpeculantError, RuntimeError):
-    """A request to an engine that was shut down, or that was aborted by this."""
+    """A request to an engine that was shut down, or one that the shutdown aborted."""
 
 
 class EngineDeadError(SpeculantError, RuntimeError):
-    """An engine that broke down; what broke it is the `__cause__`."""
+    """An engine that failed; `__cause__` is the error."""
 
 
 @dataclass(frozen=True)
 class Converts:
-    """A context that raises what foreign code raises in it as a SpeculantError of kind `to`, with its reason.
+    """A context that converts the errors of foreign code into a SpeculantError of kind `to`, with their reason.
 
     A panic of a Rust extension is converted as well: pyo3 raises it as a BaseException, which `except Exception`
-    does not catch. SpeculantErrors, KeyboardInterrupt and SystemExit pass. An instance may be used again.
+    does not catch. SpeculantErrors, KeyboardInterrupt and SystemExit are not converted. Instances are reusable.
     """
 
     to: type[SpeculantError]

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint: a broken one is a ModelError that names it."""
+"""Reads the JSON files of a checkpoint; an invalid one is a ModelError that names it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from speculant.errors import ModelError
 
-MOST_DEPTH = 32  # levels of nesting; far from the interpreter's recursion limit, so that values can be shown
+MOST_DEPTH = 32  # levels of nesting; far below the interpreter's recursion limit, so that values can be printed
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises ModelError when it is missing, broken or no object, nested over MOST_DEPTH levels, or has text with lone
+    Raises ModelError when it is missing, invalid, not an object, nested over MOST_DEPTH levels, or has text with lone
     surrogates, which can't be encoded.
     """
     try:

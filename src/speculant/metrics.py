@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass
 class SpeculationMetrics:
-    """What speculation did for one request (docs/references.md, metrics).
+    """Speculation counts of one request (docs/references.md, metrics).
 
-    `acceptance_histogram[k]` counts the steps in which exactly k draft tokens were kept.
+    `acceptance_histogram[k]` counts the steps in which exactly k draft tokens were accepted.
     """
 
     num_spec_steps: int = 0
@@ -47,12 +47,12 @@ class SpeculationMetrics:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted / drafted (docs/references.md, metrics): also counts tokens that were never looked at."""
+        """Accepted / drafted (docs/references.md, metrics): also counts tokens that were not tested."""
         return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     @property
     def acceptance_rate(self) -> float:
-        """Pooled alpha, accepted / tested (docs/references.md, metrics): tokens behind a rejection are not tested."""
+        """Pooled alpha, accepted / tested (docs/references.md, metrics): tokens after a rejection are not tested."""
         return _ratio(self.num_accepted_draft_tokens, self.num_tested_tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ _RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Where a step's time went: readings of `time.perf_counter`, in seconds."""
+    """Times of a step's stages: readings of `time.perf_counter`, in seconds."""
 
     started: float
     drafted: float
@@ -85,7 +85,7 @@ class StepTiming:
 
 @dataclass
 class TimingMetrics:
-    """Wall-clock figures of one request, in seconds since `arrival` unless said otherwise."""
+    """Wall-clock figures of one request, in seconds since `arrival` unless stated otherwise."""
 
     arrival: float
     first_token: float | None = None
@@ -146,10 +146,10 @@ class TimingMetrics:
 class RequestMetrics:
     """All figures of one request.
 
-    verification: the rule that was used, "beam" for a beam search; None = no speculation.
-    lossless: the output's distribution is the target's own; False only if a lenient rule was asked for.
+    verification: the verifier's name, "beam" for a beam search; None = no speculation.
+    lossless: the output has the target's distribution; False only for a lenient verifier.
     cached_tokens: prompt tokens that were found in the cache. num_preemptions: how often the request
-    was set aside for lack of memory.
+    was preempted for lack of memory.
     """
 
     timing: TimingMetrics
@@ -175,12 +175,12 @@ class RequestMetrics:
 
 @dataclass
 class EngineMetrics:
-    """An engine's totals since it was made, and how it stands after its last step.
+    """An engine's totals since it was made, and its state after the last step.
 
-    Requests are counted per sample. draft_s, verify_s and other_s say where the steps' time went, in
-    seconds. lossy samples were verified by a rule that is not lossless. repeated_steps failed and were repeated for
-    each sequence alone. drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none
-    of them fails a request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
+    Requests are counted per sample. draft_s, verify_s and other_s divide the steps' time, in seconds. lossy samples
+    were verified by a verifier that is not lossless. repeated_steps failed and were repeated for each sequence alone.
+    drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
+    request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
     are those of the target's cache.
     """
 
@@ -217,7 +217,7 @@ def percentile(values: Sequence[float], q: int) -> float | None:
     """Return the q-th percentile by the nearest rank; None when there are no values."""
     if not values:
         return None
-    rank = max(1, -(-len(values) * q // 100))  # of n values, the first that q percent of n do not exceed
+    rank = max(1, -(-len(values) * q // 100))  # of n values, the first that at least q percent do not exceed
     return sorted(values)[rank - 1]
 
 

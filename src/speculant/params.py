@@ -1,4 +1,4 @@
-"""How one request is sampled and when it ends."""
+"""Sampling settings and end conditions of one request."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 class SamplingParams:
     """Sampling settings in vLLM's names. Every setting is a distribution over tokens (arXiv 2211.17192, section 2.2).
 
-    temperature 0 is greedy: the lowest token id among the most likely ones. The distribution is made in this
+    temperature 0 is greedy: the lowest token id among the most likely ones. The settings apply in this
     order: logit_bias, end tokens banned below min_tokens, repetition, presence and frequency
-    penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all that.
+    penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all of them.
 
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
@@ -81,7 +81,7 @@ class SamplingParams:
 
     @cached_property
     def softened(self) -> SamplingParams:
-        """These settings if they sample; greedy ones at temperature 1, unfiltered."""
+        """These settings; greedy ones become temperature 1, unfiltered."""
         if not self.greedy:
             return self
         return dataclasses.replace(self, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -93,7 +93,7 @@ class SamplingParams:
 
     @cached_property
     def biases(self) -> array[float]:
-        """What is added to the scores of `biased`, in float64."""
+        """The values added to the logits of `biased`, in float64."""
         return array("d", self.logit_bias.values())
 
     def _set(self, **values: Any) -> None:
@@ -121,7 +121,7 @@ class SamplingParams:
         self._check_search()
 
     def _check_search(self) -> None:
-        """Refuse what a beam search has no use for."""
+        """Refuse settings that a beam search does not use."""
         if self.beam_width is None:
             if self.length_penalty != 1:
                 raise ConfigError(f"length_penalty={self.length_penalty} is for a beam search", "set beam_width too.")
@@ -136,7 +136,7 @@ class SamplingParams:
                 )
 
     def _useless_for_search(self) -> dict[str, bool]:
-        """Return what a beam search refuses, and whether it was asked for: it draws nothing, and its texts end late."""
+        """Return the settings that a beam search refuses, and whether each is set; it draws no tokens."""
         named = isinstance(self.speculation, Mapping) and self.speculation.get("verification", "auto") != "auto"
         return {
             "temperature": self.temperature not in (0, 1),
@@ -236,7 +236,7 @@ def _token_id(key: Any) -> int:
 
 
 def _bias(given: Any) -> float:
-    """Read a bias; text is taken too, for -inf has no other form in JSON."""
+    """Read a bias; text is accepted too, as -inf has no other form in JSON."""
     try:
         value = float(given)
     except (TypeError, ValueError):
@@ -250,7 +250,7 @@ def _bias(given: Any) -> float:
 
 
 def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
-    """Check what a request asks of speculation, as far as that is possible without an engine."""
+    """Check a request's speculation settings, as far as that is possible without an engine."""
     if given is None or isinstance(given, bool):
         return given
     if not isinstance(given, Mapping):

@@ -1,8 +1,8 @@
-"""Methods found by name: module name = method name, and entry points for other people's packages.
+"""Plugins found by name: modules of this package, and entry points of other packages.
 
-A package such as `speculant.drafting` is a kind of plugin. A module in it is a plugin if it defines
-the kind's attribute at the top level; nothing has to be registered, and nothing is imported before
-it is asked for. Other packages add theirs under an entry point group of the kind's name:
+A package such as `speculant.drafting` is a kind of plugin. A module in it is a plugin of the module's name if it
+defines the kind's attribute at the top level; there is no registration, and a plugin is imported on first use. Other
+packages add plugins under an entry point group of the kind's name:
 
     [project.entry-points."speculant.models"]
     my_family = "my_package.my_family"
@@ -33,7 +33,7 @@ ATTRIBUTES = {
 def names(package: str, attribute: str | None = None) -> list[str]:
     """Return the sorted names of a kind's plugins, without importing any of them.
 
-    `attribute` is what makes a module a plugin; left out, it is the kind's own.
+    A module that defines `attribute` is a plugin; None = the kind's own attribute.
     """
     wanted = attribute or ATTRIBUTES[package]
     return sorted({*_built_in(package, wanted), *_entry_points(package)})
@@ -60,7 +60,7 @@ def _built_in(package: str, attribute: str) -> Iterator[str]:
 
 
 def _defines(module: str, attribute: str) -> bool:
-    """Tell from the source, so that a plugin whose own imports are missing can still be listed."""
+    """Whether a module's source defines an attribute; a plugin whose imports are missing is thus listed too."""
     spec = find_spec(module)
     loader = spec.loader if spec else None
     source = loader.get_source(module) if isinstance(loader, InspectLoader) else None

@@ -1,4 +1,4 @@
-"""What a drafter proposes: a tree of tokens, of which a chain is the simplest."""
+"""Draft trees: the tokens that a drafter proposes. A chain is a tree without branches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 class DraftTree:
     """Proposed tokens in prefix order; the root is the last committed token and not part of it.
 
-    A chain is a tree whose node i has parent i - 1. What is made of integers has its tensors when they are asked for.
+    A chain is a tree whose node i has parent i - 1. A tree made of integers gets its tensors on first use.
     """
 
     tokens: Tensor  # [n] int64
     parents: Tensor  # [n] int64; parents come before children; -1 = child of the root
-    probs: Tensor | None = None  # [n, V]: the distribution each node was really drawn from; None = deterministic
+    probs: Tensor | None = None  # [n, V]: the distribution each node was drawn from; None = deterministic
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None) -> DraftTree:
         """Make a tree without branches of integers."""
         tree = cls.of(tokens, range(-1, len(tokens) - 1), probs)
-        vars(tree)["is_chain"] = True  # known, and asked for in every pass
+        vars(tree)["is_chain"] = True  # known, and read in every pass
         return tree
 
     @classmethod
@@ -76,7 +76,7 @@ class DraftTree:
         return depths_of(self.parent_list)
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node in drawing order; -1 asks for the root's."""
+        """Return the children of a node in drawing order; -1 = the root."""
         return [child for child, parent in enumerate(self.parent_list) if parent == node]
 
     def tokens_to(self, node: int) -> list[int]:
@@ -84,7 +84,7 @@ class DraftTree:
         return tokens_to(node, self.token_list, self.parent_list)
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the first child of a node that has a token, if there is one; -1 asks for the root's."""
+        """Return the first child of a node (-1 = the root) with a token, if there is one."""
         return self._nodes_by_edge.get((node, token))
 
     @cached_property
@@ -93,7 +93,7 @@ class DraftTree:
         return {edges[node]: node for node in reversed(range(self.size))}
 
     def path_along(self, tokens: Iterable[int]) -> list[int]:
-        """Return the nodes that tokens lead through from the root on, as far as there are any."""
+        """Return the nodes that match `tokens` from the root on, up to the first token without a node."""
         path: list[int] = []
         for token in tokens:
             found = self.child(path[-1] if path else -1, token)
@@ -104,12 +104,12 @@ class DraftTree:
 
 
 def _integers(values: Sequence[int]) -> list[int]:
-    """Return Python's own integers, whatever kind they were; raises TypeError for what is none."""
+    """Return values of any integer type as Python integers; raises TypeError for other types."""
     return array("q", values).tolist()
 
 
 def ids(values: Sequence[int]) -> Tensor:
-    """Return integers as a tensor [n] int64; much sooner than torch.tensor does."""
+    """Return integers as a tensor [n] int64; much faster than torch.tensor."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
@@ -122,7 +122,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors_of(parents: Sequence[int]) -> Tensor:
-    """Return [n, n] bool: entry (i, j) says that node j is node i or one of its ancestors."""
+    """Return [n, n] bool: entry (i, j) is True if node j is node i or one of its ancestors."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:

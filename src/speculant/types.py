@@ -1,4 +1,4 @@
-"""The nouns that every part of the package shares."""
+"""The types that every part of the package shares."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from speculant.tree import DraftTree as DraftTree
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule decided: the accepted nodes, root to leaf, and the one token that follows them."""
+    """A verifier's decision: the accepted nodes, root to leaf, and the one token that follows them."""
 
     path: tuple[int, ...]
     token: int  # the correction or bonus token
 
 
 class StopChecker(Protocol):
-    """Sees every committed token in order; the engine's only link to text."""
+    """Receives every committed token in order; the engine's only link to text."""
 
     def push(self, token: int) -> str | None:
-        """Take one token; return the stop string that it completes, if any."""
+        """Add one token; return the stop string that it completes, if any."""
         ...
 
     def checkpoint(self) -> None:
-        """Remember this state for `rollback`; called before a step commits."""
+        """Save this state for `rollback`; called before a step commits."""
         ...
 
     def rollback(self) -> None:
@@ -51,10 +51,10 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CommittedRows:
-    """What a pass computed of one sequence and is committed: `tokens` at positions start, start + 1, ...
+    """The rows of a pass that one sequence has committed: `tokens` at positions start, start + 1, ...
 
     hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens
-    that the sequence has more than before the pass; the newest of them is not among `tokens`, as it was not fed yet.
+    that the pass added to the sequence; the newest of them is not among `tokens`, as it is not computed yet.
     """
 
     start: int
@@ -68,14 +68,14 @@ Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the mo
 
 @dataclass(eq=False)
 class Request:
-    """One sequence being generated: one of the `n` samples that a prompt asked for.
+    """One sequence being generated: one of the `n` samples of a prompt.
 
-    `commit` is the only place that changes it. `shared_noise` says that draft and target draws share
-    keyed noise, which the `match` rule wants and ratio rules forbid.
+    Only `commit` changes it. `shared_noise`: draft and target draws share keyed noise, which `match` uses and ratio
+    rules forbid.
 
-    A beam search is one sequence too, the first of its samples. Its `tokens` are the prompt and the trunk, what all
-    live hypotheses begin with if one pass can hold them; what lies behind is fed anew in every pass, as a tree. In the
-    end each sample gets a hypothesis.
+    A beam search is one sequence too, the first of its samples. Its `tokens` are the prompt and the trunk: the common
+    prefix of all live hypotheses, if one pass can hold them. Every pass computes the rest again, as a tree. In the end
+    each sample gets a hypothesis.
     """
 
     seq_id: int
@@ -88,21 +88,21 @@ class Request:
     metrics: RequestMetrics
     verifier: str = "match"  # the verification rule's name
     drafter: str | None = None  # the drafting method's name; None = no speculation
-    num_speculative_tokens: int | None = None  # the length that the request asks for; None = the engine's
+    num_speculative_tokens: int | None = None  # the request's own draft length; None = the engine's
     shared_noise: bool = True
     stop_checker: StopChecker | None = None
     priority: int = 0  # lower is served sooner
-    cache_salt: str = ""  # prefixes are shared among requests of one salt alone
-    constraint: Constraint | None = None  # what its output has to follow; it has taken the output so far
+    cache_salt: str = ""  # only requests of the same salt share prefixes
+    constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: int | str | None = None  # the end token or stop string
-    error: Exception | None = None  # what ended it, if that was an error
+    error: Exception | None = None  # the error that ended it
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
-    counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties ask for them
+    counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
 
     def __post_init__(self) -> None:
         if self.params.penalised:
@@ -115,7 +115,7 @@ class Request:
             self.counts.add(tokens)
 
     def shorten(self, length: int) -> None:
-        """Forget the tokens of the output behind the first `length` of prompt and output."""
+        """Drop output tokens, so that prompt and output have `length` tokens."""
         if self.counts is not None:
             self.counts.remove(self.tokens[length:])
         del self.tokens[length:]
@@ -127,23 +127,23 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """How many tokens were generated."""
+        """The number of generated tokens."""
         return len(self.tokens) - len(self.prompt)
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether some of the prompt's log-probabilities are asked for and not known yet; the first sample has them."""
-        asked = self.params.prompt_logprobs is not None and self.index == 0
-        return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
+        """Whether requested log-probabilities of the prompt are not known yet; the first sample has them."""
+        wanted = self.params.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def num_positions(self) -> int:
-        """The length of the text that the next token follows: the live hypotheses of a search are ahead of `tokens`."""
+        """The length of the text before the next token; a beam search's live hypotheses are longer than `tokens`."""
         return len(self.tokens) if self.search is None else len(self.prompt) + self.search.beams.rounds
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the output's log-probabilities, where they were asked for."""
+        """Sum of the output's log-probabilities, if they were requested."""
         if self.params.logprobs is None:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.output, self.logprobs, strict=True))
@@ -158,7 +158,7 @@ class Request:
 class StepOutput:
     """One committed token. A request may have several of these per step (docs/references.md, several outputs).
 
-    A request that ends by an error has no token to tell; the error is in its `Request`.
+    A request that ends by an error has token None; the error is in its `Request`.
     """
 
     request_id: str
@@ -173,8 +173,8 @@ class StepOutput:
 class CompletionOutput:
     """One finished or growing sample of a request.
 
-    cumulative_logprob: the sum of its log-probabilities, if they were asked for or it is of a beam search.
-    score: what a beam search ranks by, that sum / length ** length_penalty.
+    cumulative_logprob: the sum of its log-probabilities, if they were requested or it is of a beam search.
+    score: that sum / length ** length_penalty, by which a beam search ranks.
     """
 
     index: int
@@ -189,7 +189,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a prompt gave: `n` samples and the pooled figures."""
+    """A prompt's result: `n` samples and the pooled figures."""
 
     request_id: str
     prompt: str | None
@@ -198,9 +198,9 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
-    error: str | None = None  # why a sample ended with finish_reason "error"
+    error: str | None = None  # the reason of a finish_reason "error"
 
     @property
     def lossless(self) -> bool:
-        """Whether the output's distribution is the target's own, as it is unless a lenient rule was asked for."""
+        """Whether the output has the target's distribution; False only for a lenient verifier."""
         return self.metrics.lossless

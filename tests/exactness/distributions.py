@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from speculant.exactness.distributions import Law, softmax
+from speculant.exactness.distributions import NextProbs, softmax
 from speculant.exactness.tables import History
 from speculant.params import SamplingParams
 
@@ -47,7 +47,9 @@ def _filtered(scores: Sequence[float], order: Sequence[int], params: SamplingPar
     return kept
 
 
-def mean_accepted(p: Law, q: Law, start: History, length: int, agree: Callable[[float, float], float]) -> float:
+def mean_accepted(
+    p: NextProbs, q: NextProbs, start: History, length: int, agree: Callable[[float, float], float]
+) -> float:
     """Return the expected number of accepted nodes of a chain of `length` drawn from q.
 
     agree(p, q) is the probability that a token is both drafted and kept: min(p, q) for the ratio test

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from speculant.exactness.distributions import Law, Pair
+from speculant.exactness.distributions import NextProbs, Pair
 from speculant.exactness.tables import History, Table
 from speculant.params import SamplingParams
 from tests.exactness.distributions import transformed
@@ -24,7 +24,7 @@ class Found(NamedTuple):
 
 
 def plain_beams(
-    distribution: Law,
+    distribution: NextProbs,
     prompt: History,
     width: int,
     longest: int,
@@ -52,7 +52,7 @@ def plain_beams(
 
 
 def every_text(
-    distribution: Law, prompt: History, longest: int, ends: frozenset[int] = frozenset(), penalty: float = 1.0
+    distribution: NextProbs, prompt: History, longest: int, ends: frozenset[int] = frozenset(), penalty: float = 1.0
 ) -> Iterator[Found]:
     """Yield every possible text that ends: with an end token, or as long as may be."""
     for length in range(1, longest + 1):
@@ -65,11 +65,11 @@ def every_text(
                 yield Found(text, total, total / length**penalty)
 
 
-def exact_distribution(table: Table) -> Law:
+def exact_distribution(table: Table) -> NextProbs:
     """Return a table's distribution to the last bit as the engine has it, so that ties are ties there and here."""
     return lambda history: torch.softmax(torch.tensor(table(history), dtype=torch.float64), -1).tolist()
 
 
-def edited_distribution(pair: Pair, params: SamplingParams, num_prompt: int, ends: frozenset[int]) -> Law:
+def edited_distribution(pair: Pair, params: SamplingParams, num_prompt: int, ends: frozenset[int]) -> NextProbs:
     """Return the target's distribution as a request edits it, worked out token by token."""
     return lambda history: transformed(pair.target(history), params, history, num_prompt, ends)

@@ -1,1 +1,1 @@
-"""Keys and values of the tokens that were fed."""
+"""The KV cache: keys and values of the tokens that were computed."""

@@ -1,15 +1,15 @@
-"""What a KV cache is made of: a block manager that keeps the books, and a storage that holds the keys and values.
+"""The parts of a KV cache: a block manager for the bookkeeping, and a storage for the keys and values.
 
 A cache holds, per sequence, one key and one value per layer for each position of its tokens. The storage is flat: a
-position lives in a *slot*. A sequence's slots come in blocks of consecutive ones, which its block table lists:
+position has a *slot*. A block is a run of consecutive slots, and a sequence's block table lists its blocks:
 
-    position p   lives in slot   table[p // block_size] * block_size + p % block_size
+    position p   has the slot   table[p // block_size] * block_size + p % block_size
 
     sequence   [ committed positions | reserved by this pass ]
                 0 .. start-1            start .. start+n-1
 
-The block manager works with plain integers and owns no tensor; the storage obeys slots and moves. So the two may live
-in different processes, and this module does not import torch.
+The block manager works with plain integers and owns no tensor; the storage receives slots and moves. The two may be in
+different processes, and this module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The size of one position: what a model stores and in which type."""
+    """The shape and type of the keys and values of one position."""
 
     num_layers: int
     num_kv_heads: int
@@ -42,7 +42,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Moves:
-    """Slots to copy within the storage, in every layer: what `sources[i]` holds goes to `targets[i]`.
+    """Slots to copy within the storage, in every layer: `sources[i]` is copied to `targets[i]`.
 
     All sources are read before any target is written, and no target occurs twice. A block manager's moves have to be
     applied in the order in which it returned them, before the slots are written or read again.
@@ -59,9 +59,9 @@ NO_MOVES = Moves()
 
 
 class Slots(NamedTuple):
-    """Where the next positions of one sequence go: `slots[i]` is the slot of position `start + i`.
+    """The slots of one sequence's next positions: `slots[i]` is the slot of position `start + i`.
 
-    `moves` are copies on write: what has to be copied before the slots are written.
+    `moves` are copies on write, to be applied before the slots are written.
     """
 
     seq_id: int
@@ -76,19 +76,19 @@ class Slots(NamedTuple):
 
 
 class ReservationPlan(Protocol):
-    """What one step is going to reserve, counted before anything is reserved."""
+    """The positions that one step will reserve, counted before anything is reserved."""
 
     def room(self, seq_id: int) -> int:
-        """Return how many positions more could be taken for a sequence."""
+        """Return how many more positions can be taken for a sequence."""
         ...
 
     def take(self, seq_id: int, n: int) -> bool:
-        """Count n positions (n >= 0) for a sequence if there is room for them; say whether there is."""
+        """Count n positions (n >= 0) for a sequence if there is room for them; return whether there is."""
         ...
 
 
 class BlockManager(Protocol):
-    """Which sequence holds which slots: block tables, reference counts, prefixes. Plain integers, no tensor.
+    """Assigns slots to sequences: block tables, reference counts, prefix index. Plain integers, no tensor.
 
     The rollback contract (docs/references.md, rollback): after a pass, `truncate_to` or `compact` drops what was
     not accepted, and stale slots are overwritten by the next pass.
@@ -96,7 +96,7 @@ class BlockManager(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are, free and held; they are numbered from 0."""
+        """The number of blocks, free and held; they are numbered from 0."""
         ...
 
     @property
@@ -105,20 +105,20 @@ class BlockManager(Protocol):
         ...
 
     def reserve(self, seq_id: int, n: int) -> Slots:
-        """Extend a sequence by n positions (n >= 0) and say where they go. An unknown sequence starts empty.
+        """Extend a sequence by n positions (n >= 0) and return their slots. An unknown sequence starts empty.
 
-        Raises CapacityError when there is no room; nothing is changed then. Nor is it when n is 0.
+        Raises CapacityError, and changes nothing, when there is no room. n = 0 changes nothing.
         """
         ...
 
     def plan(self) -> ReservationPlan:
-        """Return an empty plan; it is good until a sequence changes. What it has room for, `reserve` grants."""
+        """Return an empty plan; it is valid until a sequence changes. `reserve` succeeds for what it has taken."""
         ...
 
     def table(self, seq_id: int) -> array[int]:
         """Return a sequence's block table [b] of 64-bit integers, empty for an unknown one.
 
-        It must not be changed, and later changes of the sequence make a new one.
+        Callers must not change it; later changes of the sequence make a new one.
         """
         ...
 
@@ -127,14 +127,14 @@ class BlockManager(Protocol):
         ...
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """Forget every position from n on (docs/references.md, rollback)."""
+        """Drop every position from n on (docs/references.md, rollback)."""
         ...
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> Moves:
-        """Keep positions below `base` and, of the tree nodes behind it, those on `path`.
+        """Keep positions below `base` and, of the tree nodes from `base` on, those on `path`, the accepted path.
 
-        Node i was written at position base + i; the kept ones are moved to base, base + 1, ... Parents come
-        before children, so a path only rises. Raises CapacityError, and changes nothing, where a move into
+        Node i was written at position base + i; the path's are moved to base, base + 1, ... Parents come
+        before children, so a path is increasing. Raises CapacityError, and changes nothing, where a move into
         shared positions finds no room for a copy.
         """
         ...
@@ -144,17 +144,17 @@ class BlockManager(Protocol):
         ...
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
-        """Give a new sequence the positions of `tokens` that are known already; return how many.
+        """Give a new sequence the longest prefix of `tokens` in the prefix index; return its number of positions.
 
         `limit` is the most positions to take over; None = any number. The last token is never among them: it has to
-        be computed for there to be a next one. Prefixes are shared among sequences of the same salt alone.
+        be computed to get the next one. Only sequences of the same salt share prefixes.
         """
         ...
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Let other sequences take over the positions that hold the committed `tokens`: the first ones, in order.
+        """Add the sequence's positions of the committed `tokens`, its first ones in order, to the prefix index.
 
-        Where the same tokens are known already, the sequence may go on with their positions instead of its own.
+        Where the index already has these tokens, the sequence may switch to the indexed positions.
         """
         ...
 
@@ -163,7 +163,7 @@ class BlockManager(Protocol):
         ...
 
     def free_tokens(self) -> int:
-        """Return how many positions could still be reserved by new sequences."""
+        """Return how many positions new sequences can still reserve."""
         ...
 
     def check(self) -> None:
@@ -172,9 +172,9 @@ class BlockManager(Protocol):
 
 
 class KVStorage(Protocol):
-    """Memory for keys and values, by slot; it knows no sequence.
+    """Memory for keys and values, addressed by slot, without knowledge of sequences.
 
-    It may live in another process or on another device.
+    It may be in another process or on another device.
     """
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -197,7 +197,7 @@ class KVStorage(Protocol):
 class KVCache:
     """A block manager and the storage that it manages. Moves are applied at once.
 
-    `manager` and `storage` may be used by themselves: a model needs the storage alone.
+    `manager` and `storage` may be used separately: a model needs only the storage.
     """
 
     def __init__(self, manager: BlockManager, storage: KVStorage) -> None:
@@ -260,6 +260,6 @@ class KVCache:
 
 
 def require_path(seq_id: int, length: int, base: int, path: Sequence[int]) -> None:
-    """Raise ValueError unless `compact(seq_id, base, path)` makes sense for a sequence of that length."""
+    """Raise ValueError unless `compact(seq_id, base, path)` is valid for a sequence of `length` positions."""
     if not 0 <= base <= length or list(path) != sorted(set(path).intersection(range(length - base))):
         raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id} with {length} positions")

@@ -1,6 +1,6 @@
-"""Blocks by number: which are free, how often each is held, and which are kept although nobody holds them.
+"""The pool of blocks: free ones, held ones with their reference counts, and unheld ones kept for the prefix index.
 
-free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it can be found again
+free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it is indexed
   ^                    ^                                   |
   |                    +---------------share---------------+
   +------------------------evict (least recently used)-----+
@@ -15,7 +15,7 @@ from speculant.cache.prefix import PrefixIndex
 
 
 class BlockPool:
-    """`num_blocks` blocks; those in `index` outlive their holders until the space is needed."""
+    """`num_blocks` blocks; unheld blocks in `index` are kept until the space is needed."""
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
         self.num_blocks = num_blocks
@@ -31,19 +31,19 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that nobody holds but that could be found again."""
+        """Indexed blocks that no sequence holds."""
         return len(self._kept)
 
     def is_writable(self, block: int) -> bool:
-        """Whether its one holder may write to it: nobody else sees it or can find it."""
+        """Whether its holder may write to it: it has one holder and is not indexed."""
         return self._holders[block] == 1 and block not in self._index
 
     def is_kept(self, block: int) -> bool:
-        """Whether nobody holds it, so that sharing it takes one of the free blocks."""
+        """Whether it is indexed and not held, so that sharing it takes one of the free blocks."""
         return block in self._kept
 
     def allocate(self) -> int:
-        """Take a free block, evicting what was used longest ago if there is no other; `num_free` must not be 0."""
+        """Take a free block, evicting the least recently used one if necessary; `num_free` must not be 0."""
         if not self._free:
             self._evict()
         block = self._free.pop()
@@ -56,7 +56,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def free(self, block: int) -> None:
-        """Take a holder away from a held block."""
+        """Remove a holder from a held block."""
         self._holders[block] -= 1
         if self._holders[block] == 0:
             if block in self._index:
@@ -65,19 +65,19 @@ class BlockPool:
                 self._free.append(block)
 
     def _evict(self) -> None:
-        """Forget the least recently used prefix, and whatever could only be found through it."""
+        """Remove the least recently used block and its descendants from the index."""
         for block in self._index.remove(next(iter(self._kept))):
             if block in self._kept:
                 del self._kept[block]
                 self._free.append(block)
 
     def check(self, held: Mapping[int, int]) -> None:
-        """Assert that the counts are `held` and that every block is in one place."""
+        """Assert that the reference counts are `held` and that every block is in exactly one state."""
         counts = {block: count for block, count in enumerate(self._holders) if count}
         assert counts == dict(held), f"holders {counts} but {dict(held)} in tables"
         _assert_partition([self._free, self._kept, counts], self.num_blocks)
-        assert all(block in self._index for block in self._kept), "a block is kept that nobody can find"
-        assert not any(block in self._index for block in self._free), "a free block can be found"
+        assert all(block in self._index for block in self._kept), "a kept block is not indexed"
+        assert not any(block in self._index for block in self._free), "a free block is indexed"
 
 
 def _assert_partition(parts: Iterable[Iterable[int]], num_blocks: int) -> None:

@@ -1,6 +1,6 @@
 """Makes a cache of each kind: tensors for all slots, and the block manager over them.
 
-Memory comes first: where it does not fit, the bookkeeping for it may not fit either.
+The storage is allocated first: where it does not fit, the bookkeeping may not fit either.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A block manager of small blocks: a sequence owns as many as it fills, and shares those that others hold too.
+"""A block manager of small blocks: a sequence holds as many as its positions need, some shared with other sequences.
 
     sequence 1   [ b7 | b2 | b5 . . ]      . = room in its last block
     sequence 2   [ b7 | b2 | b9 . ]        b7 and b2 are shared: held by both, written by neither
 
-A block is written only by its one holder. A sequence that has to write into a shared block, or into one that is in the
-prefix index, gets a copy first (copy on write).
+A block with one holder that is not in the prefix index is writable. A sequence that writes into another block gets a
+copy of it first (copy on write).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from speculant.errors import CapacityError
 
 @dataclass
 class _Sequence:
-    """What one sequence holds. `prefix` are the index's nodes of its first blocks."""
+    """One sequence's blocks. `prefix` are the index's nodes of its first blocks."""
 
     cache_salt: str
     length: int = 0
     blocks: list[int] = field(default_factory=list)
     prefix: list[PrefixNode] = field(default_factory=list)
-    table: array[int] | None = None  # its blocks, made when they are asked for
+    table: array[int] | None = None  # its blocks, made on first use
 
 
-_NOTHING = _Sequence("")  # what an unknown sequence holds
+_NOTHING = _Sequence("")  # an unknown sequence
 
 
 class PagedBlockManager:
     """A `BlockManager` of `num_blocks` blocks of `block_size` positions, shared by copy on write.
 
-    With `keep_prefixes` full committed blocks outlive their sequence until the space is needed, and
+    With `keep_prefixes` full committed blocks stay after their sequence until the space is needed, and
     other sequences may begin with them.
     """
 
@@ -80,7 +80,7 @@ class PagedBlockManager:
         return held.length if held else 0
 
     def truncate_to(self, seq_id: int, n: int) -> None:
-        """See `BlockManager.truncate_to`: blocks from n on are given back (docs/references.md, rollback)."""
+        """See `BlockManager.truncate_to`: blocks from position n on are freed (docs/references.md, rollback)."""
         if not 0 <= n <= self.length(seq_id):
             raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {self.length(seq_id)} positions")
         if seq_id in self._held:
@@ -102,7 +102,7 @@ class PagedBlockManager:
         return moves
 
     def fork(self, src: int, dst: int) -> Moves:
-        """See `BlockManager.fork`; nothing is copied until one of the two writes."""
+        """See `BlockManager.fork`; blocks are copied when one of the two sequences writes to them."""
         if dst in self._held:
             raise ValueError(f"fork to sequence {dst}, which is already held")
         if src in self._held:
@@ -111,7 +111,7 @@ class PagedBlockManager:
         return NO_MOVES
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
-        """See `BlockManager.match_prefix`; the sequence keeps the salt, whether a prefix is found or not."""
+        """See `BlockManager.match_prefix`; the sequence gets the salt even if no prefix matches."""
         if seq_id in self._held:
             raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
         nodes = self._index.match(tokens, cache_salt)
@@ -122,9 +122,9 @@ class PagedBlockManager:
         return length
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """See `BlockManager.insert_prefix`; full blocks alone are indexed, and a known one replaces the sequence's own.
+        """See `BlockManager.insert_prefix`; only full blocks are indexed, and an indexed one replaces an equal one.
 
-        So a sequence that holds a block of the index holds all blocks before it, and none of them can be evicted.
+        A sequence that holds an indexed block thus holds all blocks before it, and none of them can be evicted.
         """
         held = self._held.get(seq_id)
         if held is None or not self._keep_prefixes:
@@ -143,7 +143,7 @@ class PagedBlockManager:
             self._drop_blocks(self._held.pop(seq_id), 0)
 
     def free_tokens(self) -> int:
-        """See `BlockManager.free_tokens`; prefixes that nobody holds count as free."""
+        """See `BlockManager.free_tokens`; blocks that no sequence holds count as free."""
         return self._pool.num_free * self.block_size
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class PagedBlockManager:
             )
 
     def missing(self, seq_id: int, n: int) -> int:
-        """Return how many blocks have to be allocated before a sequence can grow by n positions, copies included."""
+        """Return how many blocks a sequence needs to grow by n positions, copies on write included."""
         if n == 0:
             return 0
         held = self._held.get(seq_id, _NOTHING)
@@ -177,7 +177,7 @@ class PagedBlockManager:
         return self._num_blocks_for(end) - len(held.blocks) + len(self._shared(held, held.length, end))
 
     def most(self, seq_id: int, num_blocks: int) -> int:
-        """Return by how many positions a sequence could grow with that many newly allocated blocks."""
+        """Return by how many positions a sequence can grow with `num_blocks` new blocks."""
         held = self._held.get(seq_id, _NOTHING)
         copies = len(self._shared(held, held.length, held.length + 1))
         return max(0, (len(held.blocks) + num_blocks - copies) * self.block_size - held.length)
@@ -188,9 +188,9 @@ class PagedBlockManager:
         return [index for index in touched if not self._pool.is_writable(held.blocks[index])]
 
     def _rearrange(self, held: _Sequence, base: int, kept: Sequence[int], shared: Sequence[int]) -> Moves:
-        """Copy on write: replace the `shared` blocks from `base` on by new ones; return what has to be moved.
+        """Copy on write: replace the `shared` blocks from `base` on by new ones; return the slots to move.
 
-        Positions `kept` become base, base + 1, ...; those below base keep their content.
+        Positions `kept` become base, base + 1, ...; positions below base keep their content.
         """
         first = min(base, shared[0] * self.block_size) if shared else base
         kept = [*range(first, base), *kept]
@@ -203,7 +203,7 @@ class PagedBlockManager:
         return Moves([source for source, _ in changed], [target for _, target in changed])
 
     def _replace(self, held: _Sequence, index: int, block: int) -> None:
-        """Hold another block at this index of the table."""
+        """Replace the block at this index of the table."""
         self._pool.free(held.blocks[index])
         held.blocks[index] = block
         held.table = None
@@ -215,7 +215,7 @@ class PagedBlockManager:
             held.table = None
 
     def _drop_blocks(self, held: _Sequence, keep: int) -> None:
-        """Give back all blocks but the first `keep`, the last one first: a prefix's end is evicted before its start."""
+        """Free all blocks but the first `keep`, the last one first: a prefix's end is evicted before its start."""
         while len(held.blocks) > keep:
             self._pool.free(held.blocks.pop())
             held.table = None
@@ -254,5 +254,5 @@ class PagedPlan:
 
 
 def _block_of(node: PrefixNode) -> int:
-    assert node.block is not None, "a search found a node that was removed"
+    assert node.block is not None, "a removed node was matched"
     return node.block

@@ -1,8 +1,8 @@
-"""Which full blocks hold which prefix, so that another sequence may start from them.
+"""The prefix index: full blocks by the tokens that they hold, so that other sequences can start from them.
 
-A tree by tokens: a node is one full block, its children are what followed it. Looking a block up compares
-its tokens, not a hash of them alone, and being a child compares everything before. Each salt has a root
-of its own, so tenants never meet.
+The index is a tree. A node is one full block, and its children are the blocks that followed it. A lookup compares a
+block's tokens, not only a hash of them, and descends from the blocks before it. Each salt has a root of its own, so
+tenants share no blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PrefixIndex:
         return block in self._nodes
 
     def root(self, cache_salt: str) -> PrefixNode:
-        """Return where the prefixes of a salt begin."""
+        """Return the root of a salt's prefixes."""
         return self._roots.setdefault(cache_salt, PrefixNode(cache_salt))
 
     def match(self, tokens: Sequence[int], cache_salt: str) -> list[PrefixNode]:
@@ -48,7 +48,7 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: PrefixNode, tokens: Sequence[int], index: int, block: int) -> PrefixNode:
-        """Return the node of the `index`-th block of `tokens` behind `parent`; it is `block`'s if it is new."""
+        """Return the node of the `index`-th block of `tokens` below `parent`; a new node holds `block`."""
         own = self._tokens_of(tokens, index)
         known = parent.children.get(own)
         if known is not None:
@@ -57,7 +57,7 @@ class PrefixIndex:
         return node
 
     def remove(self, block: int) -> list[int]:
-        """Forget a block's node and all behind it; return the blocks that can no longer be found."""
+        """Remove a block's node and its descendants; return their blocks."""
         node = self._nodes[block]
         assert node.parent is not None
         del node.parent.children[node.tokens]
@@ -70,7 +70,7 @@ class PrefixIndex:
         return removed
 
     def _drop_root_if_empty(self, node: PrefixNode) -> None:
-        """Salts are chosen by strangers: a root that leads nowhere must not stay."""
+        """Drop a root without children: clients choose the salts, and unused roots would pile up."""
         if node.parent is None and not node.children:
             del self._roots[node.cache_salt]
 

@@ -12,8 +12,8 @@ from speculant.errors import CapacityError
 class SlottedBlockManager:
     """A `BlockManager` for `num_seqs` sequences of at most `max_len` positions.
 
-    A sequence's slots are consecutive, so it is read without a copy. Nothing is shared: prefixes are not kept, and
-    a fork is a copy.
+    A sequence's slots are consecutive, so reads need no copy. Blocks are not shared: prefixes are not indexed, and a
+    fork is a copy.
     """
 
     def __init__(self, num_seqs: int, max_len: int) -> None:
@@ -115,7 +115,7 @@ class SlottedBlockManager:
 
 
 class SlottedPlan:
-    """A `ReservationPlan`: what is left of each sequence's block, and how many blocks are free."""
+    """A `ReservationPlan`: the room left in each sequence's block, and the number of free blocks."""
 
     def __init__(self, room: dict[int, int], max_len: int, num_free: int) -> None:
         self._room, self._max_len, self._num_free = room, max_len, num_free

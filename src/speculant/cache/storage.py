@@ -1,7 +1,7 @@
 """The memory of a cache: tensors with one slot per position, for every layer.
 
-Storage is [layers, 2, slots, kv_heads, head_dim]; 2 = keys and values. A kernel that walks a block table
-gets a layer's storage whole and works out the slots itself.
+Storage is [layers, 2, slots, kv_heads, head_dim]; 2 = keys and values. A kernel that reads block tables gets a layer's
+whole storage and computes the slots itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TensorStorage:
     """A `KVStorage` in this process: tensors on the shape's device, allocated once."""
 
     def __init__(self, shape: CacheShape, num_slots: int, fix: str) -> None:
-        """Allocate; `fix` is what to do about a CapacityError."""
+        """Allocate; `fix` is the advice in a CapacityError."""
         size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
         try:
             self._data = torch.empty(size, dtype=shape.dtype, device=shape.device)

@@ -1,7 +1,7 @@
-"""What a drafter is, and what it is given to build itself from.
+"""The drafter protocol, and the context that a drafter is built from.
 
 A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
-takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and may be behind
+takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and may lag
 `request.tokens`: a drafter catches up in the next `propose`, so there is no special case for a first round, a
 round without drafting, or one in which everything was accepted.
 """
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Method:
-    """What a drafter's module says about itself before anything is built.
+    """Facts about a drafting method, known before anything is built.
 
-    default_length: draft tokens per step unless the user says otherwise.
-    uses_model: a draft model must be named, and without it none may be.
-    preferred: the one that is meant when a draft model is named without a method.
+    default_length: draft tokens per step unless the user sets a number.
+    uses_model: the method needs a draft model; any other method refuses one.
+    preferred: the method that is used when a draft model is given without a method.
     learns: earlier requests make its later drafts better.
     """
 
@@ -44,20 +44,19 @@ class Method:
 
 @dataclass(frozen=True)
 class DrafterNeeds:
-    """What a drafter announces to the engine as data.
+    """A drafter's capabilities and requirements, as data.
 
     max_nodes: the most nodes it can propose for one sequence; None = any number.
-    emits_probs: its trees carry the distributions they were drawn from when a ratio rule will want them.
+    emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them.
     emits_tree: its trees may branch.
-    usual_nodes: nodes it proposes unless the user says otherwise; None = its method's default_length.
-    own_cache: it keeps KV caches of its own; they are its `caches`.
-    hidden_layers: target layers whose input hidden states it wants in `observe`; the number of layers asks for what
-    leaves the last one.
+    usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
+    own_cache: it owns KV caches; they are its `caches`.
+    hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
+    last layer's output.
     target_inputs: it adds rows of its own to the target's pass; not supported yet.
     max_positions: the longest sequence it can draft for; None = any.
-    nodes_per_beam: how many nodes it drafts for each beam of a beam search in each round. For those it is asked to
-    extend `search.beams.live_tree`, which its tree then begins with. None = it is never asked, and beam search is
-    plain.
+    nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
+    `search.beams.live_tree` and extends them. None = beam searches get no drafts.
     """
 
     max_nodes: int | None = None
@@ -72,55 +71,55 @@ class DrafterNeeds:
 
 
 class Drafter(Protocol):
-    """Proposes what might come next. It never changes a request.
+    """Proposes likely next tokens. It never changes a request.
 
-    `begin` comes first and `end` last for each sequence. An error in any of these calls costs drafts and never fails a
-    request: the sequence then begins anew.
+    `begin` comes first and `end` last for each sequence. An error in any of these calls loses drafts and never fails a
+    request: the sequence then begins again.
     """
 
     needs: DrafterNeeds
 
     @property
     def caches(self) -> Sequence[KVCache]:
-        """The KV caches that it keeps."""
+        """The KV caches that it owns."""
         ...
 
     def begin(self, request: Request) -> None:
-        """Take note of a new sequence."""
+        """Start a new sequence."""
         ...
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Return one tree per sequence with at most `limits[i]` nodes, behind those of a beam search's `live_tree`.
+        """Return one tree per sequence with at most `limits[i]` nodes, not counting a beam search's `live_tree`.
 
-        An empty one is legal.
+        An empty tree is legal.
         """
         ...
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Process the tokens that were not seen yet, as far as budget and memory go, without drawing any."""
+        """Process the tokens not yet seen, as far as budget and memory allow, without drawing any."""
         ...
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """Take note of what a target pass computed and is committed; `request.tokens` already ends with what it gained.
+        """Record the committed rows of a target pass; `request.tokens` already ends with the gained tokens.
 
-        It is called after every pass that the sequence took part in, those over parts of its prompt too.
+        It is called after every pass of the sequence, including those over chunks of its prompt.
         """
         ...
 
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of `request.tokens` the target may take over from the prefix index.
 
-        A drafter that can do without having observed them returns the number of tokens.
+        A drafter that does not need to observe these positions returns the number of tokens.
         """
         ...
 
     def end(self, request: Request) -> None:
-        """Forget a sequence that is over or was preempted; it may begin again."""
+        """Forget a sequence that ended or was preempted; it may begin again."""
         ...
 
 
 class StatelessDrafter:
-    """A `Drafter` without state: what remains to be written is `propose`. Override what a drafter does need."""
+    """A `Drafter` without state. Subclasses define `propose` and override the other calls that they need."""
 
     needs = DrafterNeeds()
     caches: Sequence[KVCache] = ()
@@ -146,9 +145,9 @@ _CALLS = ("caches", "begin", "propose", "catch_up", "observe", "match_prefix", "
 
 
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
-    """Return a drafter whose missing calls are those of `StatelessDrafter`; `propose` and `needs` must be there.
+    """Return a drafter whose missing calls are those of `StatelessDrafter`; `propose` and `needs` must exist.
 
-    Raises ConfigError for a drafter that announces what can't be had from a target of so many layers (None = unknown).
+    Raises ConfigError for needs that a target of `num_layers` layers can't meet (None = unknown).
     """
     name = type(drafter).__name__
     needs = getattr(drafter, "needs", None)
@@ -174,11 +173,11 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may build itself from.
+    """What a drafter is built from.
 
     load_draft: loads a checkpoint by name and checks that its tokens are the target's.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
-    sampler: what makes the target's distributions.
+    sampler: computes the target's distributions.
     """
 
     options: Mapping[str, Any]

@@ -1,6 +1,6 @@
 """A small model that drafts a chain token by token (arXiv 2211.17192), or a tree level by level (arXiv 2305.09781).
 
-Where the target keeps beams it searches ahead of them, with more beams (arXiv 2211.17192, A.4).
+For a beam search it drafts continuations of the target's beams, with a wider beam (arXiv 2211.17192, A.4).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Options:
 
 
 class ModelDrafter(StatelessDrafter):
-    """Drafts with `model`, all sequences of a round side by side in one flat batch.
+    """Drafts with `model`, all sequences of a round in one flat batch.
 
-    vocab_size is the target's: padded rows of either head are cut or filled up with zeros. branching None = chains.
-    max_num_batched_tokens bounds what is caught up in a round.
+    vocab_size is the target's: the draft's distributions are cut or padded with zeros to it. topology None = chains.
+    max_num_batched_tokens bounds the backlog that is processed in a round.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelDrafter(StatelessDrafter):
         return {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
 
     def _search(self, drafting: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
-        """Search ahead of the target's beams, no deeper than other trees are."""
+        """Draft beams, at most as deep as the configured tree."""
         if self._topology is not None:
             level = NODES_PER_BEAM * self._topology.depth
             drafting = [

@@ -1,8 +1,8 @@
 """N-gram frequency tables over the tokens seen so far: a drafter without a model (docs/references.md, n-gram tables).
 
-Per order a table maps the hash of a context to counts of what followed it. The longest context that
-is known wins, then its most frequent continuation (the first seen on a tie); predictions chain
-through themselves. A deterministic proposal.
+Each order has a table from the hash of a context to counts of the tokens that followed it. The longest
+known context is used, and of its continuations the most frequent (the first seen on a tie). Each
+prediction extends the context of the next one. Drafts are deterministic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 class Options:
     """min_order and max_order count the predicted token: order 4 looks at three tokens of context.
 
-    history is the window of tokens that contexts are taken from; the tables keep what left it.
+    history is the window of tokens that contexts are taken from; counts stay when their tokens leave it.
     """
 
     min_order: int = 2
@@ -98,7 +98,7 @@ def context_hash(tokens: Sequence[int]) -> int:
 
 
 class NgramDrafter(StatelessDrafter):
-    """One `Predictor` per sequence, which sees prompt and output."""
+    """One `Predictor` per sequence, over prompt and output."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

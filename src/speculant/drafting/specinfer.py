@@ -1,7 +1,7 @@
-"""Several drafted chains at once, merged into one prefix tree that is checked in one pass (arXiv 2305.09781).
+"""Parallel chains, merged into one prefix tree that is verified in one pass (arXiv 2305.09781).
 
-The chains are draws of one draft model, or of several with different views. For greedy and seeded requests, where a
-model has one mind, its chains are its likeliest continuations under the request's own noise.
+One or several draft models draw the chains. For greedy and seeded requests, where a model's draw is deterministic, its
+chains are its likeliest continuations under the request's noise.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ METHOD = Method(default_length=USUAL_DRAWS * USUAL_DEPTH, uses_model=True)
 
 @dataclass(frozen=True)
 class Options:
-    """models: further draft models beside `model`. draws: chains of each. depth: tokens in a chain.
+    """models: draft models in addition to `model`. draws: chains per model. depth: tokens in a chain.
 
-    draws None = 3 of a single model, 1 each of several.
+    draws None = 3 with a single model, 1 each with several.
     """
 
     models: Any = None
@@ -36,7 +36,7 @@ class Options:
 
 
 class SpecInfer(StatelessDrafter):
-    """Drafts `branching`'s chains with the models of `sources`, for a target of `vocab_size` tokens."""
+    """Drafts the chains of `topology` with the models of `sources`, for a target of `vocab_size` tokens."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def build(context: DrafterContext) -> SpecInfer:
         model = context.load_draft(name)
         cache = context.make_cache(model.cache_shape)
         sources.append(DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens))
-    chains = tuple(place for place in range(len(sources)) for _ in range(draws))
+    chains = tuple(source for source in range(len(sources)) for _ in range(draws))
     return SpecInfer(sources, ParallelChains(chains, depth), context.vocab_size, context.sampler)
 
 

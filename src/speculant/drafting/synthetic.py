@@ -1,8 +1,8 @@
-"""Drafts with a chosen acceptance, for benchmarks: what would a drafter this good be worth?
+"""Drafts with a chosen acceptance rate, for benchmarks.
 
-The drafter learns a prompt's continuation the first time it is generated and replays it afterwards,
-with a token changed on purpose at the positions where a keyed coin says so. So run each prompt once
-to teach it, then measure. A prompt it has not seen gets no draft.
+The drafter records a prompt's continuation the first time it is generated and replays it afterwards,
+with wrong tokens at positions that a keyed coin selects. Run each prompt once before measuring. A prompt
+without a recorded continuation gets no draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Options:
 
 
 class SyntheticDrafter(StatelessDrafter):
-    """Replays what it saw, with wrong tokens at a chosen rate."""
+    """Replays recorded continuations, with wrong tokens at a chosen rate."""
 
     def __init__(self, options: Options, vocab_size: int) -> None:
         self._rate = options.acceptance_rate

@@ -1,1 +1,1 @@
-"""Is the output's distribution the target's? Proven by enumeration on tables, and tested on a real pair."""
+"""Checks that the output has the target's distribution: by enumeration on tables, and by tests on a real pair."""

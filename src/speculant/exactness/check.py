@@ -1,4 +1,4 @@
-"""The whole check of a configuration: what is proven, what is tested, and what follows."""
+"""The complete check of a configuration: proofs, tests and the verdict."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
 )
-Tell = Callable[[str], None]  # hears of each part before it starts
+Tell = Callable[[str], None]  # receives the name of each part before it starts
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a configuration that speculates, its engine, and requests that sample without a seed."""
+    """The subject of a check: a speculative configuration, its engine, and settings that sample without a seed."""
 
     config: EngineConfig
     runtime: Runtime
@@ -37,7 +37,7 @@ class Subject:
 
     @property
     def kinds(self) -> dict[str, SamplingParams]:
-        """The settings of each kind of request, with which rules may be chosen."""
+        """The settings of each kind of request; the engine may choose a different verifier for each."""
         return {
             "sampled": self.params,
             "greedy": replace(self.params, temperature=0.0),
@@ -45,7 +45,7 @@ class Subject:
         }
 
     def requests(self) -> dict[str, Request]:
-        """Let the engine choose the rule of one request of each kind."""
+        """Return one request of each kind, with the verifier that the engine chose."""
         return {kind: self._request(params) for kind, params in self.kinds.items()}
 
     def _request(self, params: SamplingParams) -> Request:
@@ -56,7 +56,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Scored:
-    """Texts scored by the target's own distributions. `bitwise`: exactly those that they were drawn from."""
+    """Texts scored by the target's own distributions. `bitwise`: with the same bits as those of the drawn tokens."""
 
     texts: int
     scores: Scores
@@ -86,7 +86,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found."""
+    """The results of a check."""
 
     proven: Sequence[Proof]
     tested: Scored
@@ -95,17 +95,17 @@ class Report:
 
     @property
     def lossy(self) -> list[str]:
-        """The rules in use that announce that they change the distribution."""
+        """The verifiers in use that announce that they are not lossless."""
         return sorted({proof.claim.verifier for proof in self.proven if not proof.claim.lossless})
 
     @property
     def lossless(self) -> bool:
-        """Whether every part of the check holds, and every rule means to be lossless."""
+        """Whether every part of the check passed, and every verifier announces that it is lossless."""
         parts = [*(proof.passed for proof in self.proven), *(each.passed for each in self.identity)]
         return all(parts) and self.tested.passed and not self.lossy
 
     def verdict(self) -> str:
-        """Say what follows, in a sentence."""
+        """Return the conclusion as one sentence."""
         if self.lossy:
             return f"not lossless by design: {', '.join(self.lossy)}"
         if self.lossless:
@@ -118,7 +118,7 @@ class Report:
         return f"NOT lossless: {' and '.join(failed)} failed"
 
     def notes(self) -> Iterator[str]:
-        """Say what limits this check."""
+        """Yield the limits of this check."""
         for proof in self.proven:
             if not proof.mean_accepted:
                 yield f"no draft was ever accepted while {proof.claim.verifier} was enumerated"
@@ -147,7 +147,7 @@ class Report:
 def check(subject: Subject, cases: int, texts: int, tell: Tell = lambda part: None) -> Report:
     """Prove on tables, test on the pair, and compare texts.
 
-    cases: random pairs of distributions for the rule of sampled requests. texts: how many are tested.
+    cases: random pairs of distributions for the verifier of sampled requests. texts: number of texts that are tested.
     """
     tell("Enumerating on tables")
     requests, spec = subject.requests(), subject.config.speculative()
@@ -164,7 +164,7 @@ def check(subject: Subject, cases: int, texts: int, tell: Tell = lambda part: No
 
 
 def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
-    """Draw texts with speculation, and hold every token against the target's own distribution."""
+    """Draw texts with speculation, and score every token by the target's own distribution."""
     tell("Drawing texts")
     prompts = list(itertools.islice(itertools.cycle(subject.prompts), count))
     texts = complete(subject.runtime, prompts, [subject.params] * count)
@@ -177,7 +177,7 @@ def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
 
 
 def settings(subject: Subject, requests: Mapping[str, Request], cases: int, texts: int) -> dict[str, Any]:
-    """Return what was checked, and how hard."""
+    """Return the settings of the check, as plain values for JSON."""
     runtime = subject.runtime
     return {
         "engine": {**asdict(subject.config), "max_model_len": runtime.limits.max_model_len},
@@ -195,6 +195,6 @@ def settings(subject: Subject, requests: Mapping[str, Request], cases: int, text
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:
-    """Return the settings that make a distribution or an end, as values that JSON knows."""
+    """Return the settings that determine a distribution or an end, as plain values for JSON."""
     bias = {str(token): value if math.isfinite(value) else str(value) for token, value in params.logit_bias.items()}
     return {**{name: getattr(params, name) for name in SAMPLING}, "logit_bias": bias}

@@ -1,4 +1,4 @@
-"""Random pairs of context-dependent distributions, and the target's own distribution worked out the plain way."""
+"""Random pairs of context-dependent distributions, and the target's distribution computed without speculation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from speculant.exactness.tables import History
 
-Law = Callable[[History], Sequence[float]]  # all tokens so far -> the next one's probabilities
+NextProbs = Callable[[History], Sequence[float]]  # all tokens so far -> the next token's distribution
 Joint = dict[tuple[int, ...], float]  # sequences of tokens -> probability
 
 EXACT = 1e-12  # largest difference of probabilities that rounding explains
@@ -22,9 +22,9 @@ MIXED = ("dense",) * 6 + NODE_KINDS
 
 @dataclass(frozen=True)
 class Pair:
-    """Target and draft distributions at every context; the context decides how the two relate.
+    """Target and draft distributions for every context; the context determines their kind.
 
-    kinds: those of `NODE_KINDS` that occur, as often as they are named.
+    kinds: the `NODE_KINDS` that occur; repeated ones occur more often.
     """
 
     seed: int
@@ -85,20 +85,22 @@ def _one_hot(size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    """Return the distribution of plain logits."""
+    """Return the distribution of logits."""
     top = max(logits)
     weights = [math.exp(logit - top) for logit in logits]
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def joint_distribution(distribution: Law, start: History, length: int, is_over: Callable[[History], bool]) -> Joint:
-    """Return the distribution of the next `length` tokens after `start`, drawn one by one; an end ends them early."""
+def joint_distribution(
+    distribution: NextProbs, start: History, length: int, is_over: Callable[[History], bool]
+) -> Joint:
+    """Return the distribution of the next `length` tokens after `start`, drawn one by one up to an end."""
     return completed({(): 1.0}, distribution, start, length, is_over)
 
 
 def completed(
     outcomes: Mapping[tuple[int, ...], float],
-    distribution: Law,
+    distribution: NextProbs,
     start: History,
     length: int,
     is_over: Callable[[History], bool],

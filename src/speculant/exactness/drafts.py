@@ -1,4 +1,4 @@
-"""What drafts in an enumeration: the real drafter around a table, or a table's likeliest tokens."""
+"""The drafters of an enumeration: the configured drafter with a table as its model, or a table's likeliest tokens."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from speculant.verification.base import Verifier
 
 MakeCache = Callable[[CacheShape], KVCache]
 MakeDrafter = Callable[[Pair, Chances, Limits, MakeCache], Drafter]
-TRIAL = 8  # tokens in which a drafter that works on tables must have drafted something
-APART = 1_000_000  # between the seeds of a pair and of the tables of further draft models
+TRIAL = 8  # tokens within which a drafter that works on tables must draft
+APART = 1_000_000  # distance of the seeds of a pair and of the tables of further draft models
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What drafts. `says` names it for people."""
+    """A drafter of an enumeration, with a description for the user."""
 
-    says: str
+    description: str
     make: MakeDrafter
     needs: DrafterNeeds
 
     def prompt(self, vocab_size: int) -> History:
-        """Return a prompt behind which it drafts: without a model, there must be text to look back on."""
+        """Return a prompt that it can draft after: a drafter without a model needs text to match."""
         return (0,) if self.needs.emits_probs else tuple(range(vocab_size)) * 2
 
 
 class Likeliest(StatelessDrafter):
-    """Proposes the tokens that a pair's draft distribution likes best, as a drafter without distributions would."""
+    """Proposes the likeliest tokens of a pair's draft distribution, without probs."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -63,12 +63,12 @@ class Likeliest(StatelessDrafter):
 
 
 def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> Draft:
-    """Return the configured method with its own options, if it drafts on tables; else a stand-in, and say so."""
+    """Return the configured method with its own options, if it drafts on tables; else `Likeliest`."""
     name, make = method_name(spec), of_method(spec)
     try:
         needs, drafted = _try(make, verifiers)
         why = "" if drafted else "it drafted nothing there"
-    except Exception as error:  # noqa: BLE001 - a drafter may need of its model whatever it likes
+    except Exception as error:  # noqa: BLE001 - a drafter may raise any error on a table
         needs, why = DrafterNeeds(), f"{type(error).__name__}: {error}"
     if not why:
         return Draft(f"{name}, around tables", make, needs)
@@ -76,7 +76,7 @@ def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> 
 
 
 def of_method(spec: SpeculativeConfig) -> MakeDrafter:
-    """Return a maker of the real drafter, whose model is a pair's draft table; further ones have their own tables."""
+    """Return a maker of the method's drafter; its model is a pair's draft table, further models have other tables."""
     build, (_, options) = plugins.load("speculant.drafting", method_name(spec)).build, build_verifiers(spec)
 
     def make(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
@@ -98,14 +98,14 @@ def of_method(spec: SpeculativeConfig) -> MakeDrafter:
 
 
 def likeliest(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
-    """Make the stand-in."""
+    """Make a `Likeliest`."""
     return Likeliest(pair)
 
 
 def build_case(
     case: Case, make: MakeDrafter, chances: Chances, verifiers: Mapping[str, Verifier]
 ) -> tuple[Engine, Drafter]:
-    """Put the real engine together around a case's tables; its caches keep no prefixes."""
+    """Build the real engine on a case's tables; its caches keep no prefixes."""
 
     def make_cache(shape: CacheShape) -> KVCache:
         return slotted_cache(shape, case.limits.max_num_seqs, case.limits.max_model_len)
@@ -119,7 +119,7 @@ def build_case(
 
 
 def _try(make: MakeDrafter, verifiers: Mapping[str, Verifier]) -> tuple[DrafterNeeds, bool]:
-    """Let a drafter work for a few tokens; return what it needs, and whether it drafted at all."""
+    """Run a drafter for a few tokens; return its needs, and whether it drafted anything."""
     case = Case(Pair(0, 3, FULL_SUPPORT), 2, verification="auto")
     engine, drafter = build_case(case, make, KeyedChances(), verifiers)
     (request,) = engine.add_request((0, 1, 2, 0, 1, 2), SamplingParams(max_tokens=TRIAL), "trial")

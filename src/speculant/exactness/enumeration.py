@@ -1,4 +1,4 @@
-"""A `Chance` that follows every branch: the distribution of what randomised code returns is then summed exactly."""
+"""A `Chance` that follows every branch, so that the exact distribution of a random result is summed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class TooManyWaysError(Exception):
-    """There are more ways to follow than were allowed."""
+    """The enumeration has more branches than allowed."""
 
 
 @dataclass
 class Branches:
-    """One way through a tree of random decisions: first those of the script, then always the first open one.
+    """One path through a tree of random decisions: first those of the script, then always the first option.
 
-    `probability` is that of the way taken. Decisions without probability are no options.
+    `probability` is that of the path. Options of probability 0 are skipped.
     """
 
     script: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Branches:
 
 
 class EnumeratingChance:
-    """A `Chance` that asks `Branches`."""
+    """A `Chance` whose decisions come from `Branches`."""
 
     def __init__(self, branches: Branches) -> None:
         self._branches = branches
@@ -62,7 +62,7 @@ class EnumeratingChance:
 
 
 class EnumeratingChances:
-    """A source of `Chance` whose every decision belongs to the branches set for the request's id."""
+    """A `Chances` whose decisions come from the branches set for the request's id."""
 
     def __init__(self) -> None:
         self.branches: dict[str, Branches] = {}
@@ -77,14 +77,14 @@ class EnumeratingChances:
 
 
 def enumerate_outcomes(run: Callable[[Branches], Outcome]) -> dict[Outcome, float]:
-    """Run until every branch was followed; return each outcome's probability."""
+    """Run once per branch; return each outcome's probability."""
     return enumerate_side_by_side(lambda ways: [run(branches) for branches in ways], width=1)
 
 
 def enumerate_side_by_side(
     run: Callable[[list[Branches]], list[Outcome]], width: int, most: int | None = None
 ) -> dict[Outcome, float]:
-    """Like `enumerate_outcomes`, for a `run` that follows up to `width` ways at a time.
+    """Like `enumerate_outcomes`, for a `run` that follows up to `width` branches at a time.
 
     Raises TooManyWaysError as soon as there are more than `most`; None = any number.
     """

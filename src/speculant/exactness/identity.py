@@ -1,4 +1,4 @@
-"""Greedy and seeded texts with and without speculation, alone and several at once, token for token."""
+"""Compares greedy and seeded texts with and without speculation, alone and batched, token by token."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WAYS = {"plain, together": (False, False), "speculative, alone": (True, True), "
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way to run texts, compared with each of them alone and without speculation.
+    """One way to run texts, compared with each text alone and without speculation.
 
-    gap: of all first differences the largest, in nats between the two tokens as the target sees them; None
-    if no text differs. bound: the largest gap that rounding explains; None where none is allowed, infinite where a
-    filter may have cut one of the tokens and no gap tells anything.
+    gap: the largest first difference, in nats between the two tokens' log-probabilities under the target; None if no
+    text differs. bound: the largest gap that rounding explains; None where none is allowed, infinite where a filter may
+    have cut one of the tokens, so that no bound exists.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Comparison:
         return self.gap is None or (self.bound is not None and self.gap <= self.bound)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain values for JSON; what is infinite there is None."""
+        """Return the figures as plain values for JSON; infinite ones become None."""
         return {
             "requests": self.kind,
             "way": self.way,
@@ -61,7 +61,7 @@ class Comparison:
 
 
 def compare(runtime: Runtime, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Comparison]:
-    """Run prompts in every way; sampled ones with a seed each."""
+    """Run prompts in every way of `WAYS`, sampled ones with a seed each, and compare the texts."""
     settings = [params if params.greedy else replace(params, seed=seed) for seed in range(len(prompts))]
     plain = [replace(each, speculation=False) for each in settings]
     expected = complete(runtime, prompts, plain, alone=True)
@@ -91,21 +91,21 @@ def is_filtered(params: SamplingParams) -> bool:
 
 
 def first_gap(runtime: Runtime, expected: Request, other: Request) -> float | None:
-    """Return by how much the target prefers the expected token where two texts part, in nats; None if they don't."""
+    """Return the gap in nats between two texts' tokens where they first differ; None if they don't."""
     pairs = list(zip(expected.output, other.output, strict=False))
-    place = next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
-    if place is None:
+    first = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
+    if first is None:
         return None if expected.num_output == other.num_output else math.inf
-    here = reread(expected, place)
-    mine, theirs = _preferences(runtime, here, torch.tensor(pairs[place])).tolist()
+    prefix = reread(expected, first)
+    mine, theirs = _preferences(runtime, prefix, torch.tensor(pairs[first])).tolist()
     return abs(mine - theirs) if math.isfinite(mine - theirs) else math.inf
 
 
 def _preferences(runtime: Runtime, request: Request, tokens: Tensor) -> Tensor:
-    """Return what the target draws the largest of at a place: log p, with the place's noise if there is a seed."""
-    distribution = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
+    """Return the target's scores of tokens as the next one: log p, plus the position's noise if there is a seed."""
+    unfiltered = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
     reader = Reader(runtime, 1, len(request.tokens))
-    logs = reader.distributions([Node(distribution, softened=True)])[0, tokens].log().cpu()
+    logs = reader.distributions([Node(unfiltered, softened=True)])[0, tokens].log().cpu()
     if request.params.greedy:
         return logs
     key = KeyedNoise(request.seed, len(request.tokens)).take_keys(1)

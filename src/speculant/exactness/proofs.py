@@ -1,4 +1,4 @@
-"""Proofs over random tables: with every branch of the real step followed, the output's distribution is the target's."""
+"""Proofs on random tables: every branch of the real step is followed, and the distributions are compared."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from speculant.verification.base import Verifier
 
 Size = tuple[int, int]
 
-# (vocabulary, nodes of a draft) -> how often a size comes in a cycle
+# (vocabulary, nodes of a draft) -> how often a size occurs in a cycle
 CHAINS = {(2, 1): 2, (2, 2): 2, (2, 3): 2, (3, 1): 2, (3, 2): 2, (3, 3): 1, (4, 1): 2, (4, 2): 1}
 TREES = {(2, 2): 2, (2, 3): 3, (2, 4): 3, (3, 2): 2, (3, 3): 2, (4, 2): 2, (3, 4): 1}
-WIDTH = 8  # ways followed in one batch
-MOST_WAYS = 500  # of one case; a size that has more is left out, as with drafters that leave much to chance
+WIDTH = 8  # branches followed in one batch
+MOST_WAYS = 500  # branches of one case; a size with more is left out, as happens with drafters that make many draws
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A rule that requests of some kinds are checked by, and the settings that it is enumerated with.
+    """A verifier, the kinds of requests that it verifies, and the settings of its enumeration.
 
-    lossless: what the rule says of itself.
+    lossless: whether the verifier announces that it is lossless.
     """
 
     verifier: str
@@ -40,7 +40,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the enumeration of a claim found; `error` is what broke it off, if anything did."""
+    """The result of a claim's enumeration; `error` is the error that ended it early, if any."""
 
     claim: Claim
     draft: str
@@ -74,10 +74,10 @@ class Proof:
 
 
 def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
-    """Return what is to be proven of the rules that an engine chose for each kind of request.
+    """Return the claims to prove: one per verifier that an engine chose, with the kinds of requests that it serves.
 
-    `cases` go to the kind that comes first. A seeded request's tokens are the same draws, with noise that is keyed
-    instead of new each time.
+    The first claim gets `cases`, the others a quarter. A seeded request makes the same draws as a sampled one, with
+    keyed noise instead of fresh noise.
     """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for kind, request in requests.items():
@@ -90,8 +90,8 @@ def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
 
 
 def on_tables(params: SamplingParams) -> SamplingParams:
-    """Return the settings without those that name tokens, text or an end."""
-    distribution = (
+    """Return the settings without those that refer to token ids, text or an end."""
+    kept = (
         "temperature",
         "top_k",
         "top_p",
@@ -100,7 +100,7 @@ def on_tables(params: SamplingParams) -> SamplingParams:
         "presence_penalty",
         "frequency_penalty",
     )
-    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in distribution})
+    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in kept})
 
 
 def prove(claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier]) -> Proof:
@@ -118,12 +118,12 @@ def prove(claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier]) -> Proo
             sizes.add(size)
         except TooManyWaysError:
             too_large.add(size)
-        except Exception as caught:  # noqa: BLE001 - a rule that breaks down is a finding, not the end of the check
+        except Exception as caught:  # noqa: BLE001 - a verifier's error is a result of the check
             error = f"{type(caught).__name__}: {caught}"
             break
     deviations, accepted = [each[0] for each in found], [each[1] for each in found]
     mean = sum(accepted) / max(1, len(found))
-    return Proof(claim, draft.says, sorted(sizes), len(found), mean, max(deviations, default=0.0), error)
+    return Proof(claim, draft.description, sorted(sizes), len(found), mean, max(deviations, default=0.0), error)
 
 
 def _sizes(draft: Draft) -> Mapping[Size, int]:

@@ -1,4 +1,4 @@
-"""Do tokens follow the distributions that they should have been drawn from? Score tests that need no second sample.
+"""Score tests of whether tokens follow the distributions that they were drawn from, without a second sample.
 
 Let p_t be the target's distribution at token t, f_t any function of the tokens that is fixed before x_t is drawn. If
 x_t ~ p_t, the sum of f_t(x_t) - E f_t is a martingale, and over many tokens nearly normal:
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 FALSE_ALARM = 1e-3  # probability that a correct sampler fails any of the tests of one check
-POWER = 0.95  # with which a shift of the size that is reported would have been found
-LOWEST_LOGPROB = -12.0  # what is rarer counts as this rare, lest one token decide
+POWER = 0.95  # probability that a test finds a shift of the reported size
+LOWEST_LOGPROB = -12.0  # lower ones are raised to it, so that one token can't decide a test
 
 
 @dataclass
@@ -44,18 +44,18 @@ class Score:
 
     @property
     def z(self) -> float:
-        """Z; 0 where the distributions leave no choice."""
+        """Z; 0 where all distributions are point masses."""
         return (self.observed - self.expected) / math.sqrt(self.variance) if self.variance else 0.0
 
     @property
     def p_value(self) -> float:
-        """The probability of a Z at least as far from 0, either way, if every token follows its distribution."""
+        """The two-sided probability of a Z at least as far from 0 if every token follows its distribution."""
         return math.erfc(abs(self.z) / math.sqrt(2))
 
     def detectable(self, level: float, power: float = POWER) -> float | None:
-        """Return the smallest shift of E f, alike at every token, that a test at `level` finds with `power`.
+        """Return the smallest shift of E f, the same at every token, that a test at `level` finds with `power`.
 
-        None where the distributions leave no choice.
+        None where all distributions are point masses.
         """
         if not self.variance:
             return None
@@ -63,7 +63,7 @@ class Score:
         return (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power)) * math.sqrt(self.variance) / self.num_tokens
 
     def to_dict(self, level: float) -> dict[str, Any]:
-        """Return the figures, and whether they are what a correct sampler may give at `level`."""
+        """Return the figures as plain values for JSON, and whether the test passes at `level`."""
         count = max(1, self.num_tokens)
         return {
             "test": self.name,
@@ -83,16 +83,14 @@ class Score:
 
 @dataclass
 class Scores:
-    """The tests of one check: f is the target's favourite, log p, and what the draft likes more than the target."""
+    """The tests of one check, with f = whether a token is the target's likeliest, log p, and whether q > p."""
 
     favourite: Score = field(
         default_factory=lambda: Score("favourite", "the probability of the target's likeliest token", "probability")
     )
     logprob: Score = field(default_factory=lambda: Score("log p", "the mean log-probability under the target", "nats"))
     drafted: Score = field(
-        default_factory=lambda: Score(
-            "q > p", "the probability of the tokens that the draft likes more than the target does", "probability"
-        )
+        default_factory=lambda: Score("q > p", "the probability of the tokens with q > p", "probability")
     )
     impossible: int = 0  # tokens whose probability is 0
 
@@ -108,7 +106,7 @@ class Scores:
 
     @property
     def made(self) -> list[Score]:
-        """The tests that there were tokens for."""
+        """The tests that have tokens."""
         return [score for score in (self.favourite, self.logprob, self.drafted) if score.num_tokens]
 
     @property

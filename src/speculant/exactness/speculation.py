@@ -1,4 +1,4 @@
-"""A request's first speculative steps, with every branch of their chance followed through the real engine."""
+"""Enumerates a request's first speculative steps: every branch of their draws runs through the real engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from speculant.config import Limits
-from speculant.exactness.distributions import Joint, Law, Pair, completed, deviation, joint_distribution
+from speculant.exactness.distributions import Joint, NextProbs, Pair, completed, deviation, joint_distribution
 from speculant.exactness.enumeration import Branches, EnumeratingChances, enumerate_side_by_side
 from speculant.exactness.tables import History, Table
 from speculant.metrics import RequestMetrics, TimingMetrics
@@ -19,16 +19,16 @@ from speculant.types import Request, StepOutput
 
 Result = tuple[tuple[int, ...], int]  # output, accepted draft tokens
 ENDLESS = SamplingParams(max_tokens=None)
-ROOM = 24  # tokens behind the prompt that fit; more than any enumeration reaches
+ROOM = 24  # tokens after the prompt that fit; more than any enumeration reaches
 
 
 @dataclass(frozen=True)
 class Case:
     """A request whose first speculative steps are enumerated.
 
-    length is the number of draft nodes, steps that of verifications with a draft, idle the most without one (None =
-    what a long prompt may need), width the number of ways followed in one batch, budget the rows a step may have. The
-    caches must not keep prefixes, or one way would change the steps of the next.
+    length: draft nodes. steps: verifications with a draft. idle: the most verifications without one; None = as many as
+    a long prompt may need. width: branches followed in one batch. budget: the most rows of a step. The caches must not
+    keep prefixes, or one branch would change the steps of the next.
     """
 
     pair: Pair
@@ -49,16 +49,16 @@ class Case:
 
     @property
     def rounds(self) -> int:
-        """The most verifications there may be; behind a longer prompt the first ones have no draft yet."""
+        """The most verifications; after a prompt of several tokens the first ones may have no draft."""
         needed = 0 if len(self.prompt) == 1 else len(self.prompt) + 1
         return self.steps + (needed if self.idle is None else self.idle)
 
     @property
-    def distribution(self) -> Law:
+    def distribution(self) -> NextProbs:
         """The target's own distribution, one token at a time."""
         return self.distribution_of(self.pair.target)
 
-    def distribution_of(self, table: Table) -> Law:
+    def distribution_of(self, table: Table) -> NextProbs:
         """Return the distribution of a table's logits under this request's settings."""
         known: dict[History, list[float]] = {}
 
@@ -111,7 +111,7 @@ class Enumerated:
         return sum(accepted * probability for (_, accepted), probability in self.results.items())
 
     def deviation(self) -> float:
-        """Return how far the joint distribution, completed by the target, is from the target's own."""
+        """Return the largest difference of the joint distribution, completed by the target, from the target's own."""
         case, outcomes = self.case, self.tokens
         distribution, depth = case.distribution, max(len(output) for output in outcomes)
         ours = completed(outcomes, distribution, case.prompt, depth, case.is_over)
@@ -119,7 +119,7 @@ class Enumerated:
 
 
 class Stepping(Protocol):
-    """What runs a case: an `Engine`, or a stand-in that looks at it too."""
+    """Runs a case: an `Engine`, or a wrapper that also observes it."""
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str) -> list[Request]:
         """See `Engine.add_request`."""
@@ -135,7 +135,7 @@ class Stepping(Protocol):
 
 
 def enumerate_case(case: Case, build: Callable[[EnumeratingChances], Stepping], most: int | None = None) -> Enumerated:
-    """Follow every branch of a case through one engine, whose rows are used again and again.
+    """Follow every branch of a case through one engine, which serves all of them.
 
     Raises TooManyWaysError if there are more than `most`.
     """

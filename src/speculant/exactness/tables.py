@@ -19,9 +19,9 @@ Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of t
 class TableModel:
     """A `CausalLM` whose next token's logits are a function of the whole prefix, read back from the storage.
 
-    A position's key is its token and its value is its place. Each row gathers what it may see and
-    asserts that this is a whole prefix, in order, that ends with the row's own token: stale rows, a
-    wrong truncation or a neighbour's slot give an error here, or another history and so another distribution.
+    A position's key is its token and its value is its position. Each row gathers its visible positions and
+    asserts that they are a whole prefix, in order, that ends with the row's own token: a stale slot, a wrong
+    truncation or another sequence's slot causes an error here, or another history and so another distribution.
     """
 
     needs = ModelNeeds()
@@ -51,7 +51,7 @@ class TableModel:
         return Hidden(last, tuple(last if tap else self.embed(batch.tokens) for tap in taps))
 
     def _looked_up(self, batch: Batch) -> Batch:
-        """Return the batch with the tokens of rows that bring their own input embeddings, which must be one-hot."""
+        """Return the batch with the tokens of rows that have input embeddings, which must be one-hot."""
         if batch.embeddings is None:
             return batch
         check_embeddings(batch, self.hidden_size)
@@ -83,11 +83,11 @@ def _histories(batch: Batch, storage: KVStorage) -> Iterator[History]:
         rows = slice(first, first + segment.num_rows)
         first = rows.stop
         visible = visible_keys(segment, batch.positions[rows], None).tolist()
-        tokens, places = (part.flatten().tolist() for part in storage.read(0, slots))
+        tokens, positions = (part.flatten().tolist() for part in storage.read(0, slots))
         for own, position, mask in zip(
             batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
         ):
-            seen = [key for key, is_visible in enumerate(mask) if is_visible]
-            assert [places[key] for key in seen] == list(range(position + 1)), "not a whole prefix in order"
-            assert tokens[seen[-1]] == own, "the row does not see itself last"
-            yield tuple(int(tokens[key]) for key in seen)
+            context = [key for key, is_visible in enumerate(mask) if is_visible]
+            assert [positions[key] for key in context] == list(range(position + 1)), "not a whole prefix in order"
+            assert tokens[context[-1]] == own, "the row's own token is not its last visible one"
+            yield tuple(int(tokens[key]) for key in context)

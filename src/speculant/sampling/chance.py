@@ -1,7 +1,7 @@
-"""Randomness as an interface: whatever draws a number asks a `Chance`.
+"""Randomness as an interface: every random number comes from a `Chance`.
 
-Every production stream is a counter-based hash of (seed, purpose, round) or of (seed, position), so
-nothing depends on the batch, on other requests or on how many numbers somebody else drew.
+Every production stream is a counter-based hash of (seed, purpose, round) or of (seed, position), so a
+draw does not depend on the batch, on other requests or on how many numbers other streams have drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Chance(Protocol):
-    """The two questions that drafting and verification ask of randomness."""
+    """The two random operations of drafting and verification."""
 
     def accept(self, probability: float) -> bool:
         """Return True with the given probability; never for 0, always for 1."""
@@ -34,14 +34,14 @@ class Chance(Protocol):
 
 
 class Chances(Protocol):
-    """Where the `Chance` of a request's next step comes from."""
+    """Makes the `Chance` of a request's next step."""
 
     def draft(self, request: Request) -> Chance:
         """Return the chance with which the request's next draft is drawn."""
         ...
 
     def verify(self, request: Request) -> Chance:
-        """Return the chance with which the request's next verdict is reached."""
+        """Return the chance with which the request's next draft is verified."""
         ...
 
 
@@ -74,7 +74,7 @@ class Stream:
         return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
 
     def take_keys(self, n: int) -> tuple[int, int]:
-        """Use up n draws without weights; return (key, count): draw i has the random bits `mix_in(key, count + i)`."""
+        """Skip n draws; return (key, count): skipped draw i has the random bits `mix_in(key, count + i)`."""
         self._count += n
         return self._draw_key, self._count - n + 1
 
@@ -86,8 +86,8 @@ class Stream:
 class KeyedNoise:
     """Gumbel noise keyed by (seed, absolute position, token id): argmax(log w + G) is a draw from w.
 
-    Draft and target that draw at the same position use the same noise and so mostly agree
-    (`match`); a draw depends on its own position alone. Never pair it with a ratio rule.
+    Draft and target use the same noise at the same position and so mostly draw the same token
+    (`match`); a draw depends on its own position alone. A ratio rule must not use it.
     """
 
     shared_noise = True
@@ -96,27 +96,27 @@ class KeyedNoise:
         self._key, self._position, self._sampler = mix(seed, Purpose.NOISE), position, sampler
 
     def accept(self, probability: float) -> bool:
-        """See `Chance.accept`; a matching rule has no use for it."""
+        """See `Chance.accept`; `match` does not need it, and it raises TypeError."""
         raise TypeError("keyed noise is shared with the draft and must not decide a p/q ratio test")
 
     def draw(self, weights: Tensor) -> int:
-        """See `Chance.draw`; each call moves on by one position. Ties go to the lowest id."""
+        """See `Chance.draw`; each call advances by one position. Ties go to the lowest id."""
         return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
 
     def moved(self, places: int) -> KeyedNoise:
-        """Return the noise of so many positions further on, untouched by draws from this one."""
+        """Return the noise that begins `places` positions later; draws from either do not affect the other."""
         moved = copy(self)
         moved._position += places
         return moved
 
     def take_keys(self, n: int) -> tuple[int, int]:
-        """Use up n draws without weights; return (key, count): draw i has the noise of `mix_in(key, count + i)`."""
+        """Skip n draws; return (key, count): skipped draw i has the noise of `mix_in(key, count + i)`."""
         self._position += n
         return self._key, self._position - n
 
 
 class KeyedChances:
-    """The production source: keyed noise where draft and target are on shared noise, else separate streams."""
+    """The production source: keyed noise where draft and target share noise, else separate streams."""
 
     def __init__(self, sampler: Sampler = REFERENCE) -> None:
         self._sampler = sampler
@@ -134,7 +134,7 @@ class KeyedChances:
         return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._sampler)
 
 
-@lru_cache(maxsize=1024)  # a request's own are asked for in every step
+@lru_cache(maxsize=1024)  # every step hashes a request's values again
 def mix(*values: int) -> int:
     """Hash integers to 64 bits: one splitmix64 round per value."""
     state = 0

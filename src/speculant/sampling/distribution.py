@@ -27,5 +27,5 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
 
 
 def sampling_settings(params: SamplingParams) -> SamplingSettings:
-    """Return what a sampler makes a distribution by, once the logits are edited."""
+    """Return the settings by which a sampler turns edited logits into a distribution."""
     return SamplingSettings(params.temperature, params.top_p, params.min_p, params.top_k)

@@ -1,4 +1,4 @@
-"""What changes the logits of single tokens at a node, before a distribution is made of them."""
+"""Edits of single tokens' logits at a node, before the logits become a distribution."""
 
 from __future__ import annotations
 

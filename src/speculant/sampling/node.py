@@ -13,8 +13,8 @@ from speculant.types import Request
 class Node:
     """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
 
-    softened: a greedy request's distribution is that at temperature 1, so that there is a second best. That of a
-    beam search always is.
+    softened: a greedy request's distribution is that at temperature 1, so that tokens can be ranked. A beam search's
+    always is.
     """
 
     request: Request
@@ -35,5 +35,5 @@ class Node:
 
     @property
     def ends_banned(self) -> bool:
-        """Whether fewer than min_tokens are before it, so that no end token may come."""
+        """Whether fewer than min_tokens output tokens precede it, so that end tokens are banned."""
         return self.request.num_output + len(self.drafted) < self.params.min_tokens

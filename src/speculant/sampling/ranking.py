@@ -1,4 +1,4 @@
-"""The likeliest tokens of a distribution, for those who search instead of drawing."""
+"""The likeliest tokens of a distribution, for beam search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speculant.beams import Continuations
 def rank(probs: Tensor, count: int) -> list[Continuations]:
     """Return the `count` likeliest tokens of each row of probs [r, V] in float64 with log-probabilities, best first.
 
-    Ties go to the lowest ids. Impossible tokens are left out. What a row gives depends on that row alone.
+    Ties go to the lowest ids. Impossible tokens are left out. A row's result depends on that row alone.
     """
     least = probs.topk(min(count, probs.shape[-1]), dim=-1).values[:, -1:]
     rows, tokens = ((probs >= least) & (probs > 0)).nonzero(as_tuple=True)

@@ -1,1 +1,1 @@
-"""Who feeds how much, and how long drafts are."""
+"""Request scheduling and draft lengths."""

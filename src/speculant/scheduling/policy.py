@@ -18,10 +18,10 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Standing:
-    """What a policy knows of a request.
+    """The facts about a request that a policy may use.
 
-    arrival: requests that came before it. queued_at: steps that passed before it came. held: positions that the cache
-    holds for it. backlog: tokens that it has not fed.
+    arrival: number of earlier requests. queued_at: number of steps before it was queued. held: positions in the cache.
+    backlog: tokens that are not in the cache.
     """
 
     arrival: int
@@ -42,9 +42,9 @@ def first_come(standing: Standing) -> Key:
 
 
 def decode_first(standing: Standing) -> Key:
-    """Serve sequences that have only their newest token to feed, so that no prompt delays them; then by arrival.
+    """Serve sequences that lack only their newest token first, so that no prompt delays them; then by arrival.
 
-    A prompt of one token is still a prompt: else a stream of those would delay all others without bound.
+    A prompt of one token counts as a prompt: otherwise a stream of such prompts would delay all others without bound.
     """
     return int(standing.backlog > 1 or not standing.held), standing.level, standing.arrival
 

@@ -1,12 +1,12 @@
-"""Which sequences feed how many tokens in a step.
+"""Decides how many tokens of each sequence a step computes.
 
-There is no prefill and no decode: a sequence feeds what its cache has not seen, as far as the token
-budget and the caches' memory go. One that is caught up but for its newest token may also carry a draft.
-The live hypotheses of a beam search are no draft: they have to be fed, if need be some of them at a time.
+There is no prefill or decode phase: a step computes tokens that are not in the cache, within the token
+budget and the caches' memory. A sequence that lacks only its newest token may also get a draft. The live
+hypotheses of a beam search are not a draft: all have to be computed, if necessary over several steps.
 
     add ---> waiting ---admit---> running ---remove--->
                 ^                    |
-                +------preempt-------+      out of memory: all is released, and fed again later
+                +------preempt-------+      out of memory: its blocks are released, its tokens recomputed later
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`count` committed tokens of a request that this step feeds, from position `start` on.
+    """`count` committed tokens of a request that this step computes, from position `start` on.
 
-    tree: what has to be fed behind the newest of them, the live hypotheses of a beam search.
+    tree: the live hypotheses of a beam search that are computed after the newest of them.
     """
 
     request: Request
@@ -39,12 +39,12 @@ class Scheduled:
 
     @property
     def num_rows(self) -> int:
-        """What all this takes of the budget and of the cache."""
+        """Rows that the item takes of the budget and of the cache."""
         return self.count + self.tree.size
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to feed."""
+        """The input tokens."""
         return self.request.tokens[self.start : self.start + self.count]
 
     @property
@@ -61,10 +61,10 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step's work: who feeds what, who came and who was set aside before it.
+    """One step's work, and the requests that were admitted and preempted before it.
 
-    `plan` has counted the items' rows in the target's cache and `spare_tokens` are left of the
-    budget: what is left of both, drafts may use.
+    `plan` has counted the items' rows in the target's cache, and `spare_tokens` are left of the budget.
+    Drafts may use the rest of both.
     """
 
     items: list[Scheduled]
@@ -74,19 +74,19 @@ class Schedule:
     preempted: list[Request]
 
     def one_by_one(self, cache: KVCache) -> Iterator[Schedule]:
-        """Yield the same work a sequence at a time; each plan counts those that are still to come."""
-        for place, item in enumerate(self.items):
+        """Yield the same work one sequence at a time; each plan also counts the items that follow."""
+        for index, item in enumerate(self.items):
             plan = cache.plan()
-            for other in self.items[place:]:
+            for other in self.items[index:]:
                 plan.take(other.request.seq_id, other.num_rows)
             yield replace(self, items=[item], plan=plan)
 
 
 class Scheduler:
-    """Keeps the waiting and the running requests. `target` is the target's cache: it alone decides who is admitted.
+    """Owns the waiting and the running requests. Admission depends on `target`, the target's cache, alone.
 
-    Drafters have caches of their own and draft for the requests that find room there. Those that keep states per
-    sequence bound what a request may take over from the prefix index: `most_matched` returns that many positions.
+    Drafters have caches of their own and draft for the requests that fit there. Drafters with state per sequence limit
+    what a request may take over from the prefix index: `most_matched` returns that number of positions.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Scheduler:
         self._policy = POLICIES[limits.scheduling_policy]
         self._step = 0
         self._queued_at: dict[int, int] = {}
-        self._unfed: dict[int, Request] = {}  # running, but nothing was fed for them yet
+        self._unstarted: dict[int, Request] = {}  # running, but none of their tokens were scheduled yet
         self.waiting = WaitingQueue(self._turn)
         self.running: list[Request] = []
 
@@ -121,16 +121,16 @@ class Scheduler:
             self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is, and release what it holds of the target's cache."""
+        """Forget a waiting or running request and release its blocks of the target's cache."""
         (self.running if request in self.running else self.waiting).remove(request)
         del self._queued_at[request.seq_id]
-        self._unfed.pop(request.seq_id, None)
+        self._unstarted.pop(request.seq_id, None)
         self._target.release(request.seq_id)
 
     def schedule(self) -> Schedule:
-        """Admit who fits, then share the token budget; whoever stands last makes room if the memory is too small."""
+        """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
-        for request in self._unfed.values():  # what they begin with may have been fed for others meanwhile
+        for request in self._unstarted.values():  # other requests may have computed their prefix since
             self._target.release(request.seq_id)
             self._start(request)
         admitted, preempted = self._admit(), list[Request]()
@@ -140,17 +140,17 @@ class Scheduler:
             items = self._share(plan, last)
             if items is not None or last is None:
                 for item in items or ():
-                    self._unfed.pop(item.request.seq_id, None)
+                    self._unstarted.pop(item.request.seq_id, None)
                 spare = self._limits.max_num_batched_tokens - sum(item.num_rows for item in items or ())
                 return Schedule(items or [], plan, spare, admitted, preempted)
             self._preempt(last)
             preempted.append(last)
 
     def _share(self, plan: ReservationPlan, last: Request | None) -> list[Scheduled] | None:
-        """Give each in its turn what it can use of the budget; None if somebody before the last finds no memory."""
+        """Share the budget among the running requests, in order; None if one other than `last` finds no memory."""
         budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
         for request in sorted(self.running, key=self._turn):
-            item = self._feed(request, min(budget, plan.room(request.seq_id)))
+            item = self._item(request, min(budget, plan.room(request.seq_id)))
             if item is not None:
                 plan.take(request.seq_id, item.num_rows)
                 items.append(item)
@@ -159,10 +159,10 @@ class Scheduler:
                 return None
         return items
 
-    def _feed(self, request: Request, most: int) -> Scheduled | None:
-        """Return what a request feeds of `most` rows, if anything.
+    def _item(self, request: Request, most: int) -> Scheduled | None:
+        """Return a request's work within `most` rows, if there is any.
 
-        Where not one hypothesis finds room behind it, the newest token waits for a pass that has some.
+        Where no hypothesis fits after it, the newest token is left for a later step.
         """
         item = Scheduled(request, self._target.length(request.seq_id), min(self._backlog(request), most))
         if item.completes and request.search is not None:
@@ -172,11 +172,11 @@ class Scheduler:
         return item if item.count else None
 
     def _least(self, request: Request) -> int:
-        """Return with how few rows a request gets on: the newest token takes one hypothesis with it."""
+        """Return the fewest rows that a request can use: its newest token needs one hypothesis after it."""
         return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
 
     def _admit(self) -> list[Request]:
-        """Move waiting requests to running while there is room for what they have to feed; return them."""
+        """Move waiting requests to running while their missing tokens fit; return them."""
         admitted: list[Request] = []
         self.waiting.readmit(lambda request: not self._waits_for_sibling(request))
         while len(self.running) < self._limits.max_num_seqs and (request := self.waiting.first()) is not None:
@@ -189,12 +189,12 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             self.running.append(request)
-            self._unfed[request.seq_id] = request
+            self._unstarted[request.seq_id] = request
             admitted.append(request)
         return admitted
 
     def _start(self, request: Request) -> None:
-        """Take over what is known of the tokens: a sibling's prompt, else a prefix that was fed before."""
+        """Take over cached positions: a sibling's prompt, else a matching prefix."""
         sibling = next(
             (r for r in self._siblings(request) if self._target.length(r.seq_id) >= len(request.prompt)), None
         )
@@ -209,15 +209,15 @@ class Scheduler:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
 
     def _fits(self, request: Request) -> bool:
-        """Whether the target's cache can hold what the running requests and this one have to feed, all at once."""
+        """Whether the target's cache has room for the missing tokens of the running requests and this one together."""
         plan = self._target.plan()
         for other in self.running:
-            behind = other.num_positions - self._target.length(other.seq_id)
-            plan.take(other.seq_id, min(plan.room(other.seq_id), behind))
+            missing = other.num_positions - self._target.length(other.seq_id)
+            plan.take(other.seq_id, min(plan.room(other.seq_id), missing))
         return plan.room(request.seq_id) >= request.num_positions - self._target.length(request.seq_id)
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether a sibling still feeds their common prompt: the others start from its cache."""
+        """Whether a sibling's prompt is not yet computed: the other samples start from its cache."""
         siblings = self._siblings(request)
         return bool(siblings) and all(self._target.length(other.seq_id) < len(request.prompt) for other in siblings)
 
@@ -225,9 +225,9 @@ class Scheduler:
         return [other for other in self.running if other.request_id == request.request_id]
 
     def _preempt(self, request: Request) -> None:
-        """Set a request aside; when it comes back it feeds its tokens again (recompute)."""
+        """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
-        self._unfed.pop(request.seq_id, None)
+        self._unstarted.pop(request.seq_id, None)
         self._target.release(request.seq_id)
         self.waiting.add(request)
         request.metrics.num_preemptions += 1
@@ -237,7 +237,7 @@ class Scheduler:
         return self._policy(self._standing(request))
 
     def _rank(self, request: Request) -> tuple[int, int]:
-        """Who is set aside when memory is short: the last by level, then by arrival."""
+        """Return the order of preemption: the last by level, then by arrival, is preempted first."""
         standing = self._standing(request)
         return standing.level, standing.arrival
 

@@ -12,13 +12,13 @@ from speculant.types import Request
 class WaitingQueue:
     """A heap of requests; adding, removing and taking the first are O(log n).
 
-    key: what a request is ordered by; it must not change while the request waits. A request can be held back: it stays
-    in the queue and is not the first until `readmit`.
+    key: orders the requests; it must not change while a request waits. A request that is held back stays in the queue
+    and can't be the first until `readmit`.
     """
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
         self._key = key
-        self._heap: list[tuple[Key, int]] = []  # sequence ids; those of removed requests stay until they surface
+        self._heap: list[tuple[Key, int]] = []  # sequence ids; those of removed requests stay until they reach the top
         self._requests: dict[int, Request] = {}
         self._held_back: dict[int, Request] = {}
 
@@ -51,11 +51,11 @@ class WaitingQueue:
         return None
 
     def hold_back(self, request: Request) -> None:
-        """Let the requests behind this one pass."""
+        """Skip a request until it is readmitted."""
         self._held_back[request.seq_id] = request
 
     def readmit(self, is_ready: Callable[[Request], bool]) -> None:
-        """Give those held-back requests their place back that are ready."""
+        """Return the held-back requests that are ready to their places in the queue."""
         for request in [each for each in self._held_back.values() if is_ready(each)]:
             del self._held_back[request.seq_id]
             self.add(request)

@@ -1,1 +1,1 @@
-"""What speculation can be expected to gain, worked out from distributions and measured rates; numpy only."""
+"""The expected gain of speculation, computed from distributions and measured rates; numpy only."""

@@ -1,9 +1,9 @@
-"""How often a rule accepts the child of each rank: the rates that `theory/trees.py` makes shapes from.
+"""How often a verifier accepts the child of each rank: the rates that `theory/trees.py` builds trees from.
 
 All functions take distributions at the same contexts, p of the target and q of the draft, each [N, V], and return the
 rates of up to `count` ranks (there are at most V) as `theory/trees.py` defines them, averaged over the contexts.
-Children are drawn from q without replacement. What depends on earlier draws is estimated with the generator, one draw
-per context; give a context several times to have it drawn several times.
+Children are drawn from q without replacement. Rates that depend on earlier draws are estimated with the generator, one
+draw per context; repeat a context to draw it several times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def rejection_rates(p: Array, q: Array, count: int, rng: np.random.Generator) ->
     """Return multi-draft rejection's rates (arXiv 2305.09781, 2402.12374): rank r is accepted with min(1, r(x) / q(x)).
 
     Acceptance is never drawn: at each rank its probability is a sum over the vocabulary, sum_v min(r, q), and the
-    token that goes on to the next one is drawn as a rejected one, from norm((q - r)+). Rank 0 is exact.
+    token that the next rank excludes is drawn as a rejected one, from norm((q - r)+). Rank 0 is exact.
     """
     rest, token_probs, reached = p, q, np.ones(len(p))
     rates = np.zeros(min(count, p.shape[1]))
@@ -44,7 +44,7 @@ def shared_noise_rates(p: Array, q: Array, count: int, rng: np.random.Generator)
 
 
 def own_noise_rates(p: Array, q: Array, count: int, rng: np.random.Generator) -> Array:
-    """Return the rates of `match` where the target draws on its own: rank r is accepted with p of its token."""
+    """Return the rates of `match` where the target has noise of its own: rank r is accepted with p of its token."""
     tokens, drawn = _children(q, rng.gumbel(size=q.shape), count)
     rates: Array = (np.take_along_axis(p, tokens, axis=1) * drawn).mean(axis=0)
     return rates
@@ -58,7 +58,7 @@ def _children(q: Array, noise: Array, count: int) -> tuple[NDArray[np.int64], ND
 
 
 def _draw(weights: Array, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw an index per row of weights [N, V]; any of a row without weight."""
+    """Draw an index per row of weights [N, V]; an arbitrary one for a row of zeros."""
     reached = weights.cumsum(axis=1)
     points = rng.random((len(weights), 1)) * reached[:, -1:]
     indices: NDArray[np.int64] = (reached <= points).sum(axis=1)
@@ -66,7 +66,7 @@ def _draw(weights: Array, rng: np.random.Generator) -> NDArray[np.int64]:
 
 
 def _normalised(weights: Array) -> Array:
-    """Divide rows by their sums; a row without weight stays as it is."""
+    """Divide rows by their sums; a row of zeros stays as it is."""
     totals = weights.sum(axis=1, keepdims=True)
     return weights / np.where(totals > 0, totals, 1.0)
 

@@ -1,14 +1,14 @@
 """Static draft trees: expected accepted tokens, and the best shape of a size (Sequoia, Chen et al., arXiv 2402.12374).
 
-`rates[r]` is the probability that the child of rank r is the one accepted, given that its parent was and has such a
-child. The elder siblings' fate is not given: of all visits to a parent, rates[r] end at rank r. So rates sum to at
-most 1, and the rest is the probability that no child is accepted. If h_r is the probability that rank r is accepted
-once its elder siblings were rejected,
+`rates[r]` is the probability that the child of rank r is the one accepted, given that its parent was accepted and has
+such a child. It is not conditioned on the elder siblings: of all visits to a parent, rates[r] end at rank r. So rates
+sum to at most 1, and the rest is the probability that no child is accepted. If h_r is the probability that rank r is
+accepted once its elder siblings were rejected,
 
     rates[r] = h_r (1 - h_0) (1 - h_1) .. (1 - h_{r-1})
 
 A shape is a list of paths: the ranks from the root down to each node, parents and elder siblings among them. Rates are
-taken to be the same at every place, whatever was accepted above (the paper's positional acceptance), so a node of path
+assumed to be the same at every node, whatever its ancestors (the paper's positional acceptance), so a node of path
 r_1 .. r_d is accepted with probability rates[r_1] .. rates[r_d], and these add up to the expected number.
 """
 
@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 def expected_accepted(paths: Sequence[Sequence[int]], rates: Sequence[float]) -> float:
     """Return the expected number of accepted nodes of a shape; one more token always follows.
 
-    Raises ValueError for rates that can't be, a shape that lacks a parent or an elder sibling, or a rank without rate.
+    Raises ValueError for invalid rates, a shape that lacks a parent or an elder sibling, or a rank without rate.
     """
     _check_rates(rates)
     _check_shape(paths, len(rates))
@@ -38,9 +38,9 @@ def best_tree(
 ) -> list[list[int]]:
     """Return the shape of `nodes` nodes that has the most accepted nodes in expectation.
 
-    No node has a rank beyond the rates that are given. Parents come before children, level by level. The time is
-    proportional to levels times ranks times nodes squared. Raises ValueError for rates that can't be, and where the
-    bounds leave no room for the nodes.
+    No node has a rank beyond the given rates. Parents come before children, level by level. The time is proportional to
+    levels times ranks times nodes squared. Raises ValueError for invalid rates, and where the bounds leave no room for
+    the nodes.
     """
     _check_rates(rates)
     for name, bound in (("nodes", nodes), ("max_depth", max_depth), ("max_children", max_children)):
@@ -57,10 +57,10 @@ def best_tree(
 
 
 def _elder_sizes(rates: Sequence[float], nodes: int, depth: int) -> NDArray[np.int64]:
-    """Return sizes [depth, R, nodes + 1]: how to spend n nodes best below a parent whose next child has rank r.
+    """Return sizes [depth, R, nodes + 1]: the best use of n nodes below a parent whose next child has rank r.
 
-    sizes[d, r, n] of them are that child, at depth d + 1, and what is below it; the others are its younger siblings.
-    0 = n nodes can't be placed, or there are none. With G the most accepted nodes that n can give,
+    sizes[d, r, n] of them are that child, at depth d + 1, and its descendants; the others are its younger siblings.
+    0 = n nodes can't be placed, or n = 0. With G the most expected accepted nodes of n,
 
         G(d, r, n) = max over m of  rates[r] (1 + G(d + 1, 0, m - 1)) + G(d, r + 1, n - m)
     """
@@ -77,7 +77,7 @@ def _elder_sizes(rates: Sequence[float], nodes: int, depth: int) -> NDArray[np.i
 
 
 def _grown(below: Array, rate: float) -> Array:
-    """Return what a child of m nodes gives, itself among them, [N + 1]; -inf where they can't be placed."""
+    """Return the expected accepted nodes of a child's subtree of m nodes, [N + 1]; -inf where they can't be placed."""
     grown = np.full_like(below, -np.inf)
     possible = np.flatnonzero(np.isfinite(below[:-1]))
     grown[possible + 1] = rate * (1 + below[possible])

@@ -1,1 +1,1 @@
-"""The rules that decide which drafted tokens stand."""
+"""The verifiers, one file each: which drafted tokens are accepted."""

@@ -1,4 +1,4 @@
-"""Which rule a request gets when none was asked for."""
+"""The verifier of a request that names none."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from speculant.types import Request
 
 
 def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
-    """Return a rule's name: match where a seed, a point mass or a deterministic draft allows nothing better.
+    """Return a verifier's name: match for a seeded or greedy request or a deterministic draft.
 
-    For sampled drafts it is the rule that accepts most: block for a chain, traversal for a tree.
+    For sampled drafts it is the lossless verifier that accepts most: block for a chain, traversal for a tree.
     """
     if request.params.seed is not None or request.params.greedy or deterministic:
         return "match"

@@ -1,4 +1,4 @@
-"""What a verification rule is: it decides which drafted tokens stand, and what follows them."""
+"""The verifier protocol: a verifier decides which drafted tokens are accepted, and which token follows them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from speculant.types import DraftTree, Request, Verdict
 
 @dataclass(frozen=True)
 class VerifierNeeds:
-    """What a rule announces to the engine, checked at start-up.
+    """A verifier's requirements, checked at start-up.
 
-    on shared noise: draft and target draws share keyed noise (only rules that never look at p/q).
-    branches: trees with siblings are understood; else only chains.
-    softened: greedy requests' distributions are wanted at temperature 1, unfiltered.
-    greedy: what greedy requests get in the rule's place; None = the rule itself.
+    shared_noise: draft and target draws share keyed noise; only for verifiers that do not use p/q.
+    branches: it verifies trees with siblings; else only chains.
+    softened: it needs greedy requests' distributions at temperature 1, unfiltered.
+    greedy: the verifier that replaces it for greedy requests; None = none does.
     """
 
     shared_noise: bool
@@ -28,7 +28,7 @@ class VerifierNeeds:
 
 
 def verifier_for(verifier: Verifier, request: Request) -> Verifier:
-    """Return what checks a request's drafts where `rule` was chosen."""
+    """Return the verifier of a request's drafts where `verifier` was chosen."""
     return verifier.needs.greedy or verifier if request.params.greedy else verifier
 
 
@@ -39,9 +39,9 @@ def require_chain(tree: DraftTree, verifier: str) -> None:
 
 
 class Verifier(Protocol):
-    """A rule that keeps the target's distribution (if `lossless`) whatever was drafted.
+    """Decides on drafts. If `lossless`, the output has the target's distribution whatever was drafted.
 
-    A rule is a module with `build() -> Verifier`; the function's arguments are options of the speculative config.
+    A verifier is a module with `build() -> Verifier`; the function's arguments are options of the speculative config.
     """
 
     lossless: bool

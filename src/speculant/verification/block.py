@@ -1,10 +1,10 @@
-"""Block verification of a chain (Sun et al., arXiv 2403.10444): drafts are judged together, not token by token.
+"""Block verification of a chain (Sun et al., arXiv 2403.10444): drafted tokens are verified together, not one by one.
 
-    P_0 = 1    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))        how far the target would go along with x_1 .. x_i
-    Z_i = sum_v (P_i p_{i+1}(v) - q_{i+1}(v))+                  what the target still owes behind x_i
-    h_i = Z_i / (Z_i + 1 - P_i) for i < n, h_n = P_n            independent coins; the last success says where to stop
+    P_0 = 1    P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))        weight of the prefix x_1 .. x_i
+    Z_i = sum_v (P_i p_{i+1}(v) - q_{i+1}(v))+                  residual mass after x_i
+    h_i = Z_i / (Z_i + 1 - P_i) for i < n, h_n = P_n            independent coins; the last success ends the path
 
-Never accepts fewer tokens in expectation than `rejection`, and more from two drafts on.
+Accepts at least as many tokens in expectation as `rejection`, and more for drafts of two or more tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from speculant.verification.rejection import draft_probs, likelihood_ratios, res
 
 
 class Block:
-    """See the module's text."""
+    """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=False)
@@ -32,14 +32,14 @@ class Block:
             return Verdict((), chance.draw(p[0]))
         q = draft_probs(tree, p)
         weights = path_weights(likelihood_ratios(tree, p[:-1], q))
-        kept = 0
-        for place, probability in enumerate(coins(weights, p, q), start=1):
-            if chance.accept(probability):  # all are thrown: a later success overrules an earlier failure
-                kept = place
-        path = tuple(range(kept))
-        if kept == tree.size:
+        accepted = 0
+        for length, probability in enumerate(coins(weights, p, q), start=1):
+            if chance.accept(probability):  # every coin is drawn: a later success overrules an earlier failure
+                accepted = length
+        path = tuple(range(accepted))
+        if accepted == tree.size:
             return Verdict(path, chance.draw(p[-1]))
-        return Verdict(path, chance.draw(residual(p[kept], q[kept], weights[kept])))
+        return Verdict(path, chance.draw(residual(p[accepted], q[accepted], weights[accepted])))
 
 
 def path_weights(ratios: list[float]) -> list[float]:
@@ -58,9 +58,9 @@ def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
 
 
 def share(owed: float, weight: float) -> float:
-    """Return owed / (owed + 1 - weight): how much of what is missing to a full draft is owed behind it.
+    """Return owed / (owed + 1 - weight): the probability to accept a prefix of this weight and residual mass.
 
-    Where a draft's distribution has NaN, so has owed, and the draft counts as ended before it: the weight is its own.
+    owed is NaN where the draft's distribution has NaN. The draft then counts as ended there, and h is the weight.
     """
     if math.isnan(owed):
         return weight
@@ -69,5 +69,5 @@ def share(owed: float, weight: float) -> float:
 
 
 def build() -> Block:
-    """Make the rule."""
+    """Make the verifier."""
     return Block()

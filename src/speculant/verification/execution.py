@@ -1,10 +1,9 @@
 """Speculative execution outside of language models: two slow functions side by side (arXiv 2211.17192, section 6).
 
-f makes a distribution over outcomes, and g works on an outcome drawn from it. A cheap approximation of it says now
-which outcome is likely, so g begins with a draw from it while f is still at work. Then the draw is judged as a
-drafted token is: kept with probability min(1, p / q), else replaced by a draw from norm((p - q)+) on which g runs
-anew. What comes out has f's distribution, exactly, whatever the approximation is; a good one only makes a second run
-of g rare.
+f returns a distribution over outcomes, and g runs on an outcome drawn from it. A cheap approximation of f's
+distribution is known at once, so g starts on a draw from it while f runs. The draw is then verified as a drafted token
+is: accepted with probability min(1, p / q), else replaced by a draw from norm((p - q)+), on which g runs again. The
+outcome has exactly f's distribution, whatever the approximation is; a good one makes a second run of g rare.
 
     one after the other     f f f f f f g g g g
     side by side            f f f f f f
@@ -35,7 +34,7 @@ Weights = Sequence[float] | Tensor  # one per outcome, [n]; any positive sum
 
 @dataclass(frozen=True)
 class Speculated(Generic[Result]):
-    """What g gave for an outcome of f's distribution; `accepted` = its run began before f had ended."""
+    """g's result for an outcome of f's distribution; `accepted` = its run began before f had ended."""
 
     result: Result
     outcome: int
@@ -49,14 +48,14 @@ def speculate(
     *arguments: *Arguments,
     chance: Chance | None = None,
 ) -> Speculated[Result]:
-    """Return g(outcome) for an outcome drawn from the distribution f(*arguments), g running beside f where possible.
+    """Return g(outcome) for an outcome drawn from the distribution f(*arguments), g running in parallel where possible.
 
-    f runs in the caller's thread, and g in another one, on an outcome that may then be dropped: that run's result or
-    error is ignored, and it should leave no trace. Nothing runs any more when this returns or raises. Both should wait
-    or release the GIL, else they take turns. chance None = fresh randomness; a `Stream` repeats itself.
+    f runs in the caller's thread, and g in another one, on an outcome that may be rejected: that run's result or error
+    is ignored, so g should have no side effects. Both runs have ended when this returns or raises. They overlap only
+    where they wait or release the GIL. chance None = fresh randomness; a `Stream` gives repeatable draws.
 
-    Raises what f, the approximation, or g on the outcome that counts raise, and DistributionError if weights are no
-    distribution or the two differ in their number of outcomes.
+    Raises the errors of f, of the approximation and of g on the returned outcome, and DistributionError if weights are
+    no distribution or the two differ in their number of outcomes.
     """
     source = Stream(secrets.randbits(64), (Purpose.ACCEPT, Purpose.DRAW), 0) if chance is None else chance
     q = _read_distribution("the approximation", approximation(*arguments))

@@ -1,4 +1,4 @@
-"""Lenient verification (arXiv 2211.17192, A.5): more drafts stand, and the output is not the target's any more.
+"""Lenient verification (arXiv 2211.17192, A.5): accepts more drafts, at the cost of exactness.
 
 Sampled: accept x with probability min(1, p(x) / (l q(x))), else draw from norm((p - q)+); no token becomes likelier
 than p / l. Greedy: accept x if p(x) >= l max(p), p at temperature 1. l = 1 is `rejection`, or greedy but for ties.
@@ -16,7 +16,7 @@ from speculant.verification.rejection import verify_in_turn
 
 
 class Lenient:
-    """See the module's text; `lenience` is l."""
+    """See the module's docstring; `lenience` is l."""
 
     lossless = False
 
@@ -31,7 +31,7 @@ class Lenient:
 
 
 class LenientGreedy:
-    """The rule for greedy requests: of the children that are likely enough, the likeliest."""
+    """The verifier for greedy requests: accepts the likeliest child if p(x) >= l max(p)."""
 
     lossless = False
     needs = VerifierNeeds(shared_noise=True, branches=True, softened=True)
@@ -40,19 +40,19 @@ class LenientGreedy:
         self._lenience = lenience
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; nothing is left to chance."""
+        """See `Verifier.verify`; the verdict is deterministic."""
         path, node = list[int](), -1
         while True:
             token_probs = p[1 + node]
-            chances = {child: float(token_probs[tree.token_list[child]]) for child in tree.children(node)}
-            best = max(chances, key=chances.__getitem__, default=None)
-            if best is None or not chances[best] >= self._lenience * float(token_probs.max()):
+            likelihoods = {child: float(token_probs[tree.token_list[child]]) for child in tree.children(node)}
+            best = max(likelihoods, key=likelihoods.__getitem__, default=None)
+            if best is None or not likelihoods[best] >= self._lenience * float(token_probs.max()):
                 return Verdict(tuple(path), int(token_probs.argmax()))
             path.append(node := best)
 
 
 def build(lenience: float = 0.5) -> Lenient:
-    """Make the rule; with l = 0.5 no token is sampled more than twice as often as it is due."""
+    """Make the verifier; with l = 0.5 no token is sampled with more than twice its target probability."""
     given: object = lenience
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given <= 1:
         raise ConfigError(f"lenience={lenience!r} is not a number above 0 and up to 1", "use for example 0.5.")

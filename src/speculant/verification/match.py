@@ -1,4 +1,4 @@
-"""Match: sample from the target as if nothing had been drafted, and keep the drafts that agree.
+"""Match: sample from the target as if nothing had been drafted, and accept the drafts that agree.
 
 Lossless for any tree and drafter that does not look at the noise used for the target's own draws;
 with keyed noise the output is that of plain seeded decoding, token for token. Greedy verification,
@@ -15,7 +15,7 @@ from speculant.verification.base import VerifierNeeds
 
 
 class Match:
-    """See the module's text."""
+    """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=True, branches=True)
@@ -33,5 +33,5 @@ class Match:
 
 
 def build() -> Match:
-    """Make the rule."""
+    """Make the verifier."""
     return Match()

@@ -1,8 +1,8 @@
-"""Multi-draft rejection on a tree (arXiv 2305.09781, arXiv 2402.12374): at each node, one child after the other.
+"""Multi-draft rejection on a tree (arXiv 2305.09781, arXiv 2402.12374): at each node, the children are tested in order.
 
-r = p; accept child x with probability min(1, r(x) / q(x)), q being the distribution that it was really drawn from,
-else go on with r = norm((r - q)+). A child drawn without replacement brings a q without its elder siblings, so one
-rule serves draws with replacement, without, and from different models.
+r = p; accept child x with probability min(1, r(x) / q(x)), where q is the distribution that it was drawn from, else
+continue with r = norm((r - q)+). The q of a child drawn without replacement excludes its elder siblings, so one rule
+covers draws with replacement, without replacement, and from different models.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from speculant.verification.rejection import draft_probs, ratio_of, residual
 
 
 class MultiDraft:
-    """See the module's text."""
+    """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=True)
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; siblings are tried in order."""
+        """See `Verifier.verify`; siblings are tested in order."""
         q, path, node = draft_probs(tree, p), list[int](), -1
         while True:
             children = tree.children(node)
@@ -37,15 +37,15 @@ class MultiDraft:
 
 
 def choose(p: Tensor, tokens: Sequence[int], q: Tensor, chance: Chance) -> tuple[int | None, Tensor]:
-    """Try proposals in order; return the accepted one's place, or None and the distribution of what to draw instead.
+    """Test proposals in order; return the accepted one's index, or None and the distribution to draw from instead.
 
     p is [V] and q [k, V]: the distribution each of the k tokens was drawn from.
     """
     rest = p
-    for place, token in enumerate(tokens):
-        if chance.accept(min(1.0, ratio_of(float(rest[token]), float(q[place, token])))):
-            return place, rest
-        rest = residual(rest, q[place])
+    for index, token in enumerate(tokens):
+        if chance.accept(min(1.0, ratio_of(float(rest[token]), float(q[index, token])))):
+            return index, rest
+        rest = residual(rest, q[index])
         rest = rest / rest.sum()
     return None, rest
 
@@ -61,5 +61,5 @@ def iterative_speculative_sample(p: Tensor, q: Tensor, chance: Chance) -> int:
 
 
 def build() -> MultiDraft:
-    """Make the rule."""
+    """Make the verifier."""
     return MultiDraft()

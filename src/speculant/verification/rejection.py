@@ -16,7 +16,7 @@ from speculant.verification.base import VerifierNeeds, require_chain
 
 
 class Rejection:
-    """See the module's text."""
+    """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=False)
@@ -53,7 +53,7 @@ def likelihood_ratios(tree: DraftTree, p: Tensor, q: Tensor) -> list[float]:
 
 
 def ratio_of(p: float, q: float) -> float:
-    """Return p / q; 0 where p is 0, or where q is no number; infinite where q alone is 0."""
+    """Return p / q; 0 where p is 0 or q is NaN; infinite where q alone is 0."""
     if p <= 0 or math.isnan(q):
         return 0.0
     return p / q if q > 0 else math.inf
@@ -66,5 +66,5 @@ def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def build() -> Rejection:
-    """Make the rule."""
+    """Make the verifier."""
     return Rejection()

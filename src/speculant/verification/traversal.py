@@ -1,8 +1,8 @@
-"""Traversal verification of a tree (arXiv 2505.12398): leaves first; what a rejected leaf had goes to its parent.
+"""Traversal verification of a tree (arXiv 2505.12398): leaves first; a rejected leaf updates its parent.
 
 w(root) = 1; w(child x of v) = min(1, w(v) p_v(x) / q_v(x)), children as they were drawn, without replacement. The first
-leaf in depth-first order is accepted with probability w, whole path and all. Else it is deleted and its parent v goes
-on with what is left: r = (w_v p_v - q_v)+, S = sum r, p_v = r / S, w_v = S / (S + 1 - w_v), q_v without x.
+leaf in depth-first order is accepted with probability w, with its whole path. Else it is deleted and its parent v is
+updated: r = (w_v p_v - q_v)+, S = sum r, p_v = r / S, w_v = S / (S + 1 - w_v), q_v without x.
 
 Accepts more than `multi_draft`; on a chain it is `block`.
 """
@@ -19,7 +19,7 @@ from speculant.verification.rejection import draft_probs, ratio_of
 
 
 class Traversal:
-    """See the module's text."""
+    """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=True)
@@ -35,12 +35,12 @@ class Traversal:
 
 
 class _State:
-    """What is left of a tree; the root is node -1."""
+    """The nodes that are not deleted, with their weights and distributions; the root is node -1."""
 
     def __init__(self, tree: DraftTree, p: Tensor) -> None:
         self._tokens, self._q = tree.token_list, draft_probs(tree, p)
         self._children = {node: tree.children(node) for node in range(-1, tree.size)}
-        self._weights = {-1: 1.0}  # of nodes some child of which was deleted, and of the root; others follow from above
+        self._weights = {-1: 1.0}  # of the root and of nodes with a deleted child; others follow from their ancestors
         self.probs = {node: p[1 + node] for node in range(-1, tree.size)}
 
     def first_leaf(self) -> list[int]:
@@ -52,7 +52,7 @@ class _State:
         return path
 
     def weight(self, path: list[int]) -> float:
-        """Return w of a path's last node, whose distribution nothing was taken from unless it is noted."""
+        """Return w of a path's last node; nodes with a deleted child have a stored weight."""
         above, weight = -1, self._weights[-1]
         for node in path:
             token = self._tokens[node]
@@ -63,7 +63,7 @@ class _State:
         return weight
 
     def delete(self, path: list[int]) -> None:
-        """Take a rejected leaf away, and its share from its parent."""
+        """Delete a rejected leaf and update its parent's distribution and weight."""
         leaf, parent = path[-1], path[-2] if len(path) > 1 else -1
         weight = self.weight(path[:-1]) if len(path) > 1 else self._weights[-1]
         rest = (weight * self.probs[parent] - self._q[leaf]).clamp(min=0)
@@ -75,5 +75,5 @@ class _State:
 
 
 def build() -> Traversal:
-    """Make the rule."""
+    """Make the verifier."""
     return Traversal()

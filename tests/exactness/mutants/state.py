@@ -153,22 +153,22 @@ DRAFTING = [
     Mutant(
         "draft model goes on from rejected tokens",
         DRAFT_RUNNER,
-        " and fed.tokens[keep] == request.tokens[keep]",
+        " and cached.tokens[keep] == request.tokens[keep]",
         "",
         "test_draft_cache.py::test_rounds_between_two_drafts_are_caught_up",
     ),
     Mutant(
         "draft cache uninitialised on a prefix hit",
         DRAFT_RUNNER,
-        "request.tokens[: self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)]",
-        "request.tokens[: request.metrics.cached_tokens]",
+        "self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)",
+        "request.metrics.cached_tokens",
         KNOWN,
     ),
     Mutant(
         "draft state of rejected drafts indexed for reuse",
         DRAFT_RUNNER,
-        "        keep, most = fed.agreed,",
-        "        self.cache.insert_prefix(request.seq_id, request.tokens)\n        keep, most = fed.agreed,",
+        "        keep, most = cached.agreed,",
+        "        self.cache.insert_prefix(request.seq_id, request.tokens)\n        keep, most = cached.agreed,",
         KNOWN,
     ),
     Mutant(
@@ -182,17 +182,17 @@ DRAFTING = [
         "stale draft after preemption",
         DRAFT_RUNNER,
         (
-            "        self._fed[request.seq_id] = _CachedTokens()\n"
+            "        self._cached[request.seq_id] = _CachedTokens()\n"
             "\n"
             "    def end(self, request: Request) -> None:\n"
-            '        """Forget a sequence and free what it holds."""\n'
-            "        self._fed.pop(request.seq_id, None)\n"
+            '        """Forget a sequence and release its blocks."""\n'
+            "        self._cached.pop(request.seq_id, None)\n"
         ),
         (
-            "        self._fed.setdefault(request.seq_id, _CachedTokens())\n"
+            "        self._cached.setdefault(request.seq_id, _CachedTokens())\n"
             "\n"
             "    def end(self, request: Request) -> None:\n"
-            '        """Forget a sequence and free what it holds."""\n'
+            '        """Forget a sequence and release its blocks."""\n'
         ),
         "test_draft_cache.py::test_whoever_comes_back_is_drafted_for_from_its_own_tokens[40]",
     ),

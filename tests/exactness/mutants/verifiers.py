@@ -18,15 +18,15 @@ RULES = [
     Mutant(
         "block residual without P_tau",
         BLOCK,
-        "residual(p[kept], q[kept], weights[kept])",
-        "residual(p[kept], q[kept])",
+        "residual(p[accepted], q[accepted], weights[accepted])",
+        "residual(p[accepted], q[accepted])",
         CHAIN.format("block"),
     ),
     Mutant(
         "block stops at its first failure",
         BLOCK,
-        "                kept = place\n",
-        "                kept = place\n            else:\n                break\n",
+        "                accepted = length\n",
+        "                accepted = length\n            else:\n                break\n",
         CHAIN.format("block"),
     ),
     Mutant(
@@ -39,7 +39,7 @@ RULES = [
     Mutant(
         "a sibling tried against the whole target",
         MULTI_DRAFT,
-        "        rest = residual(rest, q[place])\n        rest = rest / rest.sum()\n",
+        "        rest = residual(rest, q[index])\n        rest = rest / rest.sum()\n",
         "",
         TREE.format("pair-multi_draft"),
     ),
@@ -81,15 +81,15 @@ RULES = [
     Mutant(
         "a merged draw told as a free one",
         TOPOLOGY,
-        "said[token], own[token] = [], rest / rest.sum()",
-        "said[token], own[token] = [], token_probs",
+        "drawn[token], own[token] = [], rest / rest.sum()",
+        "drawn[token], own[token] = [], token_probs",
         TREE.format("three draws-multi_draft"),
     ),
     Mutant(
         "a chain of one model told with the law of another",
         TOPOLOGY,
-        "rest = without(token_probs, *said)",
-        "rest = without(next(each for each in probs if each is not None), *said)",
+        "rest = without(token_probs, *drawn)",
+        "rest = without(next(each for each in probs if each is not None), *drawn)",
         "test_tree_distributions.py::test_chains_of_different_models_keep_the_distribution[multi_draft]",
     ),
     Mutant(

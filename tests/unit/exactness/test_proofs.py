@@ -146,7 +146,7 @@ def test_a_claim_says_what_its_rule_says_of_itself() -> None:
 
 def test_the_configured_method_drafts_with_its_own_options() -> None:
     chosen = choose_draft(TREE, VERIFIERS)
-    assert chosen.says == "draft_model, around tables"
+    assert chosen.description == "draft_model, around tables"
     assert chosen.needs.emits_tree
     assert chosen.needs.max_nodes == 4
     assert choose_draft(MODEL, VERIFIERS).needs.emits_probs
@@ -173,7 +173,7 @@ def test_a_lossy_rule_is_enumerated_with_its_own_options() -> None:
 def test_a_method_that_has_nothing_to_draft_from_gives_way_and_that_is_said() -> None:
     chosen = choose_draft(SpeculativeConfig(method="synthetic"), VERIFIERS)
     assert chosen.needs == Likeliest.needs
-    assert "synthetic can't draft from tables (it drafted nothing there)" in chosen.says
+    assert "synthetic can't draft from tables (it drafted nothing there)" in chosen.description
 
 
 def test_a_method_that_needs_a_real_model_gives_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_method_that_needs_a_real_model_gives_way_too(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(draft_model, "build", build)
     chosen = choose_draft(MODEL, VERIFIERS)
-    assert "can't draft from tables (AttributeError: no layers)" in chosen.says
+    assert "can't draft from tables (AttributeError: no layers)" in chosen.description
     found = prove(Claim("block", True, ["sampled"], ENDLESS, 8), chosen, VERIFIERS)
     assert found.passed
     assert found.mean_accepted > 0.1

@@ -1,1 +1,1 @@
-"""How draft models grow chains, trees and beams."""
+"""Chains, trees and beams drafted by models."""

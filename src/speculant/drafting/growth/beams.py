@@ -1,7 +1,7 @@
-"""Beam search with a draft model, ahead of the target's: it goes on from the target's hypotheses and scores.
+"""Beam search with a draft model, starting from the target's live hypotheses and their scores.
 
 See arXiv:2211.17192, A.4.
-The live hypotheses and what is drafted behind them are one tree. Each pass feeds it so far anew.
+The live hypotheses and their drafted continuations form one tree. Each pass computes the whole tree again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from speculant.types import DraftTree, Request
 
 @dataclass(eq=False)
 class _Search:
-    """One request's share of a round. `texts` are its tree, and the node that each one is.
+    """The state of one request's draft. `texts` maps each hypothesis in its tree to its node.
 
-    input_tokens: committed tokens that the next pass begins with. It may have `most` nodes and take `rounds` rounds.
+    input_tokens: committed tokens that the next pass begins with. most: bound on the nodes. rounds: rounds left.
     """
 
     request: Request
@@ -38,17 +38,17 @@ class _Search:
 
     @property
     def tree(self) -> DraftTree:
-        """The target's live hypotheses, then what was drafted behind them."""
+        """The target's live hypotheses, then the drafted ones."""
         return tree_of(self.texts)
 
     @property
     def tips(self) -> list[int]:
-        """The nodes, -1 = the root, of those of its hypotheses that wait for their continuations."""
+        """The nodes, -1 = the root, of the hypotheses that are not scored yet."""
         return [self.texts.get(each, -1) for each in self.beams.unscored]
 
     @property
     def grows(self) -> bool:
-        """Whether another round could add something."""
+        """Whether another round could add nodes."""
         return self.rounds > 0 and bool(self.beams.live) and len(self.texts) < self.most
 
     def advance(self, probs: Tensor) -> None:
@@ -67,10 +67,10 @@ def draft_beams(
     vocab_size: int,
     sampler: Sampler = REFERENCE,
 ) -> dict[int, DraftTree]:
-    """Return, by sequence, each search's live hypotheses with at most so many drafted nodes behind them.
+    """Return, by sequence, the tree of each search's live hypotheses and drafted nodes; drafting has their limits.
 
-    The draft keeps `nodes_per_beam` times as many beams as the target. Who is behind, or finds no room in the
-    runner's cache, only catches up.
+    The draft's beam is `nodes_per_beam` times as wide as the target's. A request with a backlog, or without room in
+    the runner's cache, only catches up.
     """
     states = {request.seq_id: request.search.beams for request, _ in drafting if request.search is not None}
     wanted = [(request, states[request.seq_id].live_tree.size + limit) for request, limit in drafting]
@@ -99,21 +99,22 @@ def _begin(plan: Chain, beams: Beams, nodes_per_beam: int) -> _Search:
 def _take_round(
     runner: DraftModelRunner, searches: Sequence[_Search], vocab_size: int, sampler: Sampler
 ) -> list[_Search]:
-    """Feed what searches have to feed, and the trees of those that grow; return those that want another round."""
+    """Run one pass over the searches' input tokens and growing trees; return those that need another round."""
     if not searches:
         return []
     model, cache = runner.model, runner.cache
     growing = [search for search in searches if search.grows]
-    feeds, rows, nodes, end = list[SequenceInput](), list[int](), list[Node](), 0
+    inputs, rows, nodes, end = list[SequenceInput](), list[int](), list[Node](), 0
     for search in searches:
         tree = search.tree if search.grows else DraftTree.empty()
-        fed = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
-        feeds.append(SequenceInput(search.request.seq_id, known(search.input_tokens, model.vocab_size), fed))
-        root, end = end + len(search.input_tokens) - 1, end + len(search.input_tokens) + tree.size
+        input_tokens = known(search.input_tokens, model.vocab_size)
+        input_tree = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
+        inputs.append(SequenceInput(search.request.seq_id, input_tokens, input_tree))
+        root, end = end + len(input_tokens) - 1, end + len(input_tokens) + tree.size
         for tip in search.tips if search.grows else ():
             rows.append(root + 1 + tip)
             nodes.append(Node(search.request, tree.tokens_to(tip)))
-    hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
+    hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage).last
     if rows:
         probs = distribution(fit_vocabulary(model.logits(hidden[rows]), vocab_size), nodes, sampler)
         for search in growing:

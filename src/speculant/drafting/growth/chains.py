@@ -1,4 +1,4 @@
-"""Chains of tokens that a model draws one by one, many sequences side by side: what a draft model does."""
+"""Chains of tokens that a draft model draws one by one, many sequences in one batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def grow(
 ) -> None:
     """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
 
-    A chain's tokens and distributions are the same in any company, on the kernels that have invariant rows.
+    On row-invariant kernels a chain's tokens and distributions do not depend on the rest of the batch.
     """
     others = model.grow(chains, cache, vocab_size)
     _Stepwise(model, cache, vocab_size, sampler).grow([(chain, chain.input_tokens) for chain in others])
@@ -30,7 +30,7 @@ def grow(
 
 @dataclass(frozen=True)
 class _Stepwise:
-    """One pass per token; the definition of what a model may do by itself."""
+    """One pass per token; `CausalLM.grow` must give the same result."""
 
     model: CausalLM
     cache: KVCache
@@ -38,26 +38,28 @@ class _Stepwise:
     sampler: Sampler
 
     def grow(self, growing: list[tuple[Chain, list[int]]]) -> None:
-        """Feed and draw until no chain wants more."""
+        """Draw until every chain is complete."""
         while growing:
-            growing = self._feed(growing)
+            growing = self._step(growing)
 
-    def _feed(self, feeds: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
-        """Feed each chain's tokens, draw one for each that wants any, and return what has to be fed next."""
+    def _step(self, growing: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
+        """Run a pass over the chains' input tokens and draw one token for each; return the next pass's chains."""
         size = self.model.vocab_size
-        fed = [SequenceInput(chain.request.seq_id, known(tokens, size), DraftTree.empty()) for chain, tokens in feeds]
-        batch = build_batch(fed, self.cache, self.model.cache_shape.device)
+        inputs = [
+            SequenceInput(chain.request.seq_id, known(tokens, size), DraftTree.empty()) for chain, tokens in growing
+        ]
+        batch = build_batch(inputs, self.cache, self.model.cache_shape.device)
         hidden = self.model.forward(batch, self.cache.storage).last
         last = -1
-        ends = [last := last + len(tokens) for _, tokens in feeds]
-        drawing = [(chain, end) for (chain, _), end in zip(feeds, ends, strict=True) if chain.limit]
+        ends = [last := last + len(tokens) for _, tokens in growing]
+        drawing = [(chain, end) for (chain, _), end in zip(growing, ends, strict=True) if chain.limit]
         if not drawing:
             return []
         drawn = self._draw([chain for chain, _ in drawing], hidden[[end for _, end in drawing]])
         return [(chain, chain.tokens[-1:]) for chain in drawn if len(chain.tokens) < chain.limit]
 
     def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> list[Chain]:
-        """Draw a token for each; return those that could: a row that is no distribution ends its chain."""
+        """Draw a token per chain; return the chains that got one: a row that is no distribution ends its chain."""
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
         probs = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.sampler)
         drawn = []

@@ -1,11 +1,11 @@
-"""How a draft model keeps up with the requests it drafts for.
+"""A draft model and its KV cache, which follow the requests that it drafts for.
 
-Its cache holds what was fed: committed tokens, and perhaps the last round's drafts. What turned out
-differently is rolled back and what is missing is fed in the next round:
+The cache holds committed tokens, and possibly drafts of the last round. The next round rolls back the
+drafts that were rejected and computes the tokens that are missing:
 
-    fed        p p p t t x x x          x = the drafts of the last round
+    cached     p p p t t x x x          x = the drafts of the last round
     tokens     p p p t t x y            y = the target's correction
-    keep       p p p t t x              the longest common prefix; then feed y
+    keep       p p p t t x              the longest common prefix; y is the next input
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from speculant.types import Request
 
 @dataclass
 class _CachedTokens:
-    """What one sequence's cache holds; the first `agreed` tokens are known to be committed."""
+    """The tokens in one sequence's cache; the first `agreed` are known to be committed."""
 
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
 
 
 class DraftModelRunner:
-    """A model with a cache of its own that is behind the requests by whatever it has not seen.
+    """A draft model with a KV cache of its own, which may lack a request's newest tokens.
 
-    A backlog beyond max_num_batched_tokens is caught up over several rounds, without drafting.
+    A backlog over max_num_batched_tokens takes several rounds, without drafting.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, chances: Chances, max_num_batched_tokens: int) -> None:
         self.model, self.cache = model, cache
         self._chances, self._budget = chances, max_num_batched_tokens
-        self._fed: dict[int, _CachedTokens] = {}
+        self._cached: dict[int, _CachedTokens] = {}
 
     def begin(self, request: Request) -> None:
-        """Hear of a new sequence; nothing is fed before the first draft (docs/references.md, lazy prefill)."""
-        self._fed[request.seq_id] = _CachedTokens()
+        """Start a new sequence; nothing is computed before the first draft (docs/references.md, lazy prefill)."""
+        self._cached[request.seq_id] = _CachedTokens()
 
     def end(self, request: Request) -> None:
-        """Forget a sequence and free what it holds."""
-        self._fed.pop(request.seq_id, None)
+        """Forget a sequence and release its blocks."""
+        self._cached.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
     def note(self, request: Request, tokens: Sequence[int]) -> None:
-        """Hear that tokens were fed, and stay in the cache."""
-        self._fed[request.seq_id].tokens += tokens
+        """Record tokens that a pass has added to the cache."""
+        self._cached[request.seq_id].tokens += tokens
 
     def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
-        """Decide what is fed and drawn for requests that want so many nodes each, as far as budget and memory go.
+        """Plan input tokens and draws for pairs (request, wanted nodes), within the token budget and the cache.
 
-        A chain that finds no room ends sooner; limit 0 = only catch up.
+        A chain without enough room gets a lower limit; limit 0 = only catch up.
         """
         for request, _ in drafting:
             self._roll_back(request)
-        chains = self._feed(drafting, _Endless())
+        chains = self._plan_inputs(drafting, _Unlimited())
         plan = self.cache.plan()
         if not all(plan.take(chain.request.seq_id, chain.num_positions) for chain in chains):
             plan = self.cache.plan()
-            chains = self._feed(drafting, plan)
+            chains = self._plan_inputs(drafting, plan)
             _take_in_turn(plan, chains)
         return chains
 
-    def _feed(self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan) -> list[Chain]:
-        """Take what each has not seen, as far as budget and room go; who is still behind draws nothing."""
+    def _plan_inputs(self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan) -> list[Chain]:
+        """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing."""
         budget, chains = self._budget, list[Chain]()
         for request, limit in drafting:
-            start = len(self._fed[request.seq_id].tokens)
+            start = len(self._cached[request.seq_id].tokens)
             missing = request.tokens[start : start + min(budget, plan.room(request.seq_id))]
             if missing:
                 plan.take(request.seq_id, len(missing))
@@ -81,25 +81,26 @@ class DraftModelRunner:
         return chains
 
     def _roll_back(self, request: Request) -> None:
-        """Drop what was fed and then not committed, or reserved by a pass that failed; feed the newest token anew.
+        """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
 
-        A sequence that begins takes over what others fed of its tokens.
+        A new sequence takes over matching prefixes of other sequences.
         """
-        fed = self._fed[request.seq_id]
-        if not fed.tokens and not self.cache.length(request.seq_id):
+        cached = self._cached[request.seq_id]
+        if not cached.tokens and not self.cache.length(request.seq_id):
             self.cache.release(request.seq_id)
-            fed.tokens = request.tokens[: self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)]
-        keep, most = fed.agreed, min(len(fed.tokens), len(request.tokens) - 1)
-        while keep < most and fed.tokens[keep] == request.tokens[keep]:
+            matched = self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)
+            cached.tokens = request.tokens[:matched]
+        keep, most = cached.agreed, min(len(cached.tokens), len(request.tokens) - 1)
+        while keep < most and cached.tokens[keep] == request.tokens[keep]:
             keep += 1
-        fed.agreed = keep
-        del fed.tokens[keep:]
+        cached.agreed = keep
+        del cached.tokens[keep:]
         if keep < self.cache.length(request.seq_id):
             self.cache.truncate_to(request.seq_id, keep)
         self.cache.insert_prefix(request.seq_id, request.tokens)
 
 
-class _Endless:
+class _Unlimited:
     """The plan of a cache that is never full."""
 
     def room(self, seq_id: int) -> int:
@@ -112,7 +113,7 @@ class _Endless:
 
 
 def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:
-    """Share what room there is behind what is fed, a position each in turn, and cut the drafts to it."""
+    """Share the room left after the input tokens, one position per chain in turn, and cut the drafts to it."""
     growing = [chain for chain in chains if chain.limit > 1]
     for length in range(1, max((chain.limit for chain in growing), default=0)):
         for chain in growing:

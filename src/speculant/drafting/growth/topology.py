@@ -1,4 +1,4 @@
-"""How a tree of drafted tokens branches: by a fixed shape, or by chains that part where they differ."""
+"""Topologies of draft trees: a static tree, or parallel chains that share their common prefixes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
-Distributions = Sequence[
-    Tensor | None
-]  # by source, the distribution [V] of what comes next; None = a source that is behind
-Child = tuple[int, Any, Tensor]  # a token, its node's state, and the distribution [V] that it was really drawn from
+Distributions = Sequence[Tensor | None]  # by source, the next token's distribution [V]; None = a source with a backlog
+Child = tuple[int, Any, Tensor]  # a token, its node's state, and the distribution [V] that it was drawn from
 
 
 class TreeTopology(Protocol):
-    """How a tree branches. It never looks at the token that was drawn for a node (algorithms, section 2)."""
+    """How a tree branches. It must not depend on the tokens that are drawn: that would bias ratio rules."""
 
     @property
     def root(self) -> Any:
-        """What the root is to this rule."""
+        """The topology's state of the root."""
         ...
 
     @property
     def most_nodes(self) -> int:
-        """How large a tree can become."""
+        """The most nodes that a tree can have."""
         ...
 
     @property
     def depth(self) -> int:
-        """How deep a tree can become."""
+        """The most levels that a tree can have below the root."""
         ...
 
     def within(self, size: int) -> TreeTopology:
@@ -45,7 +43,7 @@ class TreeTopology(Protocol):
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed shape: `paths` are the nodes' ranks among their siblings, from the root down, parents among them.
+    """A fixed shape. A path lists the ranks among siblings from the root to a node; `paths` has one for every node.
 
     Siblings are drawn without replacement, from the first source.
     """
@@ -81,7 +79,7 @@ class StaticTree:
         return self if size >= len(self.paths) else _best_nodes(self.paths, size)
 
     def is_whole(self) -> bool:
-        """Whether every node's parent and elder siblings are there."""
+        """Whether every node's parent and elder siblings are in the tree."""
         paths = self.paths | {()}
         return all(
             path[:-1] in paths and all((*path[:-1], rank) in paths for rank in range(path[-1])) for path in self.paths
@@ -113,8 +111,8 @@ def _best_nodes(paths: frozenset[tuple[int, ...]], size: int) -> StaticTree:
 class ParallelChains:
     """Chains of `depth` tokens, drawn independently and merged where they agree (arXiv 2305.09781).
 
-    `chains` names the source of each. A node is known by the chains that have reached it, and its depth. Whether a
-    later chain says something new is a coin; it is then drawn from its distribution without what was drawn before.
+    `chains` has the source of each. A node's state is the sources of the chains that reached it, and its depth. A chain
+    draws an earlier sibling's token or a new one; a new one's distribution is the chain's without those tokens.
     """
 
     chains: tuple[int, ...]
@@ -137,25 +135,25 @@ class ParallelChains:
     def children(
         self, node: tuple[tuple[int, ...], int], probs: Distributions, pick: Pick, distinct: bool
     ) -> list[Child]:
-        """See `TreeTopology.children`; where draws can't differ, a source's next chain says its next choice."""
+        """See `TreeTopology.children`; where draws can't differ, a source's next chain takes its next best token."""
         chains, depth = node
-        said, own = dict[int, list[int]](), dict[int, Tensor]()
+        drawn, own = dict[int, list[int]](), dict[int, Tensor]()
         for source in chains if depth < self.depth else ():
             token_probs = probs[source]
             if token_probs is not None and distinct:
-                token_probs = without(token_probs, *(token for token, sources in said.items() if source in sources))
+                token_probs = without(token_probs, *(token for token, sources in drawn.items() if source in sources))
             if token_probs is None or not float(token_probs.sum()) > 0:
                 continue
             token = pick(token_probs)
-            if token not in said:
-                rest = without(token_probs, *said)
-                said[token], own[token] = [], rest / rest.sum()
-            said[token].append(source)
-        return [(token, (tuple(sources), depth + 1), own[token]) for token, sources in said.items()]
+            if token not in drawn:
+                rest = without(token_probs, *drawn)
+                drawn[token], own[token] = [], rest / rest.sum()
+            drawn[token].append(source)
+        return [(token, (tuple(sources), depth + 1), own[token]) for token, sources in drawn.items()]
 
 
 def without(token_probs: Tensor, *tokens: int) -> Tensor:
-    """Return a distribution [V] with nothing on some tokens, not normalised."""
+    """Return a distribution [V] with some tokens' probabilities set to 0, not normalised."""
     rest = token_probs.clone()
     rest[list(tokens)] = 0.0
     return rest

@@ -1,6 +1,6 @@
-"""Trees of tokens that one model draws, or several together, level by level.
+"""Draft trees, drawn level by level by one or several models.
 
-Each pass feeds a tree so far anew: its rows are nearly free.
+Each pass computes the whole tree again: the additional rows cost little.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from speculant.types import DraftTree, Request
 
 @dataclass(eq=False)
 class Tree:
-    """One request's share of a round. `plans`: what each source feeds and has room for; None = nothing at all."""
+    """One request's tree in a round. `plans`: each source's input tokens and limit; None = it takes no part."""
 
     request: Request
     plans: list[Chain | None]
-    nodes: list[Any] = field(default_factory=list)  # what the branching knows each one by
+    nodes: list[Any] = field(default_factory=list)  # the topology's state of each
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
@@ -38,15 +38,15 @@ class Tree:
 
     @property
     def limit(self) -> int:
-        """How many nodes it may have: as many as every source that is not behind has room for."""
+        """The most nodes it may have: the smallest limit of the sources without a backlog."""
         return min((plan.limit for plan in self.plans if plan and plan.limit), default=0)
 
-    def speakers(self) -> list[int]:
-        """Return the sources that are not behind."""
+    def drafting_sources(self) -> list[int]:
+        """Return the sources without a backlog."""
         return [source for source, plan in enumerate(self.plans) if plan and plan.limit]
 
     def draft(self) -> DraftTree:
-        """Return the tree so far; distributions are told where a ratio rule may ask for them."""
+        """Return the tree so far, with probs where a ratio rule may need them."""
         probs = torch.stack(self.probs) if self.probs and not self.request.shared_noise else None
         return DraftTree.of(self.tokens, self.parents, probs)
 
@@ -56,7 +56,7 @@ class Tree:
 
 
 def plan_trees(sources: Sequence[DraftModelRunner], drafting: Sequence[tuple[Request, int]]) -> list[Tree]:
-    """Decide what every source feeds for requests that want so many nodes each."""
+    """Plan every source's input tokens for pairs (request, wanted nodes)."""
     trees = [Tree(request, [None] * len(sources)) for request, _ in drafting]
     by_request = {tree.request.seq_id: tree for tree in trees}
     for place, source in enumerate(sources):
@@ -72,13 +72,13 @@ def grow_trees(
     vocab_size: int,
     sampler: Sampler = REFERENCE,
 ) -> None:
-    """Draw every tree's nodes as planned; afterwards the sources' caches hold committed tokens alone."""
+    """Draw every tree's nodes as planned; afterwards the sources' caches hold only committed tokens."""
     grower = _Grower(sources, topology, vocab_size, sampler)
     growing = grower.begin(trees)
     while growing:
         growing = grower.extend(growing)
     for tree in trees:
-        for source in tree.speakers():
+        for source in tree.drafting_sources():
             sources[source].cache.truncate_to(tree.request.seq_id, len(tree.request.tokens))
 
 
@@ -93,8 +93,8 @@ class _Grower:
     sampler: Sampler
 
     def begin(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Feed the committed tokens and draw the roots' children; return the trees that want more."""
-        heard = []
+        """Compute the committed tokens and draw the roots' children; return the trees that can grow."""
+        by_source = []
         for place, source in enumerate(self.sources):
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
             size = source.model.vocab_size
@@ -102,44 +102,45 @@ class _Grower:
                 SequenceInput(plan.request.seq_id, known(plan.input_tokens, size), DraftTree.empty())
                 for _, plan in plans
             ]
-            heard.append(self._listen(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
+            by_source.append(self._probs(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
             for _, plan in plans:
                 source.note(plan.request, plan.input_tokens)
-        return self._draw([(tree, -1) for tree in trees if tree.limit], heard)
+        return self._draw([(tree, -1) for tree in trees if tree.limit], by_source)
 
     def extend(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Feed the trees so far behind their roots, and draw below the newest level."""
+        """Compute the trees so far and draw children of their newest level; return the trees that can grow."""
         places = {tree: [(tree, node) for node in range(tree.newest, len(tree.tokens))] for tree in trees}
-        heard = []
-        for place, source in enumerate(self.sources):
-            fed = [tree for tree in trees if place in tree.speakers()]
-            heard.append(self._listen(source, [_so_far(tree, source) for tree in fed], [places[tree] for tree in fed]))
-        return self._draw([each for tree in trees for each in places[tree]], heard)
+        by_source = []
+        for index, source in enumerate(self.sources):
+            drafted = [tree for tree in trees if index in tree.drafting_sources()]
+            inputs = [_whole_tree(tree, source) for tree in drafted]
+            by_source.append(self._probs(source, inputs, [places[tree] for tree in drafted]))
+        return self._draw([each for tree in trees for each in places[tree]], by_source)
 
-    def _listen(
-        self, source: DraftModelRunner, feeds: Sequence[SequenceInput], asked: Sequence[Sequence[_Place]]
+    def _probs(
+        self, source: DraftModelRunner, inputs: Sequence[SequenceInput], wanted: Sequence[Sequence[_Place]]
     ) -> dict[_Place, Tensor]:
-        """Feed a source and return the distributions behind what was asked for: each feed's last rows."""
-        if not feeds:
+        """Run a source's pass; return the distribution [V] after each wanted node: those of each input's last rows."""
+        if not inputs:
             return {}
         model, cache = source.model, source.cache
-        hidden = model.forward(build_batch(feeds, cache, model.cache_shape.device), cache.storage).last
+        hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage).last
         places, rows, end = list[_Place](), list[int](), 0
-        for feed, wanted in zip(feeds, asked, strict=True):
-            end += len(feed.tokens) + feed.tree.size
-            rows += range(end - len(wanted), end)
-            places += wanted
+        for sequence, nodes_of_sequence in zip(inputs, wanted, strict=True):
+            end += len(sequence.tokens) + sequence.tree.size
+            rows += range(end - len(nodes_of_sequence), end)
+            places += nodes_of_sequence
         if not rows:
             return {}
         logits = fit_vocabulary(model.logits(hidden[rows]), self.vocab_size)
         nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
         return dict(zip(places, distribution(logits, nodes, self.sampler), strict=True))
 
-    def _draw(self, places: Sequence[_Place], heard: Sequence[dict[_Place, Tensor]]) -> list[Tree]:
-        """Draw children below nodes; return the trees that want more."""
+    def _draw(self, places: Sequence[_Place], by_source: Sequence[dict[_Place, Tensor]]) -> list[Tree]:
+        """Draw the children of nodes; return the trees that can grow."""
         before = {tree: len(tree.tokens) for tree, _ in places}
         for tree, node in places:
-            self._branch(tree, node, [probs.get((tree, node)) for probs in heard])
+            self._branch(tree, node, [probs.get((tree, node)) for probs in by_source])
         for tree, size in before.items():
             tree.newest = size
         return [tree for tree, size in before.items() if size < len(tree.tokens) < tree.limit]
@@ -157,7 +158,7 @@ class _Grower:
 
 
 def picker(tree: Tree, depth: int) -> Pick:
-    """Return what draws at a depth: the likeliest for a greedy request, the noise of that position, or a stream."""
+    """Return how to draw at a depth: the likeliest token of a greedy request, the position's noise, or a stream."""
     chance = next(plan.chance for plan in tree.plans if plan)
     if tree.request.shared_noise and tree.request.params.greedy:
         return lambda token_probs: int(token_probs.argmax())
@@ -166,8 +167,8 @@ def picker(tree: Tree, depth: int) -> Pick:
     return chance.draw
 
 
-def _so_far(tree: Tree, source: DraftModelRunner) -> SequenceInput:
-    """Return the feed of a tree's root and nodes, anew."""
+def _whole_tree(tree: Tree, source: DraftModelRunner) -> SequenceInput:
+    """Return the input of a tree's root and all nodes, after dropping them from the cache."""
     request, model = tree.request, source.model
     source.cache.truncate_to(request.seq_id, len(request.tokens) - 1)
     nodes = DraftTree.of(known(tree.tokens, model.vocab_size), tree.parents)

@@ -1,4 +1,4 @@
-"""What a draft-length policy is, and what it learns from.
+"""The draft-length policy protocol, and the outcomes that a policy observes.
 
 A policy is one module with a function `build(context) -> DraftLength`; the module's name is the policy's name.
 """
@@ -16,7 +16,7 @@ from speculant.types import Request
 
 @dataclass(frozen=True)
 class DraftOutcome:
-    """What became of one sequence's draft. Each list has an entry per depth, from the root's children on.
+    """The outcome of one sequence's draft. Each list has an entry per depth, from the root's children on.
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
     rejection or an end. accepted: 1 if a node was committed, else 0.
@@ -29,10 +29,10 @@ class DraftOutcome:
 
 
 class DraftLength(Protocol):
-    """Chooses draft lengths from the past alone.
+    """Chooses draft lengths from past outcomes alone.
 
-    It is asked before anything is drawn, so that it cannot look at drawn tokens: that would bias ratio rules.
-    keeps_up: whether drafters shall process the tokens of sequences whose length is 0, so that a later draft need not.
+    `choose` runs before anything is drawn, so that it can't depend on drawn tokens: that would bias ratio rules.
+    keeps_up: whether drafters also process the tokens of sequences whose length is 0, so that no backlog builds up.
     """
 
     keeps_up: bool
@@ -40,19 +40,19 @@ class DraftLength(Protocol):
     def choose(self, schedule: Schedule) -> list[int]:
         """Return the wanted number of nodes for each item of the schedule; 0 = no draft.
 
-        The lengths are then cut to what budget, memory, context and drafter leave room for. In a beam search the number
-        is that of rounds.
+        The lengths are then cut to the limits of budget, memory, context and drafter. For a beam search the number is
+        that of rounds.
         """
         ...
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """Take note of a step: outcomes of the sequences that had a draft, and where the time went."""
+        """Record a step: the outcomes of the sequences that had a draft, and the step's timing."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftLengthContext:
-    """What a policy is built from.
+    """The values that a policy is built from.
 
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys.
     """

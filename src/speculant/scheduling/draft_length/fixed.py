@@ -1,4 +1,4 @@
-"""The configured length for every request; a request may ask for another one."""
+"""The configured length for every request; a request may set another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speculant.types import Request
 
 
 class Fixed:
-    """See the module's text."""
+    """See the module's docstring."""
 
     keeps_up = False
 
@@ -24,7 +24,7 @@ class Fixed:
         return [self._wanted(item.request) for item in schedule.items]
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """See `DraftLength.observe`; nothing is learnt."""
+        """See `DraftLength.observe`; the length stays the same."""
 
     def _wanted(self, request: Request) -> int:
         return self._length if request.num_speculative_tokens is None else request.num_speculative_tokens

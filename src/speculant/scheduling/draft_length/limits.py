@@ -1,4 +1,4 @@
-"""How many nodes a draft can have: a policy's wish, cut to what can still matter and fits."""
+"""How many nodes a draft may have: the policy's length, cut to what can be committed and fits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from speculant.types import Request
 
 @dataclass(frozen=True)
 class DraftBounds:
-    """What bounds one sequence's draft besides budget and memory.
+    """Bounds of one sequence's draft in addition to budget and memory.
 
     max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
-    nodes_per_beam: nodes that it drafts for each beam of a beam search in each round; 0 = it can't.
+    nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
     """
 
     max_len: int
@@ -26,28 +26,28 @@ NO_DRAFT = DraftBounds(max_len=0)  # of a sequence without a drafter
 
 
 def draft_limits(
-    schedule: Schedule, wishes: Sequence[int], bounds: Sequence[DraftBounds], most_nodes: int
+    schedule: Schedule, lengths: Sequence[int], bounds: Sequence[DraftBounds], most_nodes: int
 ) -> list[int]:
     """Return the number of nodes that each sequence's draft may have.
 
     A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len. All drafts of a step have
-    at most `most_nodes` nodes. They share, in order, what the step's tokens left of the budget and of the cache: drafts
-    never cause preemption.
+    at most `most_nodes` nodes. They use, in order, the budget and cache room that the step's tokens leave, and never
+    cause preemption.
 
-    In a beam search a wish counts rounds: each takes nodes_per_beam nodes for every beam. They go behind all live
-    hypotheses, including those that the step would not feed without them.
+    In a beam search a length counts rounds of nodes_per_beam nodes per beam. The nodes follow all live hypotheses,
+    including those that the step would otherwise not compute.
     """
     limits, budget, plan = [], min(schedule.spare_tokens, most_nodes), schedule.plan
-    for item, wanted, bound in zip(schedule.items, wishes, bounds, strict=True):
-        wish, search = min(wanted, room(item.request, bound.max_len)), item.request.search
+    for item, wanted, bound in zip(schedule.items, lengths, bounds, strict=True):
+        nodes, search = min(wanted, room(item.request, bound.max_len)), item.request.search
         if search is not None:
-            wish *= search.beams.width * bound.nodes_per_beam
+            nodes *= search.beams.width * bound.nodes_per_beam
         elif bound.max_nodes is not None:
-            wish = min(wish, bound.max_nodes)
-        wish = wish if item.decodes else 0
-        also = search.beams.live_tree.size - item.tree.size if search and wish > 0 else 0
-        limits.append(max(0, min(wish, min(budget, plan.room(item.request.seq_id)) - also)))
-        taken = limits[-1] + also if limits[-1] else 0
+            nodes = min(nodes, bound.max_nodes)
+        nodes = nodes if item.decodes else 0
+        uncomputed = search.beams.live_tree.size - item.tree.size if search and nodes > 0 else 0
+        limits.append(max(0, min(nodes, min(budget, plan.room(item.request.seq_id)) - uncomputed)))
+        taken = limits[-1] + uncomputed if limits[-1] else 0
         plan.take(item.request.seq_id, taken)
         budget -= taken
     return limits
