@@ -7,13 +7,19 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.covering import mark_the_rest_slow
+
+pytest_plugins = ["pytester"]
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("speculant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("speculant")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with a reason, what needs a device that is not there."""
+    """Mark what covering selections leave out; skip, with a reason, what needs a device that is not there."""
+    mark_the_rest_slow(items)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests or _has_cuda():
         return
