@@ -9,8 +9,6 @@ from hypothesis import HealthCheck, settings
 
 from tests.covering import mark_the_rest_slow
 
-pytest_plugins = ["pytester"]
-
 os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("speculant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("speculant")

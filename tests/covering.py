@@ -7,7 +7,7 @@ value once. Values of parametrized fixtures count, too. The selection is the sam
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 
@@ -19,14 +19,20 @@ Tuple = tuple[tuple[str, Hashable], ...]  # some parameters and their values
 def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
     """Choose cases (parameter -> value) in which every `strength`-tuple of values occurs that occurs in any.
 
-    Greedy: the case with the most tuples that are missing is next, the first of several. Returns indices, ascending.
+    Greedy: the case with the most tuples that are missing is next; of several, the first whose values were chosen
+    least often, so that values take turns. Returns indices, ascending.
     """
     tuples = [_tuples(case, strength) for case in cases]
-    missing, chosen = set[Tuple]().union(*tuples), list[int]()
+    missing, chosen, uses = set[Tuple]().union(*tuples), list[int](), Counter[tuple[str, Hashable]]()
+
+    def gain(index: int) -> tuple[int, int]:
+        return len(tuples[index] & missing), -sum(uses[value] for value in cases[index].items())
+
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(tuples[index] & missing))
+        best = max(range(len(cases)), key=gain)
         chosen.append(best)
         missing -= tuples[best]
+        uses.update(cases[best].items())
     return sorted(chosen)
 
 

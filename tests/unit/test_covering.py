@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from itertools import combinations, product
 
@@ -32,6 +33,11 @@ def test_a_covering_selection_is_of_existing_combinations() -> None:
     assert covering(cases, 2) == [0, 1, 2]
     assert covering([{"a": value} for value in range(4)], 2) == [0, 1, 2, 3]
     assert covering([], 2) == []
+
+
+def test_values_of_a_selection_take_turns() -> None:
+    cases: list[dict[str, Hashable]] = [{"model": model, "size": size} for model in range(12) for size in range(3)]
+    assert Counter(cases[index]["size"] for index in covering(cases, 1)) == {0: 4, 1: 4, 2: 4}
 
 
 def test_what_a_selection_leaves_out_is_slow(pytester: pytest.Pytester) -> None:
