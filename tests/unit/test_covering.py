@@ -49,7 +49,8 @@ def test_what_a_selection_leaves_out_is_slow(pytester: pytest.Pytester) -> None:
     )
     pytester.makepyfile(
         "import pytest\n@pytest.fixture(params='abc')\ndef letter(request): ...\n@pytest.mark.covering(1)\n"
-        "@pytest.mark.parametrize('n', range(5))\n@pytest.mark.parametrize('m', range(2))\ndef test_it(m, n, letter): ..."
+        "@pytest.mark.parametrize('n', range(5))\n@pytest.mark.parametrize('m', range(2))\n"
+        "def test_it(m, n, letter): ..."
     )
     pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=5, deselected=25)
     pytester.runpytest_inprocess().assert_outcomes(passed=30)

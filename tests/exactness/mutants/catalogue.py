@@ -10,13 +10,13 @@ from tests.exactness.mutants.mutant import (
     COUNTS,
     EDITS,
     END,
-    ENGINE,
     INDEPENDENT,
     LENGTH,
     LOGPROBS,
     MATCH,
     NODE,
     REJECTION,
+    REQUESTS,
     SAMPLER,
     STEP,
     Mutant,
@@ -88,8 +88,8 @@ RANDOMNESS = [
     Mutant(
         "every round starts the streams anew",
         COMMIT,
-        "    request.rounds += 1\n    if tree.size:\n",
-        "    if tree.size:\n",
+        "    request.rounds += 1\n    outcome",
+        "    outcome",
         ROUNDS,
     ),
     Mutant(
@@ -101,28 +101,28 @@ RANDOMNESS = [
     ),
     Mutant(
         "coupled noise under a ratio rule",
-        ENGINE,
+        REQUESTS,
         "verifier.needs.shared_noise",
         "True",
         ROUNDS,
     ),
     Mutant(
         "per-request seed ignored",
-        ENGINE,
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if params.seed is None else params.seed",
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id)",
+        REQUESTS,
+        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed",
+        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id)",
         REPEATS,
     ),
     Mutant(
         "requests without a seed share one",
-        ENGINE,
-        "mix(self._options.seed, Purpose.REQUEST, self._next_seq_id) if",
-        "self._options.seed if",
+        REQUESTS,
+        "mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if",
+        "self._rules.seed if",
         "test_seeds.py::test_without_a_seed_nothing_repeats[none]",
     ),
     Mutant(
         "samples share their seed",
-        ENGINE,
+        REQUESTS,
         "seed=mix(own_seed, Purpose.REQUEST, index)",
         "seed=own_seed",
         "test_seeds.py::test_samples_differ[4]",
@@ -174,19 +174,16 @@ DISTRIBUTIONS = [
     Mutant(
         "logit_bias ignored under speculation",
         EDITS,
-        "    if params.logit_bias:\n        biases",
-        "    if params.logit_bias and not node.drafted:\n        biases",
+        "if params.logit_bias else None,\n        biases=params.biases if params.logit_bias else",
+        "if params.logit_bias and not node.drafted else None,\n"
+        "        biases=params.biases if params.logit_bias and not node.drafted else",
         TRANSFORM.format("bias"),
     ),
     Mutant(
         "constraint blind to drafted ancestors",
         EDITS,
-        "    mask = None if request.constraint is None else checked_mask(request.constraint, node.drafted)\n"
-        "    if mask is not None:\n"
-        "        row",
-        "    mask = None if request.constraint is None else checked_mask(request.constraint, ())\n"
-        "    if mask is not None:\n"
-        "        row",
+        "checked_mask(request.constraint, node.drafted)",
+        "checked_mask(request.constraint, ())",
         "test_constraints.py::test_speculation_changes_no_constrained_text[settings0-model]",
     ),
     Mutant(
@@ -206,8 +203,8 @@ DISTRIBUTIONS = [
     Mutant(
         "penalties blind to drafted ancestors",
         EDITS,
-        "with_drafted(node.drafted)",
-        "with_drafted(())",
+        "drafted=node.drafted,",
+        "drafted=(),",
         TRANSFORM.format("penalties"),
     ),
     Mutant(

@@ -100,15 +100,15 @@ BLOCKS = [
     Mutant(
         "state of rejected drafts indexed for reuse",
         COMMIT,
-        "    cache.compact(request.seq_id, base, verdict",
-        "    cache.insert_prefix(request.seq_id, request.tokens)\n    cache.compact(request.seq_id, base, verdict",
+        "    cache.compact(request.seq_id, base, kept)",
+        "    cache.insert_prefix(request.seq_id, request.tokens)\n    cache.compact(request.seq_id, base, kept)",
         LEFT_BEHIND.format("model"),
     ),
     Mutant(
         "prompt log-probabilities of a known prompt left out",
         SCHEDULER,
-        "elif request.wants_prompt_logits:",
-        "elif False:",
+        "limit = 0 if request.wants_prompt_logits else most",
+        "limit = most",
         "test_prefixes.py::test_prompt_logprobs_are_whole_on_a_prefix_hit[none]",
     ),
     Mutant(
