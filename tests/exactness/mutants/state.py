@@ -114,15 +114,15 @@ BLOCKS = [
     Mutant(
         "prefix hits across tenants",
         SCHEDULER,
-        "match_prefix(request.seq_id, request.tokens, request.cache_salt)",
-        "match_prefix(request.seq_id, request.tokens)",
+        "match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
+        'match_prefix(request.seq_id, request.tokens, "", limit)',
         SALTS.format("None"),
     ),
     Mutant(
         "a tenant's prompt indexed for everyone",
         SCHEDULER,
-        "self._target.match_prefix(request.seq_id, (), request.cache_salt)",
-        "pass",
+        "match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
+        'match_prefix(request.seq_id, request.tokens, request.cache_salt if limit else "", limit)',
         SALTS.format("0"),
     ),
 ]
@@ -222,8 +222,8 @@ PREEMPTION = [
     Mutant(
         "a preempted request keeps its memory",
         SCHEDULER,
-        ("        self._target.release(request.seq_id)\n        self.waiting.append(request)\n"),
-        "        self.waiting.append(request)\n",
+        "        self._target.release(request.seq_id)\n        self.waiting.add(request)\n",
+        "        self.waiting.add(request)\n",
         ASIDE.format("none-decode-first"),
     ),
     Mutant(
@@ -246,29 +246,29 @@ BATCH = [
     Mutant(
         "a sample takes over more than the prompt",
         SCHEDULER,
-        "            self._target.truncate_to(request.seq_id, len(request.prompt) - 1)\n",
+        "            self._target.truncate_to(request.seq_id, min(most, len(request.prompt) - 1))\n",
         "            pass\n",
         "test_batches.py::test_samples_share_a_prompt_and_nothing_else[model-paged]",
     ),
     Mutant(
         "results handed out in the wrong order",
         RUNNER,
-        "zip(scheduled, trees, own, spans, strict=True)",
-        "zip(scheduled, trees, own, spans[::-1], strict=True)",
+        "logits[end - len(own) : end]",
+        "logits[len(logits) - end : len(logits) - end + len(own)]",
         OWN_TOKENS.format("greedy-none-paged"),
     ),
     Mutant(
         "trees fed to the wrong requests",
         RUNNER,
-        "for item, tree in zip(scheduled, trees, strict=True)]",
-        "for item, tree in zip(scheduled, trees[::-1], strict=True)]",
+        "item.tokens, tree) for item, tree in pairs]",
+        "item.tokens, tree) for (item, _), tree in zip(pairs, trees[::-1], strict=True)]",
         OWN_TOKENS.format("greedy-script-paged"),
     ),
     Mutant(
         "draft rows not counted in the batch",
         RUNNER,
-        "first += item.count + tree.size",
-        "first += item.count",
+        "accumulate(item.count + tree.size for item, tree in pairs)",
+        "accumulate(item.count for item, tree in pairs)",
         OWN_TOKENS.format("greedy-script-slotted"),
     ),
     Mutant(
