@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 from tests.covering import mark_the_rest_slow
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-settings.register_profile("speculant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("speculant")
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("full"), max_examples=25)
+settings.load_profile("quick")  # `make test-all` asks for the other
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
