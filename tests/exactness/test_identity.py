@@ -117,7 +117,7 @@ def check_identity(
         assert accepted > 0, "nothing was ever accepted, so nothing was shown"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
