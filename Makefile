@@ -9,8 +9,8 @@ NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_nati
 	tests/contracts/test_native_bf16.py tests/contracts/test_native_probs.py tests/contracts/test_hidden_states.py \
 	tests/contracts/test_input_embeddings.py tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
-FAST_TESTS := tests/architecture tests/unit tests/contracts tests/exactness
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+FAST_TESTS := tests/architecture tests/unit tests/contracts
 CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
@@ -23,13 +23,14 @@ help: ## list the targets
 demo: $(VENV)/.installed ## plain beside speculative decoding, with the embedded models
 	@$(BIN)/speculant demo
 
-test: $(VENV)/.installed-dev ## every test that is not marked slow
+test: $(VENV)/.installed-dev ## every test, with covering selections of large products of parameters
 	$(PYTEST) -m "not slow" tests
 
-test-all: $(VENV)/.installed-dev ## every test, slow ones too
-	$(PYTEST) tests
+test-all: $(VENV)/.installed-dev ## every test with every combination of parameters, all mutants, and a short soak
+	$(PYTEST) --hypothesis-profile full tests
+	@$(MAKE) soak SOAK=5
 
-soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as a test run walks
+soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) tests/exactness/test_schedules.py
 
 sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
@@ -43,11 +44,11 @@ bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of
 	SPECULANT_LIBRARY=build/bf16-model/speculant/kernels/libspeculant.so SPECULANT_ISA=avx512bf16 \
 		$(PYTEST) -m "not slow" $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
 
-check: $(VENV)/.installed-dev ## format, lint, types, architecture, fast tests, style figures
+check: $(VENV)/.installed-dev ## format, lint, types, architecture, unit tests, contracts, style figures
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
-	$(PYTEST) -q -m "not slow" $(wildcard $(FAST_TESTS))
+	$(PYTEST) -q -m "not slow" $(FAST_TESTS)
 	@$(BIN)/python -m tests.architecture.figures
 
 format: $(VENV)/.installed-dev ## rewrite the code in the house's format

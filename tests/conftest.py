@@ -7,13 +7,18 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.covering import mark_the_rest_slow
+
 os.environ["HF_HUB_OFFLINE"] = "1"
-settings.register_profile("speculant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("speculant")
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("full"), max_examples=25)
+settings.load_profile("quick")  # `make test-all` asks for the other
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with a reason, what needs a device that is not there."""
+    """Mark what covering selections leave out; skip, with a reason, what needs a device that is not there."""
+    mark_the_rest_slow(items)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests or _has_cuda():
         return

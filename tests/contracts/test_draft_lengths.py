@@ -118,3 +118,37 @@ def test_policy_that_keeps_up_spares_a_later_draft_the_backlog() -> None:
             assert held[keeps_up] == [len(request.tokens) - 1 for request in requests]
         rig.finish()
     assert held[False] == [0, 0, 0]
+
+
+class Careless(Recorded):
+    """Fails now and then, in one of the ways that a policy can."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__([3])
+        self._fault = fault
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        wishes = super().choose(schedule)
+        if len(self.batches) % 3:
+            return wishes
+        if self._fault == "choose":
+            raise ValueError("no idea")
+        return {"too few": wishes[1:], "negative": [-1] * len(wishes)}.get(self._fault, wishes)
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        if self._fault == "observe" and len(self.batches) % 3 == 0:
+            raise ValueError("no idea")
+
+
+@pytest.mark.parametrize("fault", ["choose", "observe", "too few", "negative"])
+def test_policy_that_fails_costs_drafts_alone(fault: str) -> None:
+    outputs = {}
+    for policy in (Recorded([3]), Careless(fault)):
+        rig = run(policy, temperature=0.0)
+        requests = list(rig.requests)
+        told = rig.finish()
+        assert {request.finish_reason for request in requests} == {"length"}
+        assert rig.engine.metrics.repeated_steps == 0
+        assert len(told) == sum(request.num_output for request in requests), "every token is told once"
+        outputs[type(policy)] = [request.output for request in requests]
+    assert outputs[Careless] == outputs[Recorded]

@@ -323,6 +323,7 @@ def plain(checkpoints: Checkpoints) -> LLM:
 TEXTS = ["def read(path):", "class A:", "hello world " * 4]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [1, 4])
 def test_text_is_that_of_plain_decoding(
@@ -371,7 +372,7 @@ def a_search(seq_id: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Reques
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 6, 7, 15])
-def test_live_hypotheses_are_extended_by_those_that_say_they_can(workshop: Workshop, limit: int) -> None:
+def test_live_hypotheses_are_extended_by_capable_drafters(workshop: Workshop, limit: int) -> None:
     drafter, request = workshop.build(), a_search()
     limit = limit if drafter.needs.nodes_per_beam else 0  # the others are not asked to
     drafter.begin(request)

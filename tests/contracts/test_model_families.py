@@ -70,6 +70,7 @@ def test_whole_prompt(pair: Pair) -> None:
     torch.testing.assert_close(Session(pair.ours).extend(PROMPT), pair.reference(PROMPT), **CLOSE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 23])
 def test_prompt_in_chunks(pair: Pair, size: int) -> None:
     session = Session(pair.ours)
@@ -89,6 +90,7 @@ def test_several_sequences_in_one_batch(pair: Pair) -> None:
         torch.testing.assert_close(part, pair.reference(prompt)[-len(part) :], **CLOSE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kept", [0, 1, 7, 20])
 def test_truncate_and_replay(pair: Pair, kept: int) -> None:
     session = Session(pair.ours)
@@ -97,6 +99,7 @@ def test_truncate_and_replay(pair: Pair, kept: int) -> None:
     torch.testing.assert_close(session.extend(PROMPT[kept:]), pair.reference(PROMPT)[kept:], **CLOSE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("context", [0, 4, 17])
 def test_each_tree_path_equals_that_path_alone(steady: Pair, context: int) -> None:
     session = Session(steady.ours)
@@ -109,6 +112,7 @@ def test_each_tree_path_equals_that_path_alone(steady: Pair, context: int) -> No
         torch.testing.assert_close(logits[3 + node], alone, **EXACT)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("leaf", [-1, 1, 5, 7])
 def test_after_keep_path_the_next_step_equals_a_fresh_prompt(steady: Pair, leaf: int) -> None:
     session = Session(steady.ours)

@@ -72,6 +72,7 @@ def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Typ
     assert bool((both.abs() <= slack + 1e-5).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("depth", [100, DEEP])
 @pytest.mark.parametrize("type_", list(Type))
 def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, type_: Type, depth: int) -> None:
@@ -94,6 +95,7 @@ def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: 
     assert torch.allclose(out, reference.silu_gate(*halves), rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
 @pytest.mark.parametrize("type_", list(Type))
 def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:

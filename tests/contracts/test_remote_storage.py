@@ -141,6 +141,7 @@ def local_texts(site: Site, kind: str, drafts: str) -> Texts:
     return run(site.engine(kind, drafts)[0])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("drafts", ["none", "chain", "tree"])
 @pytest.mark.parametrize("kind", MANAGERS)
 def test_remote_storage_changes_no_text(sites: dict[str, Site], kind: str, drafts: str) -> None:

@@ -53,7 +53,7 @@ def test_beams_are_those_of_the_plain_search(seed: int, ends: frozenset[int]) ->
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("longest", [1, 3])
-def test_a_beam_that_holds_everything_finds_the_best_text_of_all(longest: int, ends: frozenset[int]) -> None:
+def test_a_beam_that_holds_everything_finds_the_best_text(longest: int, ends: frozenset[int]) -> None:
     pair = Pair(9, 3, FULL_SUPPORT)
     texts = sorted(every_text(exact_distribution(pair.target), PROMPT, longest, ends), key=lambda found: -found.score)
     rig = build_rig(TableModel(pair.target, 3), limits=Limits(24, 1, 64), ends=ends)

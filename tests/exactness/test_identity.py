@@ -117,6 +117,7 @@ def check_identity(
         assert accepted > 0, "nothing was ever accepted, so nothing was shown"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
@@ -133,6 +134,7 @@ def test_text_is_identical_in_float64_in_full(drafter: str, distribution: str, s
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
@@ -145,6 +147,7 @@ def test_text_is_identical_on_the_native_kernels(
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("weights", NATIVE)
 def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:

@@ -88,6 +88,7 @@ def assert_same(some: list[Chain], others: list[Chain]) -> None:
             assert torch.equal(one.probs, other.probs)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("vocab_size", [96, 80, 130])
 @pytest.mark.parametrize("shared_noise", COUPLED)
 @pytest.mark.parametrize("kind", CACHES)
@@ -141,6 +142,7 @@ def grown_edited(model: NativeDecoder, shared_noise: Sequence[bool], vocab_size:
     return made
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("vocab_size", [96, 130])
 @pytest.mark.parametrize("shared_noise", COUPLED)
 @pytest.mark.parametrize("isa", SETS)

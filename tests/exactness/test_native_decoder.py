@@ -110,6 +110,7 @@ def test_bfloat16_logits_are_near_the_reference_s(isa: str, variant: str) -> Non
     assert float((seen - expected).norm() / expected.norm()) < 0.02
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZED.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -145,6 +146,7 @@ def test_a_sequence_never_sees_its_neighbours(num_others: int, quantization: Typ
     assert torch.equal(native.logits(native.forward(batch, cache.storage).last)[row : row + 1], expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("committed", [1, 3])
 @pytest.mark.parametrize("context", [5, 62, 511, 600])
 @pytest.mark.parametrize("variant", ["grouped", "windowed"])

@@ -62,7 +62,7 @@ def known(length: int) -> int:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_what_an_earlier_text_left_behind_is_its_committed_tokens(drafter: str) -> None:
+def test_an_earlier_text_leaves_only_committed_tokens_behind(drafter: str) -> None:
     """Prompts that end everywhere in a text whose drafts were often rejected, at block ends and between them."""
     rig = rig_of(drafter)
     params = SamplingParams(temperature=0, max_tokens=24)
@@ -95,7 +95,7 @@ def test_hits_are_counted_and_save_rows() -> None:
     assert rig.engine.metrics.prompt_tokens == 2 * len(PROMPT)
 
 
-def test_prompts_that_come_together_are_fed_once_where_they_begin_alike() -> None:
+def test_prompts_that_arrive_together_feed_a_shared_prefix_once() -> None:
     """All are admitted at once; while the first is fed, the others find more and more of it known."""
     target = TableModel(PAIR.target, V)
     rig = build_rig(target, limits=Limits(max_model_len=48, max_num_seqs=3, max_num_batched_tokens=8))
@@ -124,7 +124,7 @@ def test_a_draft_model_takes_prefixes_over_too() -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_prompt_log_probabilities_are_whole_although_the_prompt_is_known(drafter: str) -> None:
+def test_prompt_logprobs_are_whole_on_a_prefix_hit(drafter: str) -> None:
     rig = rig_of(drafter)
     run(rig, PROMPT)
     params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=1)

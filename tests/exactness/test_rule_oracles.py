@@ -117,7 +117,7 @@ def transport_bound(pair: Pair, children: int) -> float:
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
-def test_nothing_exceeds_the_optimal_transport_bound_at_one_node(children: int) -> None:
+def test_no_rule_exceeds_the_optimal_transport_bound(children: int) -> None:
     verifiers = [name for name, verifier in known_verifiers().items() if verifier.lossless and verifier.needs.branches]
     for pair in [Pair(seed, 4, FULL_SUPPORT) for seed in range(12)]:
         bound = transport_bound(pair, children)
@@ -128,7 +128,7 @@ def test_nothing_exceeds_the_optimal_transport_bound_at_one_node(children: int) 
 
 
 @pytest.mark.parametrize("name", ["block", "rejection", "multi_draft", "traversal"])
-def test_a_node_whose_distribution_is_no_distribution_counts_as_missing(name: str) -> None:
+def test_a_node_with_an_invalid_distribution_counts_as_missing(name: str) -> None:
     for seed in range(6):
         pair = Pair(seed, 3, FULL_SUPPORT)
         whole, cut = sampled(pair, chain_of(2)), sampled(pair, chain_of(1))
@@ -142,7 +142,7 @@ def test_a_node_whose_distribution_is_no_distribution_counts_as_missing(name: st
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_iterative_sampling_keeps_the_distribution_of_any_proposals(count: int) -> None:
+def test_iterative_sampling_keeps_the_distribution(count: int) -> None:
     """K proposals with replacement, each from a distribution of its own (arXiv 2305.09781)."""
     for seed in range(12):
         pairs = [Pair(100 * seed + k, 3) for k in range(count)]

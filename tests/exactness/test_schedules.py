@@ -51,7 +51,17 @@ def test_the_shards_make_a_thousand_schedules_of_200_actions() -> None:
     assert ACTIONS >= 200
 
 
-@pytest.mark.parametrize("shard", range(len(SHARDS)), ids=[f"{i}-{k.cache}-{k.drafter}" for i, k in enumerate(SHARDS)])
+def shards() -> list[object]:
+    """Return the parameters of all shards; the first of each kind are not slow."""
+    return [
+        pytest.param(
+            shard, id=f"{shard}-{kind.cache}-{kind.drafter}", marks=[pytest.mark.slow] * (kind in SHARDS[:shard])
+        )
+        for shard, kind in enumerate(SHARDS)
+    ]
+
+
+@pytest.mark.parametrize("shard", shards())
 def test_nothing_is_lost_leaked_or_mixed_up(shard: int) -> None:
     kind, tally, size = SHARDS[shard], Counter[str](), size_of(ACTIONS)
 

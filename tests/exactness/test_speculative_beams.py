@@ -205,7 +205,7 @@ def test_a_drafter_that_can_t_search_is_not_asked() -> None:
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_beams_of_the_embedded_pair_are_the_same_to_the_last_bit(dtype: str) -> None:
+def test_beams_of_the_embedded_pair_are_the_same_bit_for_bit(dtype: str) -> None:
     params = [
         SamplingParams(beam_width=width, n=width, max_tokens=20, length_penalty=penalty)
         for width, penalty in [(2, 1.0), (3, 0.5), (4, 1.5), (6, 1.0)]

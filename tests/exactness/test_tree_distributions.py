@@ -90,7 +90,7 @@ def test_chains_of_different_models_keep_the_distribution(verifier: str) -> None
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_fewer_nodes_than_the_models_would_say_keep_the_distribution(verifier: str, limit: int) -> None:
+def test_fewer_nodes_than_proposed_keep_the_distribution(verifier: str, limit: int) -> None:
     make = functools.partial(of_two_models, ParallelChains((0, 1), 2))
     for seed in range(3):
         assert_exact(Case(Pair(seed, 3), limit, verification=verifier, width=8, make_drafter=make))

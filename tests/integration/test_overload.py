@@ -75,7 +75,7 @@ def broken_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int
 
 
 @pytest.mark.parametrize("output", [0, 7])
-def test_a_prompt_that_fails_says_why_and_leaves_the_others_alone(
+def test_a_failed_prompt_says_why_and_leaves_others_alone(
     llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch, output: int
 ) -> None:
     llm = llm_of("near")

@@ -22,7 +22,7 @@ from tests.exactness.mutants.mutant import (
 
 DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain-{}]"
 KNOWN = "test_draft_cache.py::test_a_draft_goes_on_from_a_known_prefix[0]"
-LEFT_BEHIND = "test_prefixes.py::test_what_an_earlier_text_left_behind_is_its_committed_tokens[{}]"
+LEFT_BEHIND = "test_prefixes.py::test_an_earlier_text_leaves_only_committed_tokens_behind[{}]"
 SALTS = "test_prefixes.py::test_salts_keep_prompts_apart[{}]"
 ASIDE = "test_preemption.py::test_who_was_set_aside_says_what_it_would_alone[{}]"
 
@@ -109,7 +109,7 @@ BLOCKS = [
         SCHEDULER,
         "limit = 0 if request.wants_prompt_logits else most",
         "limit = most",
-        "test_prefixes.py::test_prompt_log_probabilities_are_whole_although_the_prompt_is_known[none]",
+        "test_prefixes.py::test_prompt_logprobs_are_whole_on_a_prefix_hit[none]",
     ),
     Mutant(
         "prefix hits across tenants",

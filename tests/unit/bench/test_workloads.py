@@ -37,7 +37,7 @@ def runtime(checkpoints: Checkpoints) -> Runtime:
 
 
 @pytest.mark.parametrize("length", [None, 1, 7, 100])
-def test_code_prompts_are_distinct_repeatable_and_as_long_as_asked(runtime: Runtime, length: int | None) -> None:
+def test_code_prompts_are_distinct_repeatable_of_asked_length(runtime: Runtime, length: int | None) -> None:
     prompts = [code_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
     assert prompts == [code_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
     if length is not None:
@@ -78,7 +78,7 @@ def test_random_prompts_have_ordinary_tokens_alone(runtime: Runtime) -> None:
     assert len({tuple(prompt) for prompt in workload.prompts}) == 50
 
 
-def test_end_tokens_are_avoided_even_where_they_are_ordinary_text(tmp_path: Path) -> None:
+def test_end_tokens_are_avoided_even_if_they_are_ordinary_text(tmp_path: Path) -> None:
     runtime = build_engine(EngineConfig(write_checkpoint(tmp_path / "model", Shape(end=[5, END]))))
     ids = ordinary_ids(runtime.tokenizer, runtime.checkpoint.eos_token_ids)
     assert 5 not in ids

@@ -62,9 +62,7 @@ def test_only_the_one_holder_of_an_unknown_block_may_write(pool: BlockPool, inde
     assert not pool.is_writable(block)
 
 
-def test_the_longest_unused_block_is_evicted_first_and_no_sooner_than_needed(
-    pool: BlockPool, index: PrefixIndex
-) -> None:
+def test_the_least_recently_used_block_is_evicted_when_needed(pool: BlockPool, index: PrefixIndex) -> None:
     first, second = pool.allocate(), pool.allocate()
     for block in (first, second):
         insert(index, block)

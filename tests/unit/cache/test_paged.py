@@ -64,7 +64,7 @@ def num_free(cache: KVCache) -> int:
 @pytest.mark.parametrize(
     ("asked", "known"), [(1, 0), (3, 0), (4, 3), (5, 4), (7, 4), (8, 7), (9, 8), (10, 8), (12, 8), (20, 8)]
 )
-def test_a_prompt_is_known_to_its_last_full_block_and_but_for_its_last_token(asked: int, known: int) -> None:
+def test_a_prompt_matches_full_blocks_but_not_its_last_token(asked: int, known: int) -> None:
     cache = cache_of(10)
     serve_and_leave(cache, 1, range(11))
     assert serve(cache, 2, range(asked)) == known
@@ -295,7 +295,7 @@ def test_a_copy_needs_room_too() -> None:
         cache.reserve(1, 1)
 
 
-def test_a_path_through_shared_positions_needs_room_or_changes_nothing() -> None:
+def test_a_path_in_shared_blocks_needs_room_or_changes_nothing() -> None:
     cache = cache_of(4)
     feed(cache, 1, range(8))
     cache.fork(1, 2)

@@ -118,7 +118,7 @@ def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints) -> No
     assert not colours.search(_invoke("throughput", *synthetic, **terminal, NO_COLOR="1").output)
 
 
-def test_runs_are_greedy_and_go_on_past_end_tokens_unless_told_otherwise() -> None:
+def test_runs_are_greedy_and_ignore_end_tokens_by_default() -> None:
     nothing = dict.fromkeys(SamplingFlags.names())
     assert BenchSampling(nothing).params() == SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW_TOKENS)
     given = BenchSampling({**nothing, "temperature": 0.5, "ignore_eos": False, "max_tokens": 3}).params()

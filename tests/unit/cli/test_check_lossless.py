@@ -113,7 +113,7 @@ def test_a_tree(checkpoints: Checkpoints) -> None:
     assert value["proven"][0]["draft_nodes"] == [2, 3, 4]
 
 
-def test_a_rule_that_accepts_always_fails_every_part_that_uses_it(
+def test_a_rule_that_always_accepts_fails_each_part_using_it(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept_always(monkeypatch)
@@ -202,7 +202,7 @@ def test_the_embedded_pair_is_checked_unless_another_is_named() -> None:
     assert both["speculative_config"] == {"max_order": 3, "method": "ngram", "verification": "match"}
 
 
-def test_only_flags_that_make_a_distribution_or_an_end_are_offered() -> None:
+def test_only_flags_for_distributions_and_ends_are_offered() -> None:
     assert {"temperature", "stop", "max_tokens"} <= set(DistributionFlags.names())
     assert not {"n", "seed", "logprobs", "speculation"} & set(DistributionFlags.names())
 

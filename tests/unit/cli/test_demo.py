@@ -51,7 +51,7 @@ def test_json_has_the_figures_that_count(temperature: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_text_shows_prompts_and_figures_without_colour_off_a_terminal() -> None:
+def test_text_has_prompts_and_figures_and_no_colour_off_a_tty() -> None:
     output = _demo().stdout
     assert "\x1b[" not in output
     assert all(prompt in output for prompt in demo.PROMPTS)

@@ -94,7 +94,7 @@ def _moved(params: SamplingParams) -> set[str]:
     return {f.name for f in dataclasses.fields(params) if getattr(params, f.name) != getattr(SamplingParams(), f.name)}
 
 
-def test_a_checkpoint_s_advice_on_sampling_is_not_for_a_beam_search() -> None:
+def test_a_beam_search_ignores_the_checkpoint_s_sampling() -> None:
     advice = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
     assert _run("--top-k", "3")["sampling"].params(advice).temperature == 0.6
     assert _run("--beam-width", "2")["sampling"].params(advice) == SamplingParams(beam_width=2, max_tokens=NEW_TOKENS)

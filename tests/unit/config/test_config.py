@@ -126,7 +126,7 @@ def test_what_is_no_size_is_refused_with_examples() -> None:
 
 @pytest.mark.parametrize("draft", [{"draft_model": "d"}, {"speculative_config": {"method": "m"}}])
 @pytest.mark.parametrize("switch", [None, True])
-def test_speculation_is_on_when_there_is_something_to_draft_with(draft: dict[str, Any], switch: bool | None) -> None:
+def test_speculation_is_on_when_there_is_a_drafter(draft: dict[str, Any], switch: bool | None) -> None:
     assert EngineConfig(model="m", use_speculative_decoding=switch, **draft).speculative() is not None
 
 

@@ -131,7 +131,7 @@ def test_other_spellings_of_the_same() -> None:
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 
 
-def test_parameters_can_be_neither_changed_nor_changed_from_outside() -> None:
+def test_parameters_cannot_be_changed_from_anywhere() -> None:
     bias, stop, ids, wishes = {1: 1.0}, ["x"], [1], {"num_speculative_tokens": 2}
     params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=ids, speculation=wishes)
     bias[2], wishes["num_speculative_tokens"] = 2.0, 9

@@ -47,7 +47,7 @@ def assert_keeps_up(runner: DraftModelRunner, request: Request) -> None:
 
 @both_caches
 @pytest.mark.parametrize("rounds", [1, 2, 5, 9])
-def test_a_model_like_the_target_s_drafts_what_the_target_will_keep(cache: MakeCache, rounds: int) -> None:
+def test_a_model_equal_to_the_target_drafts_what_it_keeps(cache: MakeCache, rounds: int) -> None:
     """Of as many beams as the target's, at the target's scores, in rounds that end with the limit."""
     rig, request = search_after(rounds)
     runner = follower_of(TableModel(PAIR.target, V), cache)

@@ -87,7 +87,7 @@ def test_the_whole_id_goes_into_the_hash() -> None:
     assert context_hash([128_000]) == LiteralPredictor.fnv1a([128_000])
 
 
-def test_the_longest_known_context_wins_over_the_more_frequent_one() -> None:
+def test_the_longest_context_wins_over_a_more_frequent_one() -> None:
     predictor = Predictor(Options())
     predictor.update([1, 2, 3, 9, 0, 3, 4, 0, 3, 4, 0, 3, 4, 0, 1, 2, 3])
     assert predictor.predict(1) == [9]  # 1 2 3 -> 9 once, though 3 -> 4 three times
@@ -96,7 +96,7 @@ def test_the_longest_known_context_wins_over_the_more_frequent_one() -> None:
     assert shorter.predict(1) == [4]
 
 
-def test_predictions_chain_through_themselves_and_stop_at_the_unknown() -> None:
+def test_predictions_chain_and_stop_at_an_unknown_context() -> None:
     predictor = Predictor(Options())
     predictor.update([5, 6, 7, 8, 5])
     assert predictor.predict(4) == [6, 7, 8, 5]
@@ -108,7 +108,7 @@ def test_predictions_chain_through_themselves_and_stop_at_the_unknown() -> None:
     assert predictor.predict(4) == []
 
 
-def test_the_most_frequent_continuation_wins_and_the_first_seen_on_a_tie() -> None:
+def test_the_most_frequent_wins_and_the_first_seen_on_a_tie() -> None:
     predictor = Predictor(Options(max_order=2))
     predictor.update([1, 7, 1, 8, 1, 8, 1])
     assert predictor.predict(1) == [8]

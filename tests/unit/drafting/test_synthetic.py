@@ -48,7 +48,7 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
     assert tree.size == 0
 
 
-def test_the_longest_continuation_is_remembered_and_unfinished_ones_are_not() -> None:
+def test_the_longest_finished_continuation_is_remembered() -> None:
     drafter = taught(1.0, [1, 2, 3])
     drafter.observe(make_request([1, 2], [9], finish_reason="stop"), CommittedRows(0, [], [9]))
     drafter.observe(make_request([1, 2], [8, 8, 8, 8]), CommittedRows(0, [], [8]))

@@ -35,7 +35,7 @@ def test_what_is_no_tree_is_refused(given: Any) -> None:
         read_tree(given)
 
 
-def test_children_are_drawn_without_replacement_and_say_from_which_distribution() -> None:
+def test_children_are_drawn_without_replacement_with_probs() -> None:
     first, second = StaticTree.of_widths([2]).children((), [DISTRIBUTION], likeliest, distinct=False)
     assert (first[0], second[0]) == (1, 2)
     assert torch.equal(first[2], DISTRIBUTION)
@@ -56,7 +56,7 @@ def test_draws_that_agree_are_one_child() -> None:
     assert draws.children(((0, 0), 2), [DISTRIBUTION], likeliest, distinct=False) == []
 
 
-def test_models_that_agree_share_a_child_and_one_that_is_behind_says_nothing() -> None:
+def test_models_that_agree_share_a_child_and_laggards_add_none() -> None:
     draws, other = ParallelChains((0, 1, 1), 1), torch.tensor([0.5, 0.4, 0.1, 0.0], dtype=torch.float64)
     children = draws.children(draws.root, [DISTRIBUTION, other], likeliest, distinct=True)
     assert [(token, node) for token, node, _ in children] == [(1, ((0, 1), 1)), (0, ((1,), 1))]

@@ -205,7 +205,7 @@ def test_no_log_probabilities_unless_asked() -> None:
     assert a.request.logprobs == []
 
 
-def test_log_probabilities_are_those_of_the_model_and_ranks_start_at_one() -> None:
+def test_logprobs_are_the_model_s_and_ranks_start_at_one() -> None:
     logits = torch.tensor([[0.0, math.log(3.0), -math.inf], [1.0, 1.0, 1.0]])
     first, second = token_logprobs(logits, [0, 2], 2)
     assert {token: (entry.rank, round(math.exp(entry.logprob), 6)) for token, entry in first.items()} == {
@@ -221,7 +221,7 @@ def test_more_alternatives_than_tokens_are_all_tokens() -> None:
     assert set(entry) == {0, 1, 2, 3}
 
 
-def test_prompt_log_probabilities_are_those_of_the_next_prompt_token() -> None:
+def test_prompt_logprobs_are_those_of_the_next_prompt_token() -> None:
     request = make_request([3, 1, 2, 0], params=SamplingParams(prompt_logprobs=0))
     logits = torch.randn(3, 5, dtype=torch.float64)
     model = TableModel(lambda history: (), 5)  # its hidden states are the logits

@@ -185,7 +185,7 @@ def test_without_a_drafter_no_rule_is_reported(target: CausalLM) -> None:
     assert request.metrics.verification is None
 
 
-def test_ends_are_the_model_s_unless_ignored_and_the_request_s_own(target: CausalLM) -> None:
+def test_ends_are_the_request_s_and_the_model_s_unless_ignored(target: CausalLM) -> None:
     for params, expected in (
         (SamplingParams(), {END}),
         (SamplingParams(stop_token_ids=[5]), {END, 5}),
@@ -196,7 +196,7 @@ def test_ends_are_the_model_s_unless_ignored_and_the_request_s_own(target: Causa
         assert request.end_token_ids == expected
 
 
-def test_samples_have_different_seeds_and_a_given_seed_fixes_them(target: CausalLM) -> None:
+def test_samples_differ_in_seeds_and_a_given_seed_fixes_them(target: CausalLM) -> None:
     engine = engine_of(target)
     seeds = [
         [request.seed for request in engine.add_request(PROMPT, SamplingParams(n=3, seed=seed), name)]
@@ -250,9 +250,7 @@ def test_aborting_twice_or_the_unknown_is_ignored(target: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_after_an_interrupted_pass_the_others_go_on_as_if_nothing_had_happened(
-    target: CausalLM, draft: CausalLM, steps: int
-) -> None:
+def test_after_an_interrupted_pass_the_others_go_on(target: CausalLM, draft: CausalLM, steps: int) -> None:
     """Whoever interrupted it aborts its own request; a stream beside it must not notice."""
     params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0)
     calm = engine_of(target, model_drafter(draft))

@@ -80,7 +80,7 @@ def test_all_of_a_given_budget_is_used(draft: CacheShape | None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_a_budget_no_more_is_taken_than_all_sequences_can_use(backend: str) -> None:
+def test_without_a_budget_memory_is_what_all_sequences_can_use(backend: str) -> None:
     memory = memory_of(kv_cache_backend=backend, block_size=16)
     caches = [memory.make(DRAFT), memory.make_target()]
     assert [positions(cache) for cache in caches] == [3 * 112 if backend == "paged" else 3 * 100] * 2

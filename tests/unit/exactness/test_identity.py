@@ -109,7 +109,7 @@ def test_a_token_that_can_not_be_is_no_near_tie(checkpoints: Checkpoints) -> Non
     assert first_gap(runtime, text, other) == math.inf
 
 
-def test_what_rounding_explains_depends_on_kernels_dtype_and_distribution(checkpoints: Checkpoints) -> None:
+def test_rounding_explains_by_kernels_dtype_and_distribution(checkpoints: Checkpoints) -> None:
     native, reference = build(checkpoints), build(checkpoints, kernels="reference")
     cold = replace(SEEDED, temperature=0.5)
     assert explained(native, GREEDY) is None

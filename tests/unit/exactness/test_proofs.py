@@ -170,7 +170,7 @@ def test_a_lossy_rule_is_enumerated_with_its_own_options() -> None:
     assert deviations[0] <= EXACT < PLAIN_TO_SEE < deviations[1] < deviations[2]
 
 
-def test_a_method_that_has_nothing_to_draft_from_gives_way_and_that_is_said() -> None:
+def test_a_method_without_a_source_is_replaced_and_reported() -> None:
     chosen = choose_draft(SpeculativeConfig(method="synthetic"), VERIFIERS)
     assert chosen.needs == Likeliest.needs
     assert "synthetic can't draft from tables (it drafted nothing there)" in chosen.description

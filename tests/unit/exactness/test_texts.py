@@ -108,7 +108,7 @@ def texts_of(runtime: Runtime, params: SamplingParams) -> list[Request]:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_the_reader_sees_the_distributions_that_tokens_were_drawn_from(checkpoints: Checkpoints, dtype: str) -> None:
+def test_the_reader_sees_the_distributions_drawn_from(checkpoints: Checkpoints, dtype: str) -> None:
     """A seeded token is the argmax of its distribution and the noise of its place."""
     runtime = build_engine(pair(checkpoints, dtype=dtype, max_num_batched_tokens=4))
     chances = {"seed": 3, "speculation": False}
@@ -139,7 +139,7 @@ def test_reading_on_is_reading_anew(checkpoints: Checkpoints) -> None:
         growing.extend([text.output[place]])
 
 
-def test_the_second_drafter_tells_the_distribution_that_it_would_draw_from(checkpoints: Checkpoints) -> None:
+def test_the_second_drafter_tells_its_distribution(checkpoints: Checkpoints) -> None:
     config = pair(checkpoints, dtype="float64")
     runtime = build_engine(config)
     draft = load_model(checkpoints.far, "float64", role="draft")
@@ -155,7 +155,7 @@ def test_the_second_drafter_tells_the_distribution_that_it_would_draw_from(check
 
 
 @pytest.mark.parametrize("method", plugins.names("speculant.drafting"))
-def test_what_is_drafted_next_is_fixed_before_the_token_is_known(checkpoints: Checkpoints, method: str) -> None:
+def test_the_next_draft_is_fixed_before_the_token_is_known(checkpoints: Checkpoints, method: str) -> None:
     """No drafter may have learned the text that it is asked about, or a correct sampler would fail."""
     uses_model = plugins.load("speculant.drafting", method).METHOD.uses_model
     config = pair(

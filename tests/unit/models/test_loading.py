@@ -78,7 +78,7 @@ def test_what_a_checkpoint_says(folder: Path) -> None:
     assert not any(parameter.requires_grad for parameter in checkpoint.model.parameters())
 
 
-def test_end_tokens_come_from_config_without_a_generation_config(folder: Path) -> None:
+def test_end_tokens_come_from_config_if_no_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", eos_token_id=2)
     assert load_model(str(folder)).eos_token_ids == {2}
@@ -257,7 +257,7 @@ def test_refuses_misshaped_tensors(folder: Path) -> None:
         ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": "8k"}}, ("original_max_position",)),
     ],
 )
-def test_refuses_a_config_that_contradicts_the_weights_or_itself(
+def test_a_config_contradicting_weights_or_itself_is_refused(
     folder: Path, change: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     edit(folder / "config.json", **change)

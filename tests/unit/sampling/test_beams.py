@@ -48,7 +48,7 @@ def test_rounds_go_on_as_long_as_everything_is_known() -> None:
     assert (texts_of(search.unscored), text_of(search.trunk)) == ([(1, 2)], (1,))
 
 
-def test_ties_go_to_the_better_hypothesis_then_to_its_better_continuation() -> None:
+def test_ties_go_to_the_better_hypothesis_then_continuation() -> None:
     search = advanced(beams(3), {(): ((5, -1.0), (4, -1.0), (3, -1.0), (2, -1.0))})
     assert texts_of(search.live) == [(5,), (4,), (3,)]
     same: Continuations = ((9, -2.0), (8, -2.0))
@@ -64,7 +64,7 @@ def test_only_the_first_ranks_may_end() -> None:
 
 
 @pytest.mark.parametrize(("best", "goes_on"), [(-1.9, True), (-2.0, False), (-2.1, False)])
-def test_it_is_over_when_nobody_alive_is_better_than_the_worst_that_ended(best: float, goes_on: bool) -> None:
+def test_a_search_ends_when_no_live_one_beats_the_worst_ended(best: float, goes_on: bool) -> None:
     """The two that ended have scores of -0.5 and -1; the one alive has two tokens."""
     *ended, alive = hypotheses({(0,): -0.5, (1, 0): -2.0, (2,): -1.0})
     search = beams(2, live=(alive,), rounds=1, finished=tuple(ended))

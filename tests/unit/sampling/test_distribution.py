@@ -178,7 +178,7 @@ def test_every_node_of_a_draft_has_a_history_of_its_own() -> None:
     torch.testing.assert_close(distributions, weights / weights.sum(-1, keepdim=True))
 
 
-def test_presence_and_frequency_look_at_the_output_and_repetition_at_the_prompt_too() -> None:
+def test_only_the_repetition_penalty_counts_the_prompt() -> None:
     logits = torch.tensor([2.0, 2.0, 2.0, -2.0], dtype=torch.float64)
     distribution = distribution_of(logits, node({"presence_penalty": 1.0}, prompt=[0], output=[1, 1]))
     assert distribution[0] == distribution[2] > distribution[1]

@@ -66,7 +66,7 @@ def test_the_last_one_makes_room_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_last_is_so_by_priority_then_by_arrival_whatever_the_policy_prefers(policy: str) -> None:
+def test_the_last_is_by_priority_then_arrival_under_any_policy(policy: str) -> None:
     for priorities, last in (([0, 0, 0], 2), ([0, 1, 0], 1), ([2, 1, 1], 0)):
         driver = Driver(blocks(6), policy=policy)
         requests = [driver.add(7, max_tokens=9, priority=priority) for priority in priorities]
@@ -110,7 +110,7 @@ def test_the_first_always_goes_on() -> None:
         assert first.metrics.num_preemptions == 0 or first.seq_id > 0
 
 
-def test_one_by_one_leaves_to_the_others_what_was_planned_for_them() -> None:
+def test_one_by_one_leaves_others_what_was_planned_for_them() -> None:
     """When a step is repeated for each alone, a draft must not take the block that the next one was promised."""
     driver = Driver(blocks(6))
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_hit_is_noted_when_the_request_is_first_let_in() -> None:
     assert [request.metrics.cached_tokens for request in driver.requests] == [0, 2 * BLOCK]
 
 
-def test_what_a_request_finds_of_itself_when_it_comes_back_is_no_hit() -> None:
+def test_a_resumed_request_s_own_prefix_is_no_hit() -> None:
     driver = Driver(blocks(4, keep_prefixes=True))
     first, second = driver.add(7, max_tokens=3), driver.add(7, max_tokens=9)
     driver.steps_until(lambda: second.metrics.num_preemptions == 1)
@@ -143,7 +143,7 @@ def test_what_a_request_finds_of_itself_when_it_comes_back_is_no_hit() -> None:
     assert second.metrics.cached_tokens == 0
 
 
-def test_a_prompt_that_waits_for_its_turn_begins_with_what_was_fed_meanwhile() -> None:
+def test_a_waiting_prompt_begins_with_what_was_fed_meanwhile() -> None:
     driver = Driver(blocks(20, keep_prefixes=True), budget=8)
     first, second = (driver.add(4 * BLOCK, token=5, max_tokens=9) for _ in range(2))
     assert driver.step().admitted == [first, second]

@@ -46,7 +46,7 @@ def test_long_prompts_are_fed_in_chunks() -> None:
     assert [(item.start, item.count) for item in items] == [(0, 8), (8, 8), (16, 4), (20, 1)]
 
 
-def test_who_is_caught_up_is_served_before_a_prompt_that_came_earlier() -> None:
+def test_caught_up_requests_go_before_an_earlier_prompt() -> None:
     driver = Driver(slots(3), max_num_seqs=3, budget=5)
     driver.add(30)
     first, second = driver.add(6), driver.add(6)
@@ -90,7 +90,7 @@ def test_waiting_requests_start_in_order_when_there_is_room() -> None:
     assert driver.waiting == requests[3:]
 
 
-def test_a_request_can_leave_from_anywhere_and_takes_its_memory_along() -> None:
+def test_a_request_leaves_from_any_state_and_frees_its_memory() -> None:
     driver = Driver(slots(1), max_num_seqs=1)
     requests = [driver.add(2) for _ in range(3)]
     driver.step()

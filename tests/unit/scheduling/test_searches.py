@@ -61,7 +61,7 @@ def test_those_that_were_scored_are_not_fed() -> None:
     assert paths(item) == list(LIVE[2:])
 
 
-def test_the_newest_token_waits_for_a_pass_that_holds_a_hypothesis() -> None:
+def test_a_newest_token_waits_for_a_pass_with_a_hypothesis() -> None:
     driver = Driver(slots(1), budget=7)
     request = search(driver, num_prompt=9)
     (item,) = driver.scheduler.schedule().items
@@ -121,7 +121,7 @@ def test_a_hypothesis_is_room_that_newcomers_leave() -> None:
         assert driver.scheduler.schedule().admitted == [later] * fits
 
 
-def test_hypotheses_that_lie_too_far_apart_are_reached_one_after_another() -> None:
+def test_distant_hypotheses_are_reached_one_after_another() -> None:
     """Of three places two are within reach: the trunk is the first place of the best that waits."""
     driver = Driver(slots(1), budget=50)
     request = search(driver, reach=2)

@@ -96,7 +96,7 @@ def draw_at(position: int, distribution: Tensor) -> int:
     return KeyedNoise(5, position).draw(distribution)
 
 
-def test_contexts_are_averaged_and_there_are_no_more_ranks_than_tokens() -> None:
+def test_contexts_are_averaged_and_ranks_end_with_the_tokens() -> None:
     (p, q), (other_p, other_q) = distributions("dense", 1), distributions("dense", 2)
     both = np.stack([p, other_p]), np.stack([q, other_q])
     first = (np.minimum(p, q).sum() + np.minimum(other_p, other_q).sum()) / 2

@@ -85,7 +85,7 @@ def greedily(rates: Sequence[float], nodes: int) -> float:
 
 
 @pytest.mark.parametrize("nodes", [8, 64])
-def test_a_large_shape_is_that_of_taking_the_likeliest_node_each_time(nodes: int) -> None:
+def test_a_large_shape_takes_the_likeliest_node_each_time(nodes: int) -> None:
     assert expected_accepted(best_tree(RATES, nodes), RATES) == pytest.approx(greedily(RATES, nodes), abs=EXACT)
 
 

@@ -55,7 +55,7 @@ def test_the_text_objective_is_cross_entropy(config: TrainingConfig) -> None:
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
-def test_the_distillation_objective_is_divergence_and_total_variation(config: TrainingConfig, progress: float) -> None:
+def test_the_distillation_loss_is_divergence_and_variation(config: TrainingConfig, progress: float) -> None:
     draft, target = network(config, 1).double(), network(config, 2).double()
     windows = randoms(10, 33)
     loss = DistillObjective(target).loss(draft, windows, progress)

@@ -1,0 +1,56 @@
+"""The selection of parameter combinations that `make test` runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from itertools import combinations, product
+
+import pytest
+
+from tests.covering import covering
+
+SIZES = {"isa": 5, "weights": 4, "cache": 2, "noise": 3}
+CASES: list[dict[str, Hashable]] = [
+    dict(zip(SIZES, values, strict=True)) for values in product(*map(range, SIZES.values()))
+]
+
+
+def tuples(cases: list[dict[str, Hashable]], strength: int) -> set[object]:
+    return {some for case in cases for some in combinations(case.items(), strength)}
+
+
+@pytest.mark.parametrize(("strength", "least", "most"), [(1, 5, 5), (2, 20, 26), (3, 60, 84), (4, 120, 120)])
+def test_a_covering_selection_has_every_tuple(strength: int, least: int, most: int) -> None:
+    chosen = [CASES[index] for index in covering(CASES, strength)]
+    assert tuples(chosen, strength) == tuples(CASES, strength)
+    assert least <= len(chosen) <= most
+
+
+def test_a_covering_selection_is_of_existing_combinations() -> None:
+    cases: list[dict[str, Hashable]] = [{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 1}]
+    assert covering(cases, 1) == [0, 2]
+    assert covering(cases, 2) == [0, 1, 2]
+    assert covering([{"a": value} for value in range(4)], 2) == [0, 1, 2, 3]
+    assert covering([], 2) == []
+
+
+def test_values_of_a_selection_take_turns() -> None:
+    cases: list[dict[str, Hashable]] = [{"model": model, "size": size} for model in range(12) for size in range(3)]
+    assert Counter(cases[index]["size"] for index in covering(cases, 1)) == {0: 4, 1: 4, 2: 4}
+
+
+def test_what_a_selection_leaves_out_is_slow(pytester: pytest.Pytester) -> None:
+    """The tests that run are a selection; with slow tests it is the whole product."""
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    covering\n")
+    pytester.makeconftest(
+        "import pytest\nfrom tests.covering import mark_the_rest_slow\n"
+        "@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items):\n    mark_the_rest_slow(items)\n"
+    )
+    pytester.makepyfile(
+        "import pytest\n@pytest.fixture(params='abc')\ndef letter(request): ...\n@pytest.mark.covering(1)\n"
+        "@pytest.mark.parametrize('n', range(5))\n@pytest.mark.parametrize('m', range(2))\n"
+        "def test_it(m, n, letter): ..."
+    )
+    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=5, deselected=25)
+    pytester.runpytest_inprocess().assert_outcomes(passed=30)
