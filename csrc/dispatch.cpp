@@ -1,4 +1,4 @@
-// Passes calls on to the translation unit of an instruction set.
+// Forwards calls to the translation unit of an instruction set.
 #include "table.h"
 
 extern const SpTable sp_table_portable;
@@ -12,7 +12,7 @@ static bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 static bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
-#if defined(SP_BF16_PAIRS)  // the compiler knows the instruction, or there is a model of it
+#if defined(SP_BF16_PAIRS)  // the compiler has the instruction, or it is emulated
 extern const SpTable sp_table_avx512bf16;
 static bool has_avx512bf16() {
 #if defined(SP_BF16_MODEL)

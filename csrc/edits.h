@@ -1,5 +1,5 @@
-// What changes the logits of single tokens before a distribution is made of them: what sampling/edits.py defines, in float32 and in the
-// same order. Tokens are numbers below `known`, the logits that there are; others are passed over.
+// Changes to the logits of single tokens before the distribution is computed, as `edit` in kernels/reference_sampler.py defines them, in
+// float32 and in the same order. `known` is the number of logits; tokens outside 0 .. known - 1 are skipped.
 #pragma once
 #include <math.h>
 #include "parallel.h"
@@ -19,7 +19,7 @@ static void forbid(const SpEdits &edits, float *scores, int64_t known) {
   }
 }
 
-// Repetition counts prompt and output, presence and frequency the output alone; drafted tokens are part of it.
+// Repetition applies to tokens of prompt and output, presence and frequency to those of the output, which includes drafted tokens.
 static inline float penalised(const SpEdits &edits, float score, int64_t count) {
   score = score > 0 ? score / edits.repetition : score * edits.repetition;
   return count ? score - (edits.presence + edits.frequency * (float)count) : score;
@@ -32,9 +32,9 @@ static inline int64_t count_drafted(const SpEdits &edits, int64_t token) {
 }
 
 static void penalise(const SpEdits &edits, float *scores, int64_t known) {
-  static thread_local List<int64_t> pending;  // drafted tokens that were not seen before, each once
+  static thread_local List<int64_t> pending;  // distinct drafted tokens that are not in `seen`
   pending.resize(0);
-  uint64_t drafted = 0;  // which residues modulo 64 drafted tokens have: others need not be looked for
+  uint64_t drafted = 0;  // residues modulo 64 of the drafted tokens: a filter before the search
   for (int64_t i = 0; i < edits.num_drafted; i++) {
     const int64_t token = edits.drafted[i];
     bool is_new = is_known(token, known);

@@ -1,6 +1,5 @@
-// From logits to the distribution that a token is drawn from, and the draw itself: what sampling/distribution.py and
-// sampling/chance.py define. Distributions are doubles. A row is cut into chunks of fixed size; sums run within a chunk, then over
-// the chunks, always in the same order.
+// Distributions from logits, and draws from them, as defined in kernels/reference_sampler.py. Distributions are doubles. A row is cut
+// into chunks of fixed size; sums run within a chunk, then over the chunks, always in the same order.
 #pragma once
 #include <float.h>
 #include "reals.h"
@@ -11,13 +10,13 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t CHUNK = 4096;
-constexpr double FIRST_LOOK = 8.0;  // nats below the best: where the cut of a filtered row is looked for first
+constexpr double FIRST_LOOK = 8.0;  // nats below the best: candidates of a filtered row that are examined first
 
 static inline int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
-struct Share {  // what a chunk contributes to its row
+struct Share {  // partial results of one chunk of a row
   float max;     // NaN if there is a score that is NaN or +infinity
-  int64_t at;    // of the largest score; of the winner of a race
+  int64_t at;    // index of the largest score, or of the winner of a race
   double sum, best;
 };
 
@@ -27,10 +26,10 @@ struct Candidate {
   double weight;
 };
 
-// Rows of logits and where their distributions go.
+// Rows of logits and the memory for their distributions.
 struct ProbsJob {
   float *logits;
-  int64_t rows, given, width;  // tokens that have a logit, tokens that a distribution is over
+  int64_t rows, given, width;  // given: tokens with a logit; width: tokens of a distribution
   const SpSamplingSettings *settings;
   const SpEdits *const *edits;  // [rows] or NULL
   double *const *out;  // [rows]
@@ -92,7 +91,7 @@ static void weigh(const ProbsJob &job, int64_t row, int64_t chunk) {
     for (int64_t i = begin; i < end; i++) probs[i] = best->max < 0 ? 0.0 : NAN;
     return;
   }
-  if (job.settings[row].top_k > 0 && job.settings[row].temperature > 0) return;  // few are looked at, and they are weighed there
+  if (job.settings[row].top_k > 0 && job.settings[row].temperature > 0) return;  // `filter` weighs the candidates
   Share &share = job.of(row)[chunk];
   share.sum = 0.0;
   if (job.settings[row].temperature <= 0) {
@@ -108,7 +107,7 @@ static void weigh(const ProbsJob &job, int64_t row, int64_t chunk) {
     store_reals(probs + i, weight);
     sum += weight;
   }
-  for (; i < end; i += REALS) {  // the last ones, and what no logit was given for
+  for (; i < end; i += REALS) {  // the remainder, and tokens without a logit
     const int64_t count = end - i < REALS ? end - i : REALS;
     float scores[REALS];
     for (int64_t j = 0; j < REALS; j++) scores[j] = i + j < known ? job.scores(row)[i + j] : -INFINITY;
@@ -134,11 +133,11 @@ static inline void swap(Candidate &a, Candidate &b) {
   a = b, b = c;
 }
 
-// Bring the candidates that stay (the first ones, in order of score) to the front and return how many they are.
-// `stays(count, sum, weight)` says whether one of that weight stays that has `count` others before it, which weigh `sum`.
+// Move the candidates that stay (the first ones in order of score) to the front and return their number.
+// stays(count, sum, weight): whether a candidate of this weight stays, given `count` better ones of total weight `sum`.
 template <typename Stays>
 static int64_t keep_first(Candidate *items, int64_t size, Stays stays) {
-  int64_t begin = 0, end = size;  // what is before `begin` stays, what is from `end` on goes
+  int64_t begin = 0, end = size;  // items before `begin` stay, items from `end` on do not
   double sum = 0.0;
   while (begin < end) {
     const int64_t last = end - 1, middle = begin + (last - begin) / 2;  // the pivot is the median of three
@@ -176,16 +175,16 @@ static void collect(const ProbsJob &job, int64_t row, double look, List<Candidat
   }
 }
 
-// Whether the cut of a row falls among these candidates, so that further ones need not be looked at.
+// Whether these candidates contain the cut of a row, so that no further ones are needed.
 static bool is_enough(const SpSamplingSettings &settings, const List<Candidate> &found, double look, double all) {
   if (settings.top_k > 0) return found.size >= settings.top_k;
-  if (settings.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: the look was rounded
+  if (settings.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: `least` in `collect` is rounded
   double sum = 0.0;
   for (int64_t i = 0; i < found.size; i++) sum += found.items[i].weight;
   return settings.top_p < 1.0 && sum >= settings.top_p * all;
 }
 
-// Top-k, then top-p of what that leaves, then min-p; of equal scores those with the lowest ids stay.
+// Top-k, then top-p of the remainder, then min-p; of equal scores those with the lowest ids stay.
 static void filter(const ProbsJob &job, int64_t row) {
   static thread_local List<Candidate> found;
   const SpSamplingSettings &settings = job.settings[row];
@@ -210,14 +209,15 @@ static void filter(const ProbsJob &job, int64_t row) {
 }
 
 static void normalise(const ProbsJob &job, int64_t row, int64_t chunk) {
-  if (is_filtered(job.settings[row]) || job.settings[row].temperature <= 0 || !is_sound(job, row)) return;  // it is normal, or none
+  // Filtered and greedy rows are normalised already; a row without a distribution stays as it is.
+  if (is_filtered(job.settings[row]) || job.settings[row].temperature <= 0 || !is_sound(job, row)) return;
   const double sum = total(job, row);
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < job.width ? begin + CHUNK : job.width;
   double *probs = job.probs_of(row);
   for (int64_t i = begin; i < end; i++) probs[i] /= sum;
 }
 
-// Every thread of a parallel region calls this; stages are five.
+// Every thread of a parallel region calls this. It uses five stages.
 static void make_probs(const ProbsJob &job, WorkQueue *stages) {
   const int64_t pieces = job.rows * job.chunks();
   stages[0].run(job.edits ? job.rows : 0, [&](int64_t row) { edit_row(job, row); });
@@ -227,7 +227,7 @@ static void make_probs(const ProbsJob &job, WorkQueue *stages) {
   stages[4].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
 }
 
-// The hashes of sampling/chance.py: of one number, and for the tokens from `first` on.
+// The hashes of sampling/chance.py (splitmix64): of one number, and of the tokens from `first` on.
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
 template <class T>
@@ -246,9 +246,9 @@ static inline Reals uniforms(uint64_t key, int64_t first) {
   return ((Reals)(x >> 12 | 0x4330000000000000u) - 0x1p52 + 0.5) * 0x1p-52;
 }
 
-// Weights in a race: w / E with E = -log u. The greatest of them is where log w + G is greatest, with G = -log E: Gumbel noise.
+// The Gumbel-max draw as a race: w / E with E = -log u is greatest where log w + G is greatest, with Gumbel noise G = -log E.
 static void race(const double *weights, int64_t begin, int64_t end, uint64_t key, Share &share) {
-  constexpr int64_t STRETCH = 8 * REALS;  // looked at together: most of a filtered distribution is zeros
+  constexpr int64_t STRETCH = 8 * REALS;  // skipped together if all are zero, as most of a filtered distribution is
   Reals best = {};
   Longs at = Longs{} - 1;
   for (int64_t from = begin; from < end; from += STRETCH) {
@@ -286,7 +286,7 @@ static int64_t winner(const Share *shares, int64_t chunks) {
   return best->at;
 }
 
-// The token at a share u of all weight, or the last one with any.
+// The token where the cumulative weight exceeds the share u of the total; the last one with weight if none does.
 static int64_t at_share(const double *weights, int64_t n, double u, const Share *shares, int64_t chunks) {
   double all = 0.0, reached = 0.0;
   for (int64_t chunk = 0; chunk < chunks; chunk++) all += shares[chunk].sum;
@@ -310,7 +310,7 @@ static int64_t at_share(const double *weights, int64_t n, double u, const Share 
   return last;
 }
 
-// One draw: `chance` is the key of a race, or 64 bits of which the highest 53 make a uniform. Stages are two.
+// One draw: `chance` is the key of a race, or 64 bits of which the highest 53 make a uniform. It takes two stages.
 static inline void share_draw(const double *weights, int64_t n, bool shared_noise, uint64_t chance, int64_t chunk, Share &share) {
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < n ? begin + CHUNK : n;
   if (shared_noise)
@@ -319,7 +319,7 @@ static inline void share_draw(const double *weights, int64_t n, bool shared_nois
     add_up(weights, begin, end, share);
 }
 
-// Whether shares that were added up are those of a distribution: a model that fails makes one of nothing, or of what is not a number.
+// Whether the sums of a row are those of a distribution. The total of a failed row is 0 or NaN.
 static inline bool is_distribution(const Share *shares, int64_t chunks) {
   double all = 0.0;
   for (int64_t chunk = 0; chunk < chunks; chunk++) all += shares[chunk].sum;

@@ -1,4 +1,4 @@
-// Runs a recorded program. Every thread goes through the same stages in order and takes what pieces are left of each.
+// Runs a recorded program. Every thread goes through the same stages in order and takes pieces of each from its work queue.
 #pragma once
 #include "attention.h"
 #include "probs.h"
@@ -36,7 +36,7 @@ static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan 
   for (int i = 0; i < count; i++) run_op(ops[i], pass, plan, x, stages + 2 * i);
 }
 
-// Memory that a calling thread keeps between runs: nothing is allocated once it has grown.
+// Scratch of a calling thread, reused between runs: nothing is allocated once it has grown.
 struct Scratch {
   Plan plan;
   Tiles x;
@@ -45,7 +45,7 @@ struct Scratch {
 
 static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   static thread_local Scratch own;
-  Scratch &scratch = own;  // the caller's, in every thread of the parallel region
+  Scratch &scratch = own;  // that of the calling thread, in every thread of the parallel region
   clear_stages(scratch.stages, 2 * count);
   plan_pass(ops, count, *pass, threads, scratch.plan);
   make_room(ops, count, pass->rows, scratch.x);
@@ -53,15 +53,15 @@ static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   run_ops(ops, count, *pass, scratch.plan, scratch.x, scratch.stages.items);
 }
 
-// A draft: steps of a pass, distributions and draws. All threads go through all of them in one parallel region, for that is what costs most
-// where another program holds a processor; so whatever the pieces of a step read is that step's own.
+// A draft: steps of a pass, distributions and draws. All steps run in one parallel region: entering one is the largest cost while other
+// programs use the processors. A thread may still read a step's data while another prepares the next step, so each step has its own.
 struct Drafting {
   struct Step {
     int64_t drawing;  // sequences
     SpPass pass;
     Plan plan;
     List<double *> probs;
-    List<SpEdits> edits;  // with the tokens that this draft has drawn so far
+    List<SpEdits> edits;  // with the tokens drawn so far as `drafted`
     List<const SpEdits *> edits_of;
   };
   const SpOp *ops;
@@ -70,7 +70,7 @@ struct Drafting {
   const SpPass *first;
   const SpDraft *draft;
   List<float> rows, logits;
-  List<double> unasked;  // distributions
+  List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Tiles x;
   List<int64_t> tokens, positions, slots;
@@ -86,7 +86,7 @@ struct Drafting {
     const int64_t most = draft->sequences, all = most * draft->steps;
     rows.resize(most * head.k), logits.resize(most * head.n), shares.resize(most * chunks_of(draft->width));
     for (int64_t s = 0; s < most; s++)
-      if (!draft->out[s]) unasked.resize(most * draft->width);
+      if (!draft->out[s]) unread.resize(most * draft->width);
     tokens.resize(all), positions.resize(all), slots.resize(all), segments.resize(all);
     make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
     head.in = rows.items, head.out = logits.items;
@@ -97,14 +97,14 @@ struct Drafting {
     }
   }
 
-  // The pass that feeds what the first `drawing` sequences drew in the step before.
+  // The pass whose input is the token that each of the first `drawing` sequences drew in the step before.
   SpPass next_pass(int64_t step, int64_t drawing) {
     SpPass pass = *first;
     const int64_t from = step * draft->sequences;
     for (int64_t s = 0; s < drawing; s++) {
       const SpSegment &segment = first->segments[s];
       const int64_t token = draft->drawn[s * draft->steps + step - 1], position = segment.start + segment.rows + step - 1;
-      tokens[from + s] = 0 <= token && token < head.n ? token : 0;  // any guess is legal, but the table has no such row
+      tokens[from + s] = 0 <= token && token < head.n ? token : 0;  // a draft may be any token, but the table has no such row
       positions[from + s] = position;
       slots[from + s] = segment.table[position / first->block] * first->block + position % first->block;
       segments[from + s] = {s, 1, position, 1, -1, segment.table};
@@ -124,7 +124,7 @@ struct Drafting {
     plan_pass(ops, count, now.pass, threads, now.plan);
     now.probs.resize(drawing);
     for (int64_t s = 0; s < drawing; s++)
-      now.probs[s] = draft->out[s] ? draft->out[s] + step * draft->width : unasked.items + s * draft->width;
+      now.probs[s] = draft->out[s] ? draft->out[s] + step * draft->width : unread.items + s * draft->width;
     if (draft->edits) prepare_edits(step, now);
   }
 
@@ -138,7 +138,7 @@ struct Drafting {
     }
   }
 
-  // Distributions and draws, behind the pass.
+  // Distributions and draws, after the pass.
   void draw(int64_t step, WorkQueue *stages) {
     const Step &now = steps[step];
     const SpEdits *const *edits = draft->edits ? now.edits_of.items : nullptr;
@@ -151,7 +151,7 @@ struct Drafting {
       share_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), p % chunks, job.of(s)[p % chunks]);
     });
     stages[6].run(job.rows, [&](int64_t s) {
-      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);  // a race says so by itself
+      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);  // a race without a winner returns -1 by itself
       draft->drawn[s * draft->steps + step] =
           drawable ? finish_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), job.of(s)) : -1;
     });
@@ -159,16 +159,16 @@ struct Drafting {
 
   // Every thread of the parallel region calls it.
   void run_step(int64_t step) {
-    WorkQueue *own = stages.items + step * num_stages(), *behind = own + 1 + 2 * count;
+    WorkQueue *own = stages.items + step * num_stages(), *after = own + 1 + 2 * count;
     own[0].run(1, [&](int64_t) { prepare(step); });
     Step &now = steps[step];
     run_ops(ops, count, now.pass, now.plan, x, own + 1);
-    behind[0].run(now.drawing, [&](int64_t s) {
+    after[0].run(now.drawing, [&](int64_t s) {
       const float *last = ops[count - 1].out + (now.pass.segments[s].first + now.pass.segments[s].rows - 1) * head.k;
       memcpy(rows.items + s * head.k, last, head.k * sizeof(float));
     });
-    run_linear_op(head, now.drawing, x, behind + 1);
-    draw(step, behind + 3);
+    run_linear_op(head, now.drawing, x, after + 1);
+    draw(step, after + 3);
   }
 };
 
@@ -182,7 +182,7 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpP
   for (int64_t step = 0; step < draft->steps; step++) drafting.run_step(step);
 }
 
-// Read the way linear layers do, and do nothing else.
+// Read memory with the access pattern of linear layers, and nothing else.
 static double read_all(const void *data, int64_t bytes, int threads) {
   const Steps steps(1023 * STREAMS);
   const int64_t size = steps.size();

@@ -1,4 +1,4 @@
-// What each instruction set's translation unit offers to the dispatcher.
+// The functions of each instruction set's translation unit, for the dispatcher.
 #pragma once
 #include "speculant.h"
 

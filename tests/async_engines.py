@@ -54,7 +54,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     """Assert that nothing runs and that every block of every cache is free."""
     assert not engine.has_unfinished()
     engine.check()
-    for cache in engine._caches:
+    for cache in (engine._context.cache, *engine._drafters.caches):
         assert cache.free_tokens() == cache.num_blocks * cache.block_size, "blocks are lost"
 
 

@@ -50,7 +50,7 @@ class ChainModel(Decoder):
         return [chain for chain in chains if chain not in own]
 
     def _draw(self, chain: Chain, cache: KVCache) -> None:
-        fed = list(chain.feed)
+        fed = list(chain.input_tokens)
         while True:
             batch = build_batch(
                 [SequenceInput(chain.request.seq_id, fed, DraftTree.empty())], cache, torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speculant.config import EngineConfig
     from speculant.engine.async_engine import AsyncEngine
-    from speculant.engine.job import StreamPiece
+    from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
     "LLM": "speculant.engine.llm",
-    "StreamPiece": "speculant.engine.job",
+    "StreamPiece": "speculant.engine.generation",
     "EngineConfig": "speculant.config",
     "SamplingParams": "speculant.params",
     "SpeculantError": "speculant.errors",

@@ -21,7 +21,14 @@ from tests.unit.scheduling.driver import Driver, slots
 KIND = "speculant.scheduling.draft_length"
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=96)
 PAIR = Pair(5, 5, FULL_SUPPORT)
-every_policy = pytest.mark.parametrize("name", plugins.names(KIND))
+DOCUMENTED = "halving"  # the one in docs/adding-a-draft-length.md
+
+
+@pytest.fixture(params=[*plugins.names(KIND), DOCUMENTED])
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == DOCUMENTED:
+        request.getfixturevalue("documented_length")
+    return str(request.param)
 
 
 def build(name: str, length: int = 3) -> DraftLength:
@@ -29,7 +36,6 @@ def build(name: str, length: int = 3) -> DraftLength:
     return policy
 
 
-@every_policy
 def test_policy_chooses_a_length_for_every_item(name: str) -> None:
     driver = Driver(slots(4))
     for length in (3, 5, 2):
@@ -43,7 +49,6 @@ def test_policy_chooses_a_length_for_every_item(name: str) -> None:
     assert len(policy.choose(schedule)) == len(schedule.items)
 
 
-@every_policy
 def test_policy_refuses_unknown_options(name: str) -> None:
     with pytest.raises(ConfigError, match="wndow"):
         plugins.load(KIND, name).build(DraftLengthContext(3, {"wndow": 1}))

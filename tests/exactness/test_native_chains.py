@@ -59,7 +59,7 @@ def make_chains(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chai
 def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None:
     """Feed what comes before each chain."""
     feeds = [
-        SequenceInput(chain.request.seq_id, chain.request.tokens[: -len(chain.feed)], DraftTree.empty())
+        SequenceInput(chain.request.seq_id, chain.request.tokens[: -len(chain.input_tokens)], DraftTree.empty())
         for chain in made
     ]
     model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage)

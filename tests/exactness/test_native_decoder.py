@@ -186,7 +186,7 @@ def test_a_tree_has_no_bound_of_depth() -> None:
     cache = CACHES["paged by 5"](native.cache_shape)
     feed(native, cache, 1, tokens, [context - 1])
     batch = build_batch([SequenceInput(1, tokens[context - 1 : context], tree)], cache, CPU)
-    logits = native.logits(native.forward(batch, cache))
+    logits = native.logits(native.forward(batch, cache.storage).last)
     assert torch.equal(logits[[0, *range(2, 622)]], chain[context - 1 : context + 620])
     cache.compact(1, context, range(1, 621))
     assert torch.equal(feed(native, cache, 1, tokens[context + 620 :], [1]), chain[-1:])

@@ -16,6 +16,7 @@ import pytest
 
 from speculant import AsyncEngine, RequestOutput, SamplingParams, StreamPiece
 from speculant.engine import thread as thread_module
+from speculant.engine.generation import Generation
 from speculant.errors import EngineClosedError, EngineDeadError
 from tests.async_engines import (
     MakeEngine,
@@ -49,31 +50,30 @@ class Watch:
         self.steps = 0
         self.late: list[str] = []  # requests that a step still had, two or more after they were cancelled
         self._gone: dict[str, int] = {}
-        self._engine, self._step, self._start = core(engine), core(engine).step, thread_module.start_job
+        self._engine, self._step, self._start = core(engine), core(engine).step, Generation.start
         self._add = thread_module.EngineThread.add
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         monkeypatch.setattr(self._engine, "step", self.step)
-        monkeypatch.setattr(thread_module, "start_job", self.start)
-        monkeypatch.setattr(thread_module.EngineThread, "add", lambda thread, ticket: self.add(thread, ticket))
+        monkeypatch.setattr(Generation, "start", lambda *arguments: self.start(*arguments))
+        monkeypatch.setattr(thread_module.EngineThread, "add", lambda thread, stream: self.add(thread, stream))
 
     def cancelled(self, request_id: str) -> None:
         self._gone[request_id] = self.steps
 
     def step(self) -> Any:
         self.steps += 1
-        for request in self._engine._requests.values():
-            if self.steps > self._gone.get(request.request_id, self.steps) + 1:
-                self.late.append(request.request_id)
+        for request_id in self._engine._by_id:
+            if self.steps > self._gone.get(request_id, self.steps) + 1:
+                self.late.append(request_id)
         return self._step()
 
-    def add(self, thread: thread_module.EngineThread, ticket: thread_module.Ticket) -> None:
-        self.alive.add(ticket)
-        self._add(thread, ticket)
+    def add(self, thread: thread_module.EngineThread, stream: thread_module.PieceStream) -> None:
+        self.alive.add(stream)
+        self._add(thread, stream)
 
-    def start(self, *arguments: Any) -> Any:
-        job = self._start(*arguments)
-        self.alive.update([job, *job._requests])
-        return job
+    def start(self, generation: Generation, *arguments: Any) -> None:
+        self._start(generation, *arguments)
+        self.alive.update([generation, *generation._requests])
 
 
 async def cancel_one(engine: AsyncEngine, stop_checker: Watch, chance: random.Random, request_id: str) -> None:
@@ -354,7 +354,7 @@ def breaking(engine: AsyncEngine, error: BaseException) -> Callable[[], Any]:
     step = core(engine).step
 
     def broken() -> Any:
-        if len(core(engine)._requests) >= 3:
+        if sum(map(len, core(engine)._by_id.values())) >= 3:
             raise error
         return step()
 

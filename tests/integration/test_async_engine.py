@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine, SamplingParams, StreamPiece
-from speculant.engine.job import Job
-from speculant.engine.thread import Ticket
+from speculant.engine.generation import Generation
+from speculant.engine.thread import PieceStream
 from speculant.errors import CapacityError, ConfigError, RequestError
 from speculant.text.tokenizer import Tokenizer
 from tests.async_engines import MakeEngine, core, engine_of, read_into, run, until, until_idle
@@ -175,8 +175,8 @@ def test_loops_in_several_threads_share_the_engine(llm_of: MakeLLM, engine_of: M
 
 def test_a_reader_is_woken_once_a_step(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    tell = Ticket.tell
-    monkeypatch.setattr(Ticket, "tell", lambda ticket, pieces: told.append(len(pieces)) or tell(ticket, pieces))
+    send = PieceStream.send
+    monkeypatch.setattr(PieceStream, "send", lambda stream, pieces: told.append(len(pieces)) or send(stream, pieces))
 
     async def main() -> None:
         async with engine_of("target", spec_length=7) as engine:
@@ -284,12 +284,13 @@ def test_a_full_queue_refuses_at_once_and_recovers(engine_of: MakeEngine) -> Non
 
 def break_target(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, request_id: str, position: int) -> None:
     """Make the target fail for every pass that feeds a request's tokens from a position on."""
-    target, requests = core(engine)._context.target, core(engine)._requests
+    target, by_id = core(engine)._context.target, core(engine)._by_id
     forward = target.forward
 
     def failing(batch: Any, storage: Any, taps: Any = ()) -> Any:
+        own = {request.seq_id for request in by_id.get(request_id, ())}
         for segment in batch.segments:
-            if requests[segment.seq_id].request_id == request_id and segment.end > position:
+            if segment.seq_id in own and segment.end > position:
                 raise ArithmeticError("this sequence breaks the target")
         return forward(batch, storage, taps)
 
@@ -330,14 +331,14 @@ def test_text_that_can_not_be_made_ends_its_request_alone(
     llm_of: MakeLLM, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = llm_of().generate(TEXTS[1], GREEDY)
-    make = Job.piece
+    make = Generation.piece
 
-    def failing(job: Job, output: Any) -> StreamPiece:
-        if job.request_id == "broken":
+    def failing(generation: Generation, output: Any) -> StreamPiece:
+        if generation.request_id == "broken":
             raise UnicodeError("no text")
-        return make(job, output)
+        return make(generation, output)
 
-    monkeypatch.setattr(Job, "piece", failing)
+    monkeypatch.setattr(Generation, "piece", failing)
 
     async def main() -> None:
         async with engine_of("near") as engine:

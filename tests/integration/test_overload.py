@@ -10,7 +10,7 @@ import pytest
 from speculant import LLM, RequestOutput, SamplingParams
 from speculant.engine import runner as runner_module
 from speculant.engine import step as step_module
-from speculant.engine.job import StreamPiece
+from speculant.engine.generation import StreamPiece
 from speculant.errors import CapacityError, SpeculantError
 from tests.integration.conftest import MakeLLM
 

@@ -1,1 +1,1 @@
-"""Benchmarks of a whole engine: what is run, how it is measured, how it is told."""
+"""Benchmarks of a whole engine: workloads, measurements, reports."""

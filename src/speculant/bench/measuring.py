@@ -1,4 +1,4 @@
-"""Ways to run a workload measured in turn, and what their figures come to: medians, quartiles, ratios."""
+"""Modes of running a workload, measured in turn, and statistics of their figures: medians, quartiles, ratios."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from speculant.bench.workloads import Workload
 from speculant.params import SamplingParams
 
 T = TypeVar("T")
-Tell = Callable[[str], None]  # hears the name of each run before it starts
+Notify = Callable[[str], None]  # called with the name of each run before it starts
 
 PLAIN, SPECULATIVE = "plain", "speculative"
-ONE_AT_A_TIME = "_sequential"  # the end of a mode's name
+ONE_AT_A_TIME = "_sequential"  # suffix of a mode's name
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Case:
-    """A workload and its runs: by mode, one of each round.
+    """A workload and its runs by mode, one per round.
 
-    The first mode is the one that others are compared with. `params` are the speculative mode's where there is one.
+    The others are compared with the first mode. `params` are those of the speculative mode if there is one.
     """
 
     workload: Workload
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of one mode, over all rounds."""
+        """The number of outputs of one mode, over all rounds."""
         return sum(len(run.outputs) for run in next(iter(self.runs.values())))
 
     def num_identical(self, mode: str) -> int:
@@ -77,12 +77,12 @@ class Case:
         return spreads([run.figures() for run in self.runs[mode]])
 
     def ratios(self, over: str, under: str) -> dict[str, Spread]:
-        """Return each figure's ratio of two modes."""
+        """Return the spread of each figure's ratio of two modes."""
         return ratios([run.figures() for run in self.runs[over]], [run.figures() for run in self.runs[under]])
 
 
 def both_ways(params: SamplingParams, speculating: bool, sequential: bool = False) -> dict[str, Mode]:
-    """Return the plain mode and, if there is something to draft with, the speculative one, by name."""
+    """Return the plain mode and, if there is a drafter, the speculative one, by name."""
     modes = {PLAIN: Mode(replace(params, speculation=False), sequential)}
     if speculating and params.speculation is not False:
         modes[SPECULATIVE] = Mode(params, sequential)
@@ -90,29 +90,29 @@ def both_ways(params: SamplingParams, speculating: bool, sequential: bool = Fals
 
 
 def one_at_a_time(modes: Mapping[str, Mode]) -> dict[str, Mode]:
-    """Return the same modes, each prompt starting when the one before is done."""
+    """Return the same modes, in which each prompt starts when the one before has finished."""
     return {name + ONE_AT_A_TIME: replace(mode, sequential=True) for name, mode in modes.items()}
 
 
-def measure(bench: Bench, workload: Workload, modes: Mapping[str, Mode], rounds: int, tell: Tell) -> Case:
-    """Run a workload in every mode, once a round; a short run of each comes before and is not counted."""
+def measure(bench: Bench, workload: Workload, modes: Mapping[str, Mode], rounds: int, notify: Notify) -> Case:
+    """Run a workload in every mode once per round, after a short warm-up run of each that is not counted."""
     for mode in modes.values():
         bench.warm_up(workload, mode)
-    runs = interleave({name: partial(bench.run, workload, mode) for name, mode in modes.items()}, rounds, tell)
+    runs = interleave({name: partial(bench.run, workload, mode) for name, mode in modes.items()}, rounds, notify)
     return Case(workload, modes.get(SPECULATIVE, modes[PLAIN]).params, runs)
 
 
 def interleave(
-    subjects: Mapping[str, Callable[[], T]], rounds: int, tell: Tell = lambda name: None
+    subjects: Mapping[str, Callable[[], T]], rounds: int, notify: Notify = lambda name: None
 ) -> dict[str, list[T]]:
     """Run every subject once per round and return the results by subject.
 
-    So a noisy machine hits all alike. Every other round goes backwards: none always comes first.
+    So noise of the machine affects all alike. Every other round runs backwards, so none is always first.
     """
     results: dict[str, list[T]] = {name: [] for name in subjects}
     for round_ in range(rounds):
         for name in list(subjects)[:: -1 if round_ % 2 else 1]:
-            tell(name)
+            notify(name)
             results[name].append(subjects[name]())
     return results
 
@@ -123,7 +123,7 @@ def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 
 def ratios(over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Return the spread of over / under, each taken inside one round; a figure that is 0 below has none."""
+    """Return the spread of over / under, taken per round; a figure that is 0 in `under` is left out."""
     return {
         name: Spread.of([above[name] / below[name] for above, below in zip(over, under, strict=True)])
         for name in _shared([*over, *under])

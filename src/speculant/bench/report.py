@@ -1,4 +1,4 @@
-"""What a benchmark says: one dict for JSON, and tables made from the same dict."""
+"""The report of a benchmark: one dict for JSON, and tables made from the same dict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEAR_TIES = "in float32 and bfloat16 near-ties may fall otherwise; --dtype float
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: a figure, its label, what it is multiplied by, and whether it is a whole number."""
+    """A line of a table: a figure, its label, its scale, and whether it is a whole number."""
 
     figure: str
     label: str
@@ -61,7 +61,7 @@ ROWS: Mapping[str, Sequence[Row]] = {
 
 
 def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
-    """Return everything that was measured, as `--json` prints it."""
+    """Return all measurements, as `--json` prints them."""
     return {
         "benchmark": benchmark,
         "engine": {**asdict(config), "max_model_len": runtime.limits.max_model_len},
@@ -73,7 +73,7 @@ def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequ
 
 
 def speculation(runtime: Runtime, case: Case) -> dict[str, Any]:
-    """Say whether speculation is on, with which drafter and rule, or why it is off."""
+    """Return whether speculation is on, with which drafter and verifier, or why it is off."""
     if SPECULATIVE not in case.runs:
         return {"on": False, "detail": "switched off for these requests" if runtime.drafting else runtime.speculation}
     asked = case.params.speculation if isinstance(case.params.speculation, Mapping) else {}
@@ -102,7 +102,7 @@ def _plain_values(spreads: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _outputs(case: Case) -> dict[str, Any]:
-    """Say of each mode how many outputs are the plain ones, token for token; nothing where chance may differ."""
+    """Return by mode how many outputs equal the plain ones; none are compared if they are sampled without a seed."""
     comparable = case.comparable
     return {
         "compared": comparable and bool(case.compared),
@@ -118,7 +118,7 @@ def _notes(config: EngineConfig) -> Iterator[str]:
 
 
 def heading(case: Mapping[str, Any]) -> str:
-    """Say in a line what was run."""
+    """Return a line that describes the workload."""
     tokens, sampling, rate = case["prompt_tokens"], case["sampling"], case["request_rate"]
     lengths = f"{tokens['min']}" if tokens["min"] == tokens["max"] else f"{tokens['min']} to {tokens['max']}"
     token_probs = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
@@ -130,7 +130,7 @@ def heading(case: Mapping[str, Any]) -> str:
 
 
 def tables(benchmark: str, case: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield a table for prompts that run together and, if that was measured, one for one at a time."""
+    """Yield a table for prompts that run together and, if measured, one for prompts that run one at a time."""
     for end, title in (("", ""), (ONE_AT_A_TIME, "One at a time")):
         if PLAIN + end in case["runs"]:
             yield _table(ROWS[benchmark], case, end, title)
@@ -165,17 +165,18 @@ def _number(row: Row, value: float) -> str:
 
 
 def conclusions(case: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what follows from a case: how much faster, and whether the outputs are the same."""
+    """Yield the conclusions of a case: the speedup, and whether the outputs are the same."""
     for name, ratio in case["ratios"].items():
         over, _, under = name.partition("/")
-        yield f"{_called(over)}: {_cell(Row('', ''), ratio['tokens_per_s'])} times the tokens/s of {_called(under)}"
+        times = _cell(Row("", ""), ratio["tokens_per_s"])
+        yield f"{_display_name(over)}: {times} times the tokens/s of {_display_name(under)}"
     outputs = case["outputs"]
     for mode, identical in outputs["identical"].items():
         differing = "" if identical == outputs["outputs"] else f"; {NEAR_TIES}"
-        yield f"outputs of {_called(mode)} identical to plain: {identical} of {outputs['outputs']}{differing}"
+        yield f"outputs of {_display_name(mode)} identical to plain: {identical} of {outputs['outputs']}{differing}"
     if len(case["runs"]) > 1 and not outputs["compared"]:
         yield "outputs were not compared: sampled without a seed"
 
 
-def _called(mode: str) -> str:
+def _display_name(mode: str) -> str:
     return mode.removesuffix(ONE_AT_A_TIME) + (", one at a time" if mode.endswith(ONE_AT_A_TIME) else "")

@@ -1,4 +1,4 @@
-"""One run of a workload through an engine, seen from outside: tokens count when `Engine.step` hands them over."""
+"""One run of a workload through an engine. A token's time is that of the `Engine.step` call that returns it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a workload. `sequential`: each prompt starts when the one before is done."""
+    """One way to run a workload. `sequential`: each prompt starts when the one before has finished."""
 
     params: SamplingParams
     sequential: bool = False
@@ -31,16 +31,16 @@ class Mode:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run gave; `outputs` and `timings` per sample, in the order of the prompts.
+    """The results of one run; `outputs` and `timings` are per sample, in the order of the prompts.
 
-    Timings count from when a request was due, so that waiting for a place is part of them. `peak_blocks`
-    are the most cache blocks that were held after a step.
+    Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
+    largest number of cache blocks in use after a step.
     """
 
     outputs: Sequence[Sequence[int]]
     timings: Sequence[TimingMetrics]
     speculation: SpeculationMetrics
-    verifier: str | None  # what checked the drafts; None = there were none
+    verifier: str | None  # None = no drafts
     seconds: float
     steps: int
     preemptions: int
@@ -48,7 +48,7 @@ class Run:
     peak_blocks: int
 
     def figures(self) -> dict[str, float]:
-        """Return everything that is reported, by name; times in seconds. What can't be said of this run is missing."""
+        """Return the reported figures by name; times in seconds. Figures that this run does not define are missing."""
         tokens = sum(len(output) for output in self.outputs)
         gaps = [gap for timing in self.timings for gap in timing.gaps]
         figures = {
@@ -71,10 +71,10 @@ class Run:
 
 
 class Bench:
-    """Runs workloads on an engine that serves nobody else.
+    """Runs workloads on an engine that serves no other requests.
 
-    Each run has a salt of its own: its prompts find one another's prefixes in the cache, and nothing of
-    earlier runs.
+    Each run has its own cache salt, so its prompts share prefixes with one another but not with earlier
+    runs.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -82,7 +82,7 @@ class Bench:
         self._salts = (f"run-{number}" for number in itertools.count())
 
     def run(self, workload: Workload, mode: Mode) -> Run:
-        """Run every prompt to its end; an error of any of them is raised."""
+        """Run every prompt to its end; the first error of a request is raised."""
         metrics = self._runtime.engine.metrics
         before, started = replace(metrics), time.perf_counter()
         delivery = _Delivery(self._runtime, mode, next(self._salts), started)
@@ -114,7 +114,7 @@ class Bench:
 
 
 class _Delivery:
-    """Hands prompts to the engine when they are due, and notes when tokens come back."""
+    """Adds prompts to the engine when they are due, and records the time of each token."""
 
     def __init__(self, runtime: Runtime, mode: Mode, cache_salt: str, started: float) -> None:
         self._runtime, self._mode, self._salt, self._started = runtime, mode, cache_salt, started
@@ -124,14 +124,14 @@ class _Delivery:
         self.peak_blocks = 0
 
     def serve(self, workload: Workload) -> None:
-        coming = deque(zip(workload.prompts, workload.arrivals, strict=True))
-        while coming or self._engine.has_unfinished():
-            while coming and self._may_start(coming[0][1]):
-                self._start(*coming.popleft())
+        pending = deque(zip(workload.prompts, workload.arrivals, strict=True))
+        while pending or self._engine.has_unfinished():
+            while pending and self._may_start(pending[0][1]):
+                self._start(*pending.popleft())
             if self._engine.has_unfinished():
-                self._note(self._engine.step())
-            elif coming:
-                time.sleep(max(0.0, self._started + coming[0][1] - time.perf_counter()))
+                self._record(self._engine.step())
+            elif pending:
+                time.sleep(max(0.0, self._started + pending[0][1] - time.perf_counter()))
         for request in self.requests:
             if request.error is not None:
                 raise request.error
@@ -157,7 +157,7 @@ class _Delivery:
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
 
-    def _note(self, outputs: Sequence[StepOutput]) -> None:
+    def _record(self, outputs: Sequence[StepOutput]) -> None:
         now = time.perf_counter()
         self.peak_blocks = max(self.peak_blocks, self._engine.metrics.blocks_used)
         counts = Counter((output.request_id, output.index) for output in outputs if output.token is not None)

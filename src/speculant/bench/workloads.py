@@ -1,4 +1,4 @@
-"""What is run: prompts as token ids, and when each of them arrives. The same every time: all chance here is seeded."""
+"""Workloads: prompts as token ids, and their arrival times. All randomness is seeded, so they are reproducible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from speculant.text.tokenizer import Tokenizer
 
 CODE, RANDOM = "code", "random"  # the built-in sources; any other is a file
-USUAL_LENGTH = 128  # tokens of a random prompt unless said otherwise
+USUAL_LENGTH = 128  # default tokens of a random prompt
 OPENINGS = (
     "def {verb}_{noun}(path, {noun}=None):\n",
     "class {Noun}Reader:\n    def __init__(self, {noun}s):\n",
@@ -69,8 +69,8 @@ NOUNS = ("line", "file", "token", "value", "header", "record", "message", "field
 class WorkloadConfig:
     """Which prompts to run. `prompts` is "code", "random" or a file; see `make_workload`.
 
-    num_prompts None = all of the file, or as many as the benchmark usually takes. prompt_length: tokens
-    per prompt; None = as long as they are. request_rate: prompts that arrive per second, at random; None = all at once.
+    num_prompts None = all of the file, or the benchmark's default number. prompt_length: tokens per
+    prompt; None = their own length. request_rate: Poisson arrivals per second; None = all prompts at once.
     """
 
     prompts: str = CODE
@@ -95,7 +95,7 @@ class Workload:
     request_rate: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what there is to run, in figures."""
+        """Return the figures of the workload for a report."""
         lengths = [len(prompt) for prompt in self.prompts]
         return {
             "prompts": self.source,
@@ -108,8 +108,8 @@ class Workload:
 def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -> Workload:
     """Make prompts for a model.
 
-    "code" are openings of Python code, or that much code with an opening at its end; "random" are tokens
-    drawn alike from all but special and end tokens; prompts of a file are cut at prompt_length.
+    "code" prompts are openings of Python code, or prompt_length tokens of code that end with one. "random"
+    tokens are uniform over all but special and end tokens. Prompts of a file are cut at prompt_length.
     """
     number = config.num_prompts or usual_number
     if config.prompts == CODE:
@@ -123,7 +123,7 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
 
 
 def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> None:
-    """Raise RequestError if a prompt and its output don't fit: outputs cut short can't be compared."""
+    """Check that every prompt and its output fit: truncated outputs can't be compared. Raises RequestError."""
     longest = max(len(prompt) for prompt in workload.prompts)
     if longest + max_tokens > max_model_len:
         raise RequestError(
@@ -135,20 +135,20 @@ def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> Non
 
 def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
     """Return the index-th piece of code: an opening, or `length` tokens that end with one."""
-    chance = random.Random(f"code-{index}")
-    opening = _fill(OPENINGS[index % len(OPENINGS)], chance)
+    generator = random.Random(f"code-{index}")
+    opening = _fill(OPENINGS[index % len(OPENINGS)], generator)
     if length is None:
         return tokenizer.encode(opening)
-    start = tokenizer.encode("")[:length]  # what the tokenizer puts before every text
+    start = tokenizer.encode("")[:length]  # tokens that the tokenizer adds before every text
     body = tokenizer.encode(opening, add_special_tokens=False)
     bodies = BODIES.replace("---\n", "\n\n---").split("---")
     while len(body) < length:
-        body = tokenizer.encode(_fill(chance.choice(bodies), chance), add_special_tokens=False) + body
+        body = tokenizer.encode(_fill(generator.choice(bodies), generator), add_special_tokens=False) + body
     return start + body[len(body) - length + len(start) :]
 
 
-def _fill(template: str, chance: random.Random) -> str:
-    verb, noun, number = chance.choice(VERBS), chance.choice(NOUNS), chance.randrange(1, 1000)
+def _fill(template: str, generator: random.Random) -> str:
+    verb, noun, number = generator.choice(VERBS), generator.choice(NOUNS), generator.randrange(1, 1000)
     return template.format(verb=verb, Verb=verb.title(), noun=noun, Noun=noun.title(), NOUN=noun.upper(), number=number)
 
 
@@ -158,17 +158,17 @@ def random_prompt(ids: Sequence[int], index: int, length: int) -> list[int]:
 
 
 def ordinary_ids(tokenizer: Tokenizer, end_token_ids: frozenset[int]) -> list[int]:
-    """Return the tokens that stand for text: none that was added to the vocabulary, none that ends a text."""
+    """Return the tokens of text: all but added tokens and end tokens."""
     added = tokenizer.backend.get_added_tokens_decoder()
     return sorted(set(tokenizer.vocab().values()) - set(added) - end_token_ids)
 
 
 def arrival_times(number: int, rate: float | None) -> list[float]:
-    """Return seconds from the start, rising: all 0 without a rate, else a Poisson process from 0 on."""
+    """Return arrival times in seconds from the start: all 0 without a rate, else a Poisson process from 0 on."""
     if rate is None:
         return [0.0] * number
-    chance = random.Random("arrivals")
-    return list(itertools.accumulate((chance.expovariate(rate) for _ in range(number - 1)), initial=0.0))
+    generator = random.Random("arrivals")
+    return list(itertools.accumulate((generator.expovariate(rate) for _ in range(number - 1)), initial=0.0))
 
 
 def _prompts_of_file(config: WorkloadConfig, tokenizer: Tokenizer) -> list[list[int]]:
@@ -182,7 +182,7 @@ def _prompts_of_file(config: WorkloadConfig, tokenizer: Tokenizer) -> list[list[
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """Read one prompt a line; of a .jsonl file each line is a text, a list of token ids, or has it under "prompt"."""
+    """Read one prompt per line. A line of a .jsonl file is a text, a list of token ids, or {"prompt": either}."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`speculant bench`: how fast a model is here, plain beside speculative in the same run."""
+"""`speculant bench`: measures plain and speculative decoding of a model on this machine, in the same run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Case, Tell
+    from speculant.bench.measuring import Case, Notify
     from speculant.bench.runs import Mode
     from speculant.bench.workloads import Workload
     from speculant.engine.build import Runtime
@@ -41,22 +41,22 @@ LATENCY_EXAMPLES = examples(
     "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
 )
 EXAMPLES = examples("speculant bench throughput --help", "speculant bench latency --help")
-MANY, FEW = 32, 4  # prompts that the two benchmarks usually take
+MANY, FEW = 32, 4  # default numbers of prompts of the two benchmarks
 
 app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure how fast a model is on this machine, plain beside speculative in the same run.
+    """Measure how fast a model is on this machine, plain and speculative in the same run.
 
-    Both ways run in turn, round by round; medians, quartiles and their ratio are printed, and whether
+    Both modes run in turn, round by round. Medians, quartiles and their ratio are printed, and whether
     both gave the same tokens. Without a drafter only plain decoding is measured.
     """
 
 
 class BenchSampling(SamplingFlags):
-    """The same flags; greedy and past end tokens unless told otherwise, so that runs can be compared."""
+    """The same flags, with other defaults: greedy and past end tokens, so that runs can be compared."""
 
     CHANGED = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -89,9 +89,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark is asked to do. `alone`: prompts run one at a time; `alone_too`: so as well.
+    """The settings of a benchmark. `alone`: prompts run one at a time; `alone_too`: in both ways.
 
-    trace: the file that a profile is written to.
+    trace: the file for a profile.
     """
 
     benchmark: str
@@ -126,8 +126,8 @@ def throughput(
 ) -> None:
     """Measure the tokens per second of many prompts that run together.
 
-    With them: steps, tokens a step, acceptance, preemptions, prompt tokens found in the prefix cache and
-    the most cache blocks that were held. A figure is its median over the rounds, with quartiles.
+    Also: steps, tokens per step, acceptance, preemptions, prompt tokens found in the prefix cache and
+    the largest number of cache blocks in use. A figure is its median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
     _run(Plan("throughput", configs, MANY, rounds, alone_too=sequential, trace=profile), sampling, engine, as_json)
@@ -149,8 +149,8 @@ def latency(
 ) -> None:
     """Measure one prompt at a time: time to the first token, between tokens, tokens per second.
 
-    The tokens that a step commits come together, so with speculation many gaps are 0: the mean tells how
-    fast the text grows, the percentiles how evenly.
+    A step commits its tokens together, so with speculation many gaps are 0: the mean measures how fast
+    the text grows, the percentiles how evenly.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
     _run(Plan("latency", configs, FEW, rounds, alone=True, trace=profile), sampling, engine, as_json)
@@ -169,7 +169,7 @@ def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool
     for workload in workloads:
         require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
     cases = _measure(plan, runtime, workloads, _modes(plan, params, runtime.drafting))
-    _tell(plan, config, runtime, cases, as_json)
+    _report(plan, config, runtime, cases, as_json)
 
 
 def _build(config: EngineConfig) -> Runtime:
@@ -191,13 +191,13 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], modes:
 
     bench = Bench(runtime)
     num_runs = len(workloads) * len(modes) * plan.rounds
-    with profiling(runtime.engine, plan.trace), _watched(num_runs) as tell:
-        return [measure(bench, workload, modes, plan.rounds, tell) for workload in workloads]
+    with profiling(runtime.engine, plan.trace), _shown_progress(num_runs) as notify:
+        return [measure(bench, workload, modes, plan.rounds, notify) for workload in workloads]
 
 
 @contextmanager
-def _watched(num_runs: int) -> Iterator[Tell]:
-    """Offer a function that hears of each run and shows how far it all is, on a terminal only."""
+def _shown_progress(num_runs: int) -> Iterator[Notify]:
+    """Yield a function that is called before each run and shows the progress, on a terminal only."""
     console = messages()
     if not console.is_terminal:
         yield lambda name: None
@@ -209,7 +209,7 @@ def _watched(num_runs: int) -> Iterator[Tell]:
         yield lambda name: bar.update(task, completed=next(started), description=f"Measuring {name.replace('_', ' ')}")
 
 
-def _tell(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case], as_json: bool) -> None:
+def _report(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case], as_json: bool) -> None:
     from speculant.bench.report import document
 
     value = document(plan.benchmark, config, runtime, cases)

@@ -1,4 +1,4 @@
-"""`speculant check-lossless`: does this pair, drafter and rule leave the target's distribution untouched?"""
+"""`speculant check-lossless`: checks that a pair, a drafter and a verifier preserve the target's distribution."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ EXAMPLES = examples(
 WITHOUT = (
     *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
     *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
-)  # flags of sampling that no distribution depends on, or that the check sets itself
+)  # sampling flags that do not change a distribution, or that the check sets itself
 EXIT_FAILED = 1
 NUM_PROMPTS = 8  # of built-in code
 PASSED, FAILED = "green", "bold red"  # styles
 
 
 class PairFlags(EngineFlags):
-    """The same flags; the embedded pair unless another one is named."""
+    """The same flags; the default is the embedded pair."""
 
     @classmethod
     def names(cls) -> list[str]:
@@ -61,12 +61,12 @@ class PairFlags(EngineFlags):
 
 
 def _embedded(drafting: bool, draft_model: str | None = None, **values: Any) -> dict[str, Any]:
-    """Return the engine's arguments with the embedded target, and its draft too if nothing else is drafting."""
+    """Return the engine's arguments with the embedded target, and its draft unless another drafter is given."""
     return dict(values, model="demo", draft_model=draft_model if drafting or draft_model else "demo")
 
 
 class DistributionFlags(SamplingFlags):
-    """Those of the flags that make a distribution or an end; the seeds are the check's own."""
+    """The flags that determine distributions and stops; the check sets the seeds."""
 
     @classmethod
     def names(cls) -> list[str]:
@@ -78,7 +78,7 @@ Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", help="A prompt; can be repeated. Without it, built-in code.")
 ]
 Method = Annotated[str | None, typer.Option(help="What drafts [default: the draft model].")]
-Verification = Annotated[str | None, typer.Option(help="The rule that checks drafts [default: auto].")]
+Verification = Annotated[str | None, typer.Option(help="The verifier of drafts [default: auto].")]
 Cases = Annotated[int, typer.Option(help="Random pairs of distributions to enumerate.")]
 Texts = Annotated[int, typer.Option(help="Texts to draw and to test: four times as many find half the shift.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -96,20 +96,20 @@ def check_lossless(
     sampling: DistributionFlags,
     engine: PairFlags,
 ) -> None:
-    """Check that speculation leaves the target's distribution untouched, for a pair of models and a way to draft.
+    """Check that speculation preserves the target's distribution, for a pair of models and a drafter.
 
-    Proves on tables, by following every branch of the real engine; tests on the pair itself that tokens
-    follow the target's distribution, and says how small a shift would have been found; compares greedy and seeded
-    texts with and without speculation. Exits with 1 if any of it fails.
+    Proves it on tables, by following every branch of the real engine. Tests on the pair that tokens
+    follow the target's distribution, with the smallest shift that the test can detect. Compares greedy and
+    seeded texts with and without speculation. Exits with 1 if any of these fails.
     """
     params = sampling.params()
     config = EngineConfig.from_arguments(**engine.arguments(method, verification))
-    _refuse(config, params, {"cases": cases, "texts": texts})
+    _check_settings(config, params, {"cases": cases, "texts": texts})
     fetch(config)
     with progress("Loading the models"):
         runtime = _build(config)
-    with _parts() as tell:
-        report = _check(config, runtime, prompts, params, cases, texts, tell)
+    with _shown_parts() as notify:
+        report = _check(config, runtime, prompts, params, cases, texts, notify)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -118,8 +118,8 @@ def check_lossless(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _refuse(config: EngineConfig, params: SamplingParams, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError for what can't be checked, before anything is loaded."""
+def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping[str, int]) -> None:
+    """Check the settings before anything is loaded. Raises ConfigError."""
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{name}={size} is not above 0", f"use for example --{name} 50.")
@@ -140,15 +140,15 @@ def _build(config: EngineConfig) -> Runtime:
 
 
 @contextmanager
-def _parts() -> Iterator[Tell]:
-    """Offer a function that hears which part begins, and shows it while it lasts."""
+def _shown_parts() -> Iterator[Tell]:
+    """Yield a function that is called at the start of each part and shows its name while it runs."""
     with ExitStack() as shown:
 
-        def tell(part: str) -> None:
+        def notify(part: str) -> None:
             shown.close()
             shown.enter_context(progress(part))
 
-        yield tell
+        yield notify
 
 
 def _check(
@@ -158,13 +158,13 @@ def _check(
     params: SamplingParams,
     cases: int,
     texts: int,
-    tell: Tell,
+    notify: Tell,
 ) -> Report:
     from speculant.exactness.check import Subject, check
 
     given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
     made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]
-    return check(Subject(config, runtime, made, params), cases, texts, tell)
+    return check(Subject(config, runtime, made, params), cases, texts, notify)
 
 
 def _show(report: Report) -> None:
@@ -232,7 +232,7 @@ def _figures(score: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _strength(score: Mapping[str, Any]) -> str:
-    """Say what a test could have seen."""
+    """Return the smallest shift that a test can detect, in words."""
     shift = score["detectable_shift"]
     if shift is None:
         return "these settings leave no choice, so there was nothing to test"
@@ -252,7 +252,7 @@ def _show_identity(console: Console, comparisons: Sequence[Mapping[str, Any]]) -
 
 
 def _difference(each: Mapping[str, Any]) -> str:
-    """Say what a difference of texts means."""
+    """Return what a difference of texts means."""
     gap = each["first_difference_gap_nats"]
     where = "nowhere near a tie" if gap is None else f"first difference at a gap of at most {gap:.2g} nats"
     if each["bitwise"]:

@@ -1,4 +1,4 @@
-"""Plain beside speculative decoding of the same prompts: the runs and the figures that count."""
+"""Plain and speculative decoding of the same prompts: the runs and their figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from speculant.metrics import SpeculationMetrics
 
 if TYPE_CHECKING:
-    from speculant.engine.job import StreamPiece
+    from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
     from speculant.params import SamplingParams
 
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded once. `seconds` is the engine's time, without that for showing the text."""
+    """One prompt decoded once. `seconds` is the engine's time, without that of the display."""
 
     text: str
     token_ids: list[int]
@@ -42,7 +42,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Total:
-    """Several runs of one kind, pooled."""
+    """The sums over several runs of one kind."""
 
     tokens: int
     seconds: float
@@ -69,7 +69,7 @@ def pool(runs: Sequence[Run]) -> Total:
 
 
 def run(llm: LLM, prompt: str, params: SamplingParams, show: Callable[[StreamPiece], None]) -> Run:
-    """Decode one prompt, handing each piece to `show` as it comes."""
+    """Decode one prompt and pass each piece to `show` when it arrives."""
     stream, seconds, text = llm.stream(prompt, params), 0.0, ""
     while True:
         started = time.perf_counter()
@@ -85,7 +85,7 @@ def run(llm: LLM, prompt: str, params: SamplingParams, show: Callable[[StreamPie
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return the figures that count, over all prompts."""
+    """Return the figures over all prompts."""
     plain, fast = pool([pair.plain for pair in pairs]), pool([pair.speculative for pair in pairs])
     return {
         "prompts": len(pairs),

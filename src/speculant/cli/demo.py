@@ -1,4 +1,4 @@
-"""`speculant demo`: plain beside speculative decoding with the embedded pair."""
+"""`speculant demo`: plain and speculative decoding with the embedded pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.engine.job import StreamPiece
+    from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
 
 EXAMPLES = examples(
@@ -24,7 +24,7 @@ EXAMPLES = examples(
     "speculant demo --temperature 1 --top-p 1 --seed 7",
     "speculant demo --json",
 )
-PROMPTS = {  # with the seed that each is sampled with, for the embedded pair's text to read well
+PROMPTS = {  # prompt -> seed, chosen so that the text reads well
     "def remove(path):\n    try:\n        os.unlink(path)\n    except OSError": 9,
     "def split_path(path):": 14,
     "try:\n    import _socket\nexcept ImportError:": 2,
@@ -44,7 +44,7 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
-    """Show plain beside speculative decoding with the embedded models.
+    """Compare plain and speculative decoding with the embedded models.
 
     Each prompt is decoded twice with the same seed: a token per pass of the target, then with drafts.
     Accepted draft tokens are green; yellow ones the target chose itself. The texts are the same, token for token.
@@ -108,7 +108,7 @@ def _style(piece: StreamPiece, drafting: bool) -> str:
 
 
 def _conclude(console: Console, figures: dict[str, Any]) -> None:
-    table = Table(title="Plain beside speculative", title_justify="left")
+    table = Table(title="Plain and speculative", title_justify="left")
     for heading, justify in (("", "left"), ("plain", "right"), ("speculative", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     table.add_row("tokens/s", f"{figures['plain_tokens_per_s']:.0f}", f"{figures['speculative_tokens_per_s']:.0f}")

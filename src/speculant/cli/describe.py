@@ -1,4 +1,4 @@
-"""What a command says about a result, for people and as JSON."""
+"""Descriptions of a result, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
-    """Return a result as `--json` prints it; `outputs` lists the samples where there are several."""
+    """Return a result as `--json` prints it; `outputs` lists the samples if there are several."""
     samples = [_sample(sample) for sample in output.outputs]
     prompt_tokens = len(output.prompt_token_ids)
     completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
@@ -49,12 +49,12 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprob(token: int, entry: Logprobs) -> dict[str, Any]:
-    """Return the chosen token's log-probability and, in `top`, those of all that were reported."""
+    """Return the chosen token's log-probability and, in `top`, those of all reported tokens."""
     return {"token": token, **asdict(entry[token]), "top": {other: each.logprob for other, each in entry.items()}}
 
 
 def speculation(llm: LLM, output: RequestOutput) -> str:
-    """Say what drafted for a request, or why nothing did."""
+    """Return which drafter a request had, or why it had none."""
     metrics, searched = output.metrics, any(sample.score is not None for sample in output.outputs)
     if llm.speculating and searched and not llm.speculating_beams:
         return f"{llm.speculation}, but not for a beam search"
@@ -67,7 +67,7 @@ def speculation(llm: LLM, output: RequestOutput) -> str:
 
 
 def figures(llm: LLM, output: RequestOutput) -> str:
-    """Say in one line what was measured, and whether speculation is on, with what, or why not."""
+    """Return one line with the measurements, and whether speculation is on, with which drafter, or why not."""
     timing, spec = output.metrics.timing, output.metrics.speculative_decoding
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s

@@ -1,4 +1,4 @@
-"""`speculant doctor`: what this machine offers, what is missing, and what that costs."""
+"""`speculant doctor`: what this machine has, what is missing, and what that costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS = {"_gib": "GiB", "_mib": "MiB", "_gb_per_s": "GB/s"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say what this machine offers, what is missing, and what that costs."""
+    """Report what this machine has, what is missing, and what that costs."""
     with progress("Measuring memory bandwidth"):
         machine = inspect_machine()
     if as_json:

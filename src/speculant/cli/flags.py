@@ -1,7 +1,7 @@
 """Groups of flags that several commands share, made from the fields they set.
 
-A group is a class whose annotations are flags: `name: Annotated[type, "help"]`. A command asks for one
-by annotating a parameter with it, under `@accepts_flags`, and gets back what the user gave.
+A group is a class whose annotations are flags: `name: Annotated[type, "help"]`. A command decorated with
+`@accepts_flags` annotates a parameter with a group and receives the values that the user gave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEW_TOKENS = 128  # the command line's max_tokens; SamplingParams' 16 is meant f
 
 
 class FlagGroup:
-    """What the user gave of one group: `given` holds no flag that was left out."""
+    """The values of one group that the user gave; `given` has no flag that was left out."""
 
     sets: ClassVar[type]  # the dataclass whose fields these are
     from_environment: ClassVar[bool] = False  # each flag is also SPECULANT_<NAME>
@@ -40,7 +40,7 @@ class FlagGroup:
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
-        """Yield the flags as parameters that typer understands; None = not given."""
+        """Yield the flags as typer's parameters; None = not given."""
         hints = get_type_hints(cls, include_extras=True)
         for name in cls.names():
             kind, description = get_args(hints[name])
@@ -64,7 +64,7 @@ class FlagGroup:
 
 
 class SamplingFlags(FlagGroup):
-    """How text is sampled and when it ends."""
+    """Sampling and stop conditions."""
 
     sets = SamplingParams
 
@@ -94,13 +94,13 @@ class SamplingFlags(FlagGroup):
     ]
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
-        """Return what the flags describe; `defaults` fill in for those that were not given."""
+        """Return the sampling parameters; `defaults` replace flags that were not given."""
         values = {"max_tokens": NEW_TOKENS, **self.given}
         if "logit_bias" in values:
             values["logit_bias"] = parse_mapping("--logit-bias", values["logit_bias"])
         if "speculation" in values:
             values["speculation"] = parse_speculation(values["speculation"])
-        if defaults is None or "beam_width" in values:  # a beam search has no use for advice on sampling
+        if defaults is None or "beam_width" in values:  # a beam search does not use sampling defaults
             defaults = SamplingParams()
         return dataclasses.replace(defaults, **values)
 
@@ -110,7 +110,7 @@ class SamplingFlags(FlagGroup):
 
 
 class EngineFlags(FlagGroup):
-    """What the engine is made from."""
+    """The engine's arguments."""
 
     sets = EngineConfig
     from_environment = True
@@ -157,7 +157,7 @@ class EngineFlags(FlagGroup):
 
 
 def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is annotated with a group by the group's flags."""
+    """Replace each parameter whose annotation is a group by the group's flags."""
     signature = inspect.signature(command, eval_str=True)
     groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p.annotation)}
     own = [parameter for name, parameter in signature.parameters.items() if name not in groups]
@@ -174,7 +174,7 @@ def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def announce(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """Let typer see these parameters instead of those in a command's definition."""
+    """Replace the parameters that typer reads from a command's definition."""
     vars(command).pop("__wrapped__", None)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -186,7 +186,7 @@ def _is_group(annotation: Any) -> bool:
 
 
 def parse_mapping(flag: str, text: str) -> dict[str, Any]:
-    """Read KEY=VALUE,KEY=VALUE or a JSON object; values are JSON where they can be, else text."""
+    """Read KEY=VALUE,KEY=VALUE or a JSON object; values are JSON if valid, else text."""
     if text.lstrip().startswith("{"):
         return _parse_object(flag, text)
     pairs = [pair.partition("=") for pair in text.split(",")]

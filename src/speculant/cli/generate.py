@@ -44,14 +44,14 @@ def generate(
 ) -> None:
     """Complete a prompt.
 
-    Text appears on standard output as it is made; what was measured follows on standard error, with
-    whether speculation is on and why.
+    Text is printed to standard output as it is generated. Measurements follow on standard error, with
+    whether speculation is on, or why not.
 
     Options of the engine are environment variables too: --draft-model is SPECULANT_DRAFT_MODEL, and
-    --engine-seed is SPECULANT_SEED. Sampling defaults are the checkpoint's own where it has some.
+    --engine-seed is SPECULANT_SEED. Sampling defaults are those of the checkpoint, if any.
     """
     text, values = read_prompt(prompt, prompt_file), engine.values()
-    sampling.params()  # refuses what is out of range before anything is loaded
+    sampling.params()  # checks ranges before anything is loaded
     check_trace_path(profile)
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
@@ -65,7 +65,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """Return the prompt from the one place that was given."""
+    """Return the prompt from its argument, standard input or a file. Raises RequestError unless one is given."""
     if (prompt is None) == (prompt_file is None):
         raise RequestError(
             "there is no prompt" if prompt is None else "there are two prompts",
@@ -84,7 +84,7 @@ def _read_file(path: Path) -> str:
 
 
 def fetch(config: EngineConfig) -> None:
-    """Download what is not here yet, under the downloader's own progress bars."""
+    """Download models that are not in the local cache; the downloader shows its own progress."""
     drafting = config.speculative()
     resolve_source(config.model, "target")
     if drafting is not None and drafting.model is not None:
@@ -110,7 +110,7 @@ def _print_document(llm: LLM, prompt: str, params: SamplingParams) -> RequestOut
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
-    """Print the text while it is made."""
+    """Print the text while it is generated."""
     last = None
     for piece in llm.stream(prompt, params):
         sys.stdout.write(piece.text)

@@ -1,4 +1,4 @@
-"""`--log-level`: what the library logs appears on standard error. Without it nothing does."""
+"""`--log-level`: prints the library's log to standard error. Without it nothing is logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogLevel(StrEnum):
-    """How much is logged, from most to least."""
+    """Log levels, the most verbose first."""
 
     DEBUG = "debug"
     INFO = "info"

@@ -1,4 +1,4 @@
-"""What this machine is: the facts behind `speculant doctor`."""
+"""The facts about this machine that `speculant doctor` reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLES = ("target", "draft")  # of the embedded pair
 REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "rich", "typer")
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
-# Instruction sets that decide which kernels can run; the names are those of /proc/cpuinfo.
+# Instruction sets that determine which kernels can run; the names are those of /proc/cpuinfo.
 INSTRUCTION_SETS = (
     *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni"),
     *("amx_tile", "amx_int8", "amx_bf16"),
@@ -32,7 +32,7 @@ INSTRUCTION_SETS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is there or missing: what it costs to be without it, and how to get it."""
+    """One thing that is present or missing: the cost of its absence, and how to get it."""
 
     status: str  # ok, missing, note
     what: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything doctor reports, one mapping per section. Sizes are in GiB, bandwidth in GB/s."""
+    """All that doctor reports, one mapping per section. Sizes are in GiB, bandwidth in GB/s."""
 
     speculant: dict[str, Any]
     processor: dict[str, Any]
@@ -56,7 +56,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Collect the facts; takes a second or two, for the speeds."""
+    """Collect the facts. Measuring speeds takes one or two seconds."""
     cuda, speeds = _cuda(), measure_speeds()
     packages = _packages()
     return Machine(
@@ -171,7 +171,7 @@ def _model_findings() -> list[Finding]:
 
 
 def _kernels(speeds: Speeds) -> dict[str, Any]:
-    """What computes on the processor, and how fast it goes through bfloat16 weights when one row is decoded."""
+    """Return the kernels in use on the CPU, and how fast they read bfloat16 weights when one row is decoded."""
     from speculant.kernels.native import open_kernels, usable_sets
 
     kernels = open_kernels()

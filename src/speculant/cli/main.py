@@ -13,14 +13,14 @@ from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import show_error
 from speculant.errors import SpeculantError
 
-EXIT_RUNTIME = 1  # something did not fit or broke off
-EXIT_USAGE = 2  # something the user can correct
+EXIT_RUNTIME = 1  # an error at run time
+EXIT_USAGE = 2  # an error in the arguments
 
 app = typer.Typer(
     name="speculant",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # rich cuts long flags off
+    rich_markup_mode=None,  # rich truncates long flags
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -53,9 +53,9 @@ def root(
 
 
 def main() -> None:
-    """Run the command line; errors become a message, a fix and an exit code, never a traceback.
+    """Run the command line. An error is printed with its fix, without a traceback, and sets the exit code.
 
-    SPECULANT_DEBUG=1 lets them through.
+    SPECULANT_DEBUG=1 raises it instead.
     """
     if os.environ.get("SPECULANT_DEBUG") == "1":
         app()

@@ -1,4 +1,4 @@
-"""How fast this machine is at what decoding is made of: reading memory, and multiplying a row with a matrix."""
+"""Measures the two costs of decoding on this machine: reading memory, and multiplying a row by a matrix."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-REPEATS = 5  # the best of them counts
+REPEATS = 5  # the best one is reported
 BANDWIDTH_BYTES = 256 * 2**20  # well beyond the caches
 N, K = 8192, 6144  # 96 MiB of bfloat16
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes a second, in GB/s; None where the native kernels were not built."""
+    """Speeds in GB/s; None = the native kernels were not built."""
 
     read: float  # all threads together: the bound on decoding at batch 1
     torch_linear: float  # bfloat16 weights, one row
@@ -21,7 +21,7 @@ class Speeds:
 
 
 def measure_speeds() -> Speeds:
-    """Measure; takes a second or two."""
+    """Measure the speeds; takes one or two seconds."""
     import torch
 
     from speculant.kernels.native import Op, Pass, Type, aligned, open_kernels
@@ -43,7 +43,7 @@ def measure_speeds() -> Speeds:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Return the shortest of some runs, in seconds."""
+    """Return the shortest time of REPEATS runs, in seconds."""
     best = float("inf")
     for _ in range(REPEATS):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`--profile`: where the time of a command's steps goes, as a trace that Perfetto opens."""
+"""`--profile`: writes a trace of the engine's steps that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Profile = Annotated[
 
 @contextmanager
 def profiling(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Profile the steps of this block and say where the trace is; None = neither."""
+    """Profile the steps of this block and print the path of the trace; None = do nothing."""
     with profiled(engine, path):
         yield
     if path is not None:

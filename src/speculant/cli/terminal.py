@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything about them to stderr."""
+"""Output: results to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from speculant.errors import SpeculantError
 
 
 def examples(*commands: str) -> str:
-    """Return the end of a command's help, its lines kept as they are."""
+    """Return the end of a command's help, without rewrapping its lines."""
     return "\n".join(("\b", "Examples:", *(f"  {command}" for command in commands)))
 
 
 def results() -> Console:
-    """Return the console for results. Text is shown as it is: no markup, no highlighting, no wrapping."""
+    """Return the console for results. Text is printed verbatim: no markup, no highlighting, no wrapping."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def messages() -> Console:
-    """Return the console for what is said about results."""
+    """Return the console for everything but results."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_error(error: SpeculantError) -> None:
-    """Say what is wrong and how to mend it."""
+    """Print an error and its fix."""
     console = messages()
     console.print("error: ", style="bold red", end="")
     console.print(error.problem)
@@ -45,7 +45,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Show that something is under way, on a terminal only."""
+    """Show a status while the block runs, on a terminal only."""
     console = messages()
     if console.is_terminal:
         with console.status(doing):

@@ -1,4 +1,4 @@
-"""`speculant train`: small models of one's own."""
+"""`speculant train`: trains small models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLES = examples(
     "speculant train lm --out draft --distill-from target --hidden 128 --layers 2 --minutes 15",
     "speculant train lm --out poems --data ./poems --suffix .txt --steps 2000",
 )
-_LOG_STEPS = 50  # where there is no terminal to draw on, a line for every so many steps
+_LOG_STEPS = 50  # steps per line of output without a terminal
 
 app = typer.Typer(help="Train small models: a target, or a draft for a target.", no_args_is_help=True)
 
@@ -39,7 +39,7 @@ def train() -> None:
 
 
 class TrainingFlags(FlagGroup):
-    """What is trained, on what, for how long."""
+    """The model, the data and the length of a training run."""
 
     sets = TrainingConfig
     panel = "Training"
@@ -50,7 +50,7 @@ class TrainingFlags(FlagGroup):
     data: Annotated[list[Path], "A folder of text files; can be repeated. Without it, Python's standard library."]
     suffix: Annotated[str, "How the text files' names end."]
     tokenizer: Annotated[Path, "Use the tokenizer of this folder instead of training one."]
-    distill_from: Annotated[Path, "Train a draft on the laws of the target in this folder."]
+    distill_from: Annotated[Path, "Train a draft on the distributions of the target in this folder."]
     vocab_size: Annotated[int, "Tokens of a new tokenizer."]
     hidden: Annotated[int, "Width of the residual stream."]
     intermediate: Annotated[int, "Width inside the feed-forward blocks."]
@@ -67,7 +67,7 @@ class TrainingFlags(FlagGroup):
     save_minutes: Annotated[float, "Minutes between checkpoints."]
 
     def config(self) -> TrainingConfig:
-        """Return what the flags describe."""
+        """Return the training configuration."""
         if "out" not in self.given:
             raise ConfigError("there is no folder to write to", "add --out FOLDER.")
         values = {**self.given, "data": tuple(self.given.get("data", ()))}
@@ -85,8 +85,8 @@ def lm(
 ) -> None:
     """Train a Llama-format language model, and its tokenizer, on text files.
 
-    The folder is ready for `--model` or `--draft-model` when the run ends. Interrupted, a run goes on
-    from its last checkpoint with --resume.
+    When the run ends, the folder can be used as `--model` or `--draft-model`. --resume continues an
+    interrupted run from its last checkpoint.
     """
     config = flags.config()
     outcome = _run(config, resume)
@@ -99,7 +99,7 @@ def lm(
 def _run(config: TrainingConfig, resume: bool) -> Outcome:
     from speculant.training import job
 
-    _ = config.schedule  # refuses a run without an end before anything is read
+    _ = config.schedule  # checks that the run has an end before anything is read
     job.check_folder(config, resume)
     with progress("Reading the text files"):
         corpus = job.read_files(config)
@@ -111,7 +111,7 @@ def _run(config: TrainingConfig, resume: bool) -> Outcome:
     if resume:
         trainer.resume()
     _train(trainer)
-    with _watched("Measuring on held-out files") as watch:
+    with _shown_progress("Measuring on held-out files") as watch:
         return job.finish(config, texts, trainer, watch)
 
 
@@ -140,8 +140,8 @@ def _line(trainer: Trainer, report: Report) -> str:
 
 
 @contextmanager
-def _watched(doing: str) -> Iterator[Watcher | None]:
-    """Offer a function that shows how much is done, on a terminal only."""
+def _shown_progress(doing: str) -> Iterator[Watcher | None]:
+    """Yield a function that shows the fraction done, on a terminal only."""
     console = messages()
     if not console.is_terminal:
         yield None

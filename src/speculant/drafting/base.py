@@ -161,8 +161,8 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
             f"drafter {name} asks for hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",
             f"use layers from 0 to {num_layers}.",
         )
-    if needs.own_cache != bool(getattr(drafter, "caches", ())):
-        raise ConfigError(f"drafter {name} does not announce in own_cache whether it has caches", "correct its needs.")
+    if getattr(drafter, "caches", ()) and not needs.own_cache:
+        raise ConfigError(f"drafter {name} has caches and does not announce them", "set own_cache in its needs.")
     if all(hasattr(drafter, call) for call in _CALLS):
         return cast(Drafter, drafter)
     completed = StatelessDrafter()

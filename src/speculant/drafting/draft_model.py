@@ -91,7 +91,7 @@ class ModelDrafter(StatelessDrafter):
         chains = runner.plan(drafting)
         grow(runner.model, chains, runner.cache, self._vocab_size, self._sampler)
         for chain in chains:
-            runner.note(chain.request, [*chain.feed, *chain.tokens[:-1]])
+            runner.note(chain.request, [*chain.input_tokens, *chain.tokens[:-1]])
         return {chain.request.seq_id: DraftTree.chain(chain.tokens, chain.probs) for chain in chains if chain.tokens}
 
     def _grow_trees(self, drafting: Sequence[tuple[Request, int]], topology: TreeTopology) -> dict[int, DraftTree]:

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from speculant.engine.frontend import Frontend, Prompt
-from speculant.engine.job import StreamPiece
-from speculant.engine.thread import EngineThread, Ticket
+from speculant.engine.generation import StreamPiece
+from speculant.engine.thread import EngineThread, PieceStream
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
@@ -66,13 +66,13 @@ class AsyncEngine(Frontend):
         one that `shutdown` aborts, an EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        ticket = Ticket(self._order(prompt, sampling_params, request_id, priority, cache_salt))
-        self._thread.add(ticket)
+        stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt))
+        self._thread.add(stream)
         try:
-            while (piece := await ticket.receive()) is not None:
+            while (piece := await stream.receive()) is not None:
                 yield self._readable(piece)
         finally:
-            self._thread.abort(ticket)
+            self._thread.abort(stream)
 
     async def generate(
         self,

@@ -1,43 +1,20 @@
-"""What every way into an engine begins with: models that are loaded, and a prompt that becomes a job."""
+"""What every way into an engine begins with: loaded models, and a prompt that becomes a `Generation`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from speculant.config import EngineConfig
-from speculant.engine.build import Runtime, build_engine
-from speculant.engine.job import Job, StreamPiece, with_token_texts
+from speculant.engine.build import build_engine
+from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
-from speculant.text.stop import StopStrings, compile_stops
-from speculant.text.stream import TextStream
+from speculant.text.stop import compile_stops
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Order:
-    """A tokenised prompt and what is wanted of it. `text` is None if the prompt came as token ids.
-
-    stops: the stop strings of `params`, compiled; None = there are none.
-    """
-
-    request_id: str
-    text: str | None
-    tokens: Sequence[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    stops: StopStrings | None = None
-
-    def __post_init__(self) -> None:
-        for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise RequestError(f"{name}={value!r} is a {type(value).__name__}", f"give {name} as {kind.__name__}.")
 
 
 class Frontend:
@@ -78,9 +55,9 @@ class Frontend:
         """The sampling settings that the checkpoint recommends."""
         return self._runtime.checkpoint.sampling
 
-    def _order(
+    def _generation(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
-    ) -> Order:
+    ) -> Generation:
         """Tokenise a prompt and compile its stop strings; raises RequestError for what is no prompt."""
         given: object = prompt
         if not isinstance(given, (str, Sequence)):
@@ -91,21 +68,8 @@ class Frontend:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params = params or self.default_params
         stops = self._compile_stops(tuple(params.stop))
-        return Order(request_id, text, tokens, params, priority, cache_salt, stops)
+        return Generation(request_id, text, tokens, params, priority, cache_salt, stops)
 
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""
         return piece if piece.output is None else replace(piece, output=with_token_texts(piece.output, self.tokenizer))
-
-
-def start_job(runtime: Runtime, order: Order) -> Job:
-    """Queue what is ordered; raises what `Engine.add_request` does, and nothing is queued then."""
-    requests = runtime.engine.add_request(
-        order.tokens,
-        order.params,
-        order.request_id,
-        stop_checker=partial(TextStream, runtime.tokenizer, order.params, order.stops),
-        priority=order.priority,
-        cache_salt=order.cache_salt,
-    )
-    return Job(order.request_id, order.text, requests)

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from speculant.engine.frontend import Frontend, Prompt, start_job
-from speculant.engine.job import Job, StreamPiece, with_token_texts
+from speculant.engine.frontend import Frontend, Prompt
+from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
@@ -23,7 +23,7 @@ class LLM(Frontend):
         super().__init__(model, draft_model, **arguments)
         self.engine = self._runtime.engine
         self._ids = itertools.count()
-        self._jobs: dict[str, Job] = {}
+        self._generations: dict[str, Generation] = {}
 
     def generate(
         self,
@@ -36,18 +36,18 @@ class LLM(Frontend):
         finish_reason "error" and leaves the others alone; if all of them fail, the first error is raised.
         """
         listed = _as_prompts(prompts)
-        jobs: list[Job] = []
+        generations: list[Generation] = []
         try:
             for prompt, params in zip(listed, self._params_for(listed, sampling_params), strict=True):
                 while not self.engine.accepts(params.n) and self.engine.has_unfinished():
                     self._step()
-                jobs.append(self._start(prompt, params))
-            while not all(job.finished for job in jobs):
+                generations.append(self._start(prompt, params))
+            while not all(generation.finished for generation in generations):
                 self._step()
         finally:
-            self._close(jobs)
-        outputs = [job.output() for job in jobs]
-        errors = [job.error for job in jobs]
+            self._close(generations)
+        outputs = [generation.output() for generation in generations]
+        errors = [generation.error for generation in generations]
         if errors and errors[0] is not None and all(errors):
             raise errors[0]
         return [with_token_texts(output, self.tokenizer) for output in outputs]
@@ -57,32 +57,33 @@ class LLM(Frontend):
 
         Several streams may be open at once: whichever is asked next moves all of them on.
         """
-        job = self._start(prompt, sampling_params or self.default_params)
+        generation = self._start(prompt, sampling_params or self.default_params)
         try:
-            while job.unread or not job.finished:
-                while job.unread:
-                    yield self._readable(job.piece(job.unread.popleft()))
-                if not job.finished:
+            while generation.unread or not generation.finished:
+                while generation.unread:
+                    yield self._readable(generation.piece(generation.unread.popleft()))
+                if not generation.finished:
                     self._step()
         finally:
-            self._close([job])
-        if job.error is not None:
-            raise job.error
+            self._close([generation])
+        if generation.error is not None:
+            raise generation.error
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> Job:
-        job = start_job(self._runtime, self._order(prompt, params, f"request-{next(self._ids)}"))
-        self._jobs[job.request_id] = job
-        return job
+    def _start(self, prompt: Prompt, params: SamplingParams) -> Generation:
+        generation = self._generation(prompt, params, f"request-{next(self._ids)}")
+        generation.start(self.engine, self.tokenizer)
+        self._generations[generation.request_id] = generation
+        return generation
 
     def _step(self) -> None:
         for output in self.engine.step():
-            self._jobs[output.request_id].unread.append(output)
+            self._generations[output.request_id].unread.append(output)
 
-    def _close(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            del self._jobs[job.request_id]
-            if not job.finished:
-                self.engine.abort(job.request_id)
+    def _close(self, generations: Sequence[Generation]) -> None:
+        for generation in generations:
+            del self._generations[generation.request_id]
+            if not generation.finished:
+                self.engine.abort(generation.request_id)
 
     def _params_for(
         self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None

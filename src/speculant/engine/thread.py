@@ -19,8 +19,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from speculant.engine.build import Runtime
-from speculant.engine.frontend import Order, start_job
-from speculant.engine.job import Job, StreamPiece
+from speculant.engine.generation import Generation, StreamPiece
 from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
 from speculant.metrics import EngineMetrics
 from speculant.types import StepOutput
@@ -30,45 +29,45 @@ _LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter'
 
 @dataclass(frozen=True)
 class _End:
-    """What follows a request's last piece; `error` is to be raised."""
+    """What follows the last piece; `error` is raised to the reader."""
 
     error: Exception | None
 
 
-class Ticket:
-    """What a caller's event loop and the engine's thread both hold of a request; made in that loop."""
+class PieceStream:
+    """The way of a generation's pieces from the engine's thread to the event loop that it is made in."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
         self._loop = asyncio.get_running_loop()
-        self._unread: asyncio.Queue[StreamPiece | _End] = asyncio.Queue()  # touched in the loop alone
+        self._unread: asyncio.Queue[StreamPiece | _End] = asyncio.Queue()  # used in the loop alone
 
     async def receive(self) -> StreamPiece | None:
         """Wait for the next piece; None after the last. Raises what ended the request, if that was an error."""
-        told = await self._unread.get()
-        if isinstance(told, StreamPiece):
-            return told
-        if told.error is not None:
-            raise told.error
+        item = await self._unread.get()
+        if isinstance(item, StreamPiece):
+            return item
+        if item.error is not None:
+            raise item.error
         return None
 
-    def tell(self, told: Sequence[StreamPiece | _End]) -> bool:
-        """Wake the reader, from the engine's thread, once for all that is told; False if its loop was closed."""
+    def send(self, items: Sequence[StreamPiece | _End]) -> bool:
+        """Wake the reader, from the engine's thread, once for all items; False if its loop was closed."""
         try:
-            self._loop.call_soon_threadsafe(self._keep, told)
+            self._loop.call_soon_threadsafe(self._append, items)
         except RuntimeError:
             return False
         return True
 
-    def _keep(self, told: Sequence[StreamPiece | _End]) -> None:
-        for each in told:
-            self._unread.put_nowait(each)
+    def _append(self, items: Sequence[StreamPiece | _End]) -> None:
+        for item in items:
+            self._unread.put_nowait(item)
 
 
 class EngineThread:
     """Runs an engine, which nobody else touches. It ends when it is closed, or when something breaks it.
 
-    `metrics` are a copy, as of the last step. `ended` is done when no request will be told anything more.
+    `metrics` are a copy, as of the last step. `ended` is done when no stream will get anything more.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -77,7 +76,7 @@ class EngineThread:
         self.ended.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
         self._runtime, self._engine = runtime, runtime.engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
-        self._open: dict[str, tuple[Ticket, Job]] = {}
+        self._open: dict[str, PieceStream] = {}
         self._lock = threading.RLock()  # nothing is added once it is closed
         self._closed = False
         self._leaving = False  # the engine's thread has read that it is closed
@@ -98,15 +97,15 @@ class EngineThread:
         if self._closed:
             raise EngineClosedError("the engine was shut down", "make a new one.")
 
-    def add(self, ticket: Ticket) -> None:
-        """Have a request queued; its ticket is told what comes of it. Raises as `check` does."""
+    def add(self, stream: PieceStream) -> None:
+        """Have a generation queued; the stream gets its pieces. Raises as `check` does."""
         with self._lock:
             self.check()
-            self._inbox.put(partial(self._add, ticket))
+            self._inbox.put(partial(self._add, stream))
 
-    def abort(self, ticket: Ticket) -> None:
-        """Have a request ended before the next step, if it has not ended yet; its ticket is told nothing more."""
-        self._inbox.put(partial(self._abort, ticket))
+    def abort(self, stream: PieceStream) -> None:
+        """Have a generation ended before the next step, if it has not ended yet; the stream gets nothing more."""
+        self._inbox.put(partial(self._abort, stream))
 
     def close(self) -> None:
         """Take no more requests, and end the thread after those that are there."""
@@ -145,43 +144,45 @@ class EngineThread:
             outputs.setdefault(output.request_id, []).append(output)
         self.metrics = replace(self._engine.metrics)
         for request_id, own in outputs.items():
-            self._tell(*self._open[request_id], own)
+            self._deliver(self._open[request_id], own)
 
-    def _tell(self, ticket: Ticket, job: Job, outputs: Sequence[StepOutput]) -> None:
-        """Pass on what a step committed for one request. Text that can't be made ends this request alone."""
-        told: list[StreamPiece | _End] = []
+    def _deliver(self, stream: PieceStream, outputs: Sequence[StepOutput]) -> None:
+        """Pass on what a step committed for one generation. Text that can't be made ends this generation alone."""
+        generation, items = stream.generation, list[StreamPiece | _End]()
         try:
-            told += (job.piece(output) for output in outputs)
+            items += (generation.piece(output) for output in outputs)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
-            self._abort(ticket)
-            told.append(_End(error))
+            self._abort(stream)
+            items.append(_End(error))
         else:
-            if job.finished:
-                del self._open[job.request_id]
-                told.append(_End(job.error))
-        if not ticket.tell(told):
-            self._abort(ticket)
+            if generation.finished:
+                del self._open[generation.request_id]
+                items.append(_End(generation.error))
+        if not stream.send(items):
+            self._abort(stream)
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, stream: PieceStream) -> None:
+        generation = stream.generation
         try:
             if self._cause is not None:
                 raise self._death()
-            self._open[ticket.order.request_id] = ticket, start_job(self._runtime, ticket.order)
+            generation.start(self._engine, self._runtime.tokenizer)
+            self._open[generation.request_id] = stream
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the others go on
-            ticket.tell([_End(error)])
+            stream.send([_End(error)])
 
-    def _abort(self, ticket: Ticket) -> None:
-        """End a request; another one that has its id by now, or had it before, is left alone."""
-        found = self._open.get(ticket.order.request_id)
-        if found is not None and found[0] is ticket:
-            del self._open[ticket.order.request_id]
-            self._engine.abort(ticket.order.request_id)
+    def _abort(self, stream: PieceStream) -> None:
+        """End a generation; another one that has its id by now, or had it before, is left alone."""
+        request_id = stream.generation.request_id
+        if self._open.get(request_id) is stream:
+            del self._open[request_id]
+            self._engine.abort(request_id)
 
     def _abort_all(self) -> None:
-        for ticket, _ in list(self._open.values()):
-            self._abort(ticket)
+        for stream in list(self._open.values()):
+            self._abort(stream)
             error = EngineClosedError("the engine was shut down before this request ended", "send it to another one.")
-            ticket.tell([_End(error)])
+            stream.send([_End(error)])
 
     def _leave(self) -> None:
         self._leaving = True
@@ -190,10 +191,10 @@ class EngineThread:
         """Tell everybody who still waits; `add` refuses from here on, so nobody begins to."""
         with self._lock:
             self._closed = True
-        abandoned = [ticket for ticket, _ in self._open.values()]
+        abandoned = list(self._open.values())
         self._open.clear()
-        for ticket in abandoned:
-            ticket.tell([_End(self._death())])
+        for stream in abandoned:
+            stream.send([_End(self._death())])
         while not self._inbox.empty():
             self._inbox.get()()
         atexit.unregister(self._exit)

@@ -1,1 +1,1 @@
-"""Operations under the models. `reference` defines what is correct."""
+"""The operations that models use. `reference` defines the correct results."""

@@ -1,4 +1,4 @@
-"""What makes distributions and draws from them: one protocol for every device."""
+"""The sampler protocol: distributions from logits, and draws from them, on every device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speculant.counts import TokenCounts
 
 
 class SamplingSettings(NamedTuple):
-    """How a row's distribution is made of its logits. temperature 0 puts everything on the best token."""
+    """How a row's logits become its distribution. temperature 0 is greedy: all probability on the best token."""
 
     temperature: float
     top_p: float = 1.0  # 1 = not used
@@ -27,17 +27,17 @@ class SamplingSettings(NamedTuple):
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens may be cut off."""
+        """Whether top-k, top-p or min-p may exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What changes a row's logits before its distribution is made, in this order.
+    """Changes to a row's logits before its distribution is computed, in this order.
 
     mask: bitset [words] int32 of the allowed tokens; None = all are. biases are added to the logits of the `biased`
-    tokens. banned tokens are impossible as long as fewer than `ban_below` tokens are drafted. Penalties look at
-    `counts` (None = no penalties) and at the `drafted` tokens that the row follows.
+    tokens. banned tokens are impossible while fewer than `ban_below` tokens are drafted. Penalties use `counts`
+    (None = no penalties) and the `drafted` tokens before the row.
     """
 
     drafted: Sequence[int] = ()
@@ -53,15 +53,15 @@ class Edits:
 
 
 class Sampler(Protocol):
-    """Makes distributions from logits, and draws. What a row gives depends on that row alone."""
+    """Computes distributions from logits, and draws tokens. A row's result depends only on that row."""
 
     def distribution(
         self, logits: Tensor, settings: Sequence[SamplingSettings], edits: Sequence[Edits | None]
     ) -> Tensor:
-        """Return distributions [r, V] in float64 for logits [r, V], one entry of `settings` and `edits` per row.
+        """Return distributions [r, V] in float64 for logits [r, V], with one entry of `settings` and `edits` per row.
 
         Order: edits, temperature, top-k, top-p, min-p. Ties go to the lowest token ids. A row without a possible token
-        is all zeros; one whose logits have NaN or +infinity is all NaN. The logits stay as they are.
+        is all zeros; one whose logits have NaN or +infinity is all NaN. The logits are not changed.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h).
 
-It is loaded when it is first asked for, and chooses the best instruction set that the processor has;
-SPECULANT_ISA names another one. Without the library everything runs on `reference`.
+It is loaded at its first use with the best instruction set that the processor has; SPECULANT_ISA names
+another one. Without the library everything runs on `reference`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from speculant.kernels.base import SamplingSettings
 
 VERSION = 6
 ALIGNMENT = 64  # bytes
-MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head: the kernels' bounds
-NO_TOKEN = -1  # what is drawn from a distribution that is none
+MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
+NO_TOKEN = -1  # the draw of a row without a distribution
 
 
 class Type(IntEnum):
@@ -44,7 +44,7 @@ QUANTIZED = {"int8": Type.INT8, "int4": Type.INT4}
 
 
 class Code(IntEnum):
-    """What an operation does; csrc/speculant.h has the shapes."""
+    """The kinds of operations; csrc/speculant.h has the shapes."""
 
     EMBED = 0
     NORM = 1
@@ -75,7 +75,7 @@ class Op(Structure):
 
 
 class Pass(Structure):
-    """What a program is run on."""
+    """The arguments of a program: the `SpPass` of csrc/speculant.h."""
 
     _fields_: ClassVar[Any] = [
         ("rows", c_int64), ("num_segments", c_int64), ("block", c_int64),
@@ -86,7 +86,7 @@ class Pass(Structure):
 
 
 class SpSamplingSettings(Structure):
-    """`SamplingSettings` as the library has them: a tuple of the same order makes one."""
+    """`SamplingSettings` in the library's layout; the fields have the same order."""
 
     _fields_: ClassVar[Any] = [
         ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("top_k", c_int64),
@@ -94,7 +94,7 @@ class SpSamplingSettings(Structure):
 
 
 class SpEdits(Structure):
-    """What changes a row's logits before its distribution is made; csrc/speculant.h has the order."""
+    """Changes to a row's logits before its distribution is computed; csrc/speculant.h has the order."""
 
     _fields_: ClassVar[Any] = [
         ("allowed", c_void_p), ("words", c_int64), ("masked", c_int64),
@@ -107,12 +107,12 @@ class SpEdits(Structure):
 
 
 def settings_array(settings: Sequence[SamplingSettings]) -> ctypes.Array[SpSamplingSettings]:
-    """Return settings as the library has them."""
+    """Return settings in the library's layout."""
     return (SpSamplingSettings * len(settings))(*[SpSamplingSettings(*row) for row in settings])
 
 
 class Draft(Structure):
-    """What is drawn by `Kernels.draft`."""
+    """The arguments of `Kernels.draft`: the `SpDraft` of csrc/speculant.h."""
 
     _fields_: ClassVar[Any] = [
         ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
@@ -123,7 +123,7 @@ class Draft(Structure):
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [n, k] (or two, in turn) packed for one instruction set."""
+    """A matrix [n, k], or two of them interleaved panel by panel, packed for one instruction set."""
 
     memory: Tensor
     type: Type
@@ -132,7 +132,7 @@ class Weight:
 
     @property
     def address(self) -> int:
-        """Where the first panel is."""
+        """The address of the first panel."""
         return self.memory.data_ptr()
 
 
@@ -146,7 +146,7 @@ class Kernels:
     threads: int
 
     def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
-        """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, panel by panel in turn."""
+        """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, interleaved by panels."""
         n, k = weight.shape
         matrices = [matrix for matrix in (weight, second) if matrix is not None]
         memory = aligned(self.packed_bytes(type_, n, k) * len(matrices))
@@ -155,55 +155,55 @@ class Kernels:
         return Weight(memory, type_, n, k)
 
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
-        """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel from an address on."""
+        """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel, the first at an address."""
         rows, (n, k) = rows.detach().contiguous(), rows.shape
         source = TYPES[rows.dtype]
         self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), n, k, step, address)
 
     def packed_bytes(self, type_: Type, n: int, k: int) -> int:
-        """Return how many bytes a packed matrix [n, k] takes; one of a single row takes a panel."""
+        """Return the bytes of a packed matrix [n, k]; a matrix of one row takes a whole panel."""
         return int(self.library.sp_packed_bytes(self.index, type_, n, k))
 
     def run(self, ops: ctypes.Array[Op], pass_: Pass) -> None:
-        """Run a program; whatever it points to must be alive."""
+        """Run a program; everything that it points to must be alive."""
         self.library.sp_run(self.index, self.threads, ops, len(ops), ctypes.byref(pass_))
 
     def draft(self, ops: ctypes.Array[Op], head: Op, pass_: Pass, draft: Draft) -> None:
-        """Run a program and draw, again and again; whatever is pointed to must be alive."""
+        """Run a program and draw a token per sequence, in steps; everything that is pointed to must be alive."""
         byref = ctypes.byref
         self.library.sp_draft(self.index, self.threads, ops, len(ops), byref(head), byref(pass_), byref(draft))
 
     def probs(self, logits: Tensor, settings: Sequence[SamplingSettings], edits: int = 0) -> Tensor:
-        """Return the distributions [r, V] in float64 that logits [r, V] in float32 make.
+        """Return the distributions [r, V] in float64 of logits [r, V] in float32.
 
-        edits: the address of a pointer for each row, to its `SpEdits` or null; the logits of such a row are written to.
+        edits: the address of one pointer per row, to its `SpEdits` or null. Edited rows of logits are overwritten.
         A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN.
         """
         logits = logits.contiguous()
         out = torch.empty(logits.shape, dtype=torch.float64)
         rows, width = logits.shape
-        by, place, result = settings_array(settings), logits.data_ptr(), out.data_ptr()
-        self.library.sp_probs(self.index, self.threads, place, rows, width, width, by, edits or None, result)
+        settings_, source, result = settings_array(settings), logits.data_ptr(), out.data_ptr()
+        self.library.sp_probs(self.index, self.threads, source, rows, width, width, settings_, edits or None, result)
         return out
 
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
-        """Return a token drawn in proportion to weights [V] in float64; see `Sampler.draw`."""
+        """Return a token drawn with probability proportional to weights [V] in float64; see `Sampler.draw`."""
         weights = weights.contiguous()
         return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), shared_noise, key))
 
     def read_seconds(self, memory: Tensor) -> float:
-        """Return how long it takes to read a tensor's memory once."""
+        """Return the time to read a tensor's memory once, in seconds."""
         size = memory.numel() * memory.element_size()
         return float(self.library.sp_read(self.index, self.threads, memory.data_ptr(), size))
 
 
 def address(items: array[int] | array[float]) -> int:
-    """Return where an array's items are."""
+    """Return the address of an array's first item."""
     return items.buffer_info()[0]
 
 
 def aligned(size: int) -> Tensor:
-    """Return `size` bytes of memory that begin at a cache line."""
+    """Return `size` bytes of memory that are aligned to a cache line."""
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % ALIGNMENT :][:size]
 
@@ -211,8 +211,8 @@ def aligned(size: int) -> Tensor:
 def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels | None:
     """Return the native kernels; None if the library was not built.
 
-    isa None = what SPECULANT_ISA says, else the best one. Raises ConfigError for one that this
-    processor does not have.
+    isa None = that of SPECULANT_ISA, else the best one. Raises ConfigError for an instruction set that
+    this processor does not have.
     """
     library = load_library()
     if library is None:
@@ -258,7 +258,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def library_path() -> Path | None:
-    """Return where the library was built to, if it was; SPECULANT_LIBRARY names another build of it."""
+    """Return the path of the library, None if it was not built; SPECULANT_LIBRARY names another build."""
     path = Path(os.environ.get("SPECULANT_LIBRARY") or str(files("speculant.kernels") / "libspeculant.so"))
     return path if path.is_file() else None
 

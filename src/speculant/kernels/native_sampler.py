@@ -1,4 +1,4 @@
-"""Distributions and draws by the native kernels: the reference's, bit for bit where that is possible."""
+"""Distributions and draws by the native kernels, equal to the reference's bit for bit where that is possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
 @dataclass(frozen=True)
 class NativeSampler:
-    """See `Sampler`. The kernels compute in float32 and draw from float64; the reference takes all else."""
+    """See `Sampler`. The kernels take logits in float32 and weights in float64; the reference takes all others."""
 
     kernels: Kernels
 
@@ -28,8 +28,8 @@ class NativeSampler:
         """See `Sampler.distribution`."""
         if logits.dtype == torch.float64:
             return REFERENCE.distribution(logits, settings, edits)
-        laid_out = NativeEdits(edits)
-        return self.kernels.probs(own_scores(logits, edits), settings, laid_out.address)
+        native = NativeEdits(edits)
+        return self.kernels.probs(own_scores(logits, edits), settings, native.address)
 
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
         """See `Sampler.draw`."""
@@ -39,17 +39,17 @@ class NativeSampler:
 
 
 class NativeEdits:
-    """The edits of rows as the native kernels read them; they point into what this object keeps.
+    """The edits of rows in the native kernels' layout. They point to memory that this object owns.
 
-    `address` is that of a pointer for each row; 0 if no row is edited.
+    `address` is that of an array with one pointer per row; 0 if no row is edited.
     """
 
     def __init__(self, edits: Sequence[Edits | None]) -> None:
-        self._kept: list[object] = []
-        self._pointers = array("Q", [0 if own is None else self._laid_out(own) for own in edits])
+        self._owners: list[object] = []
+        self._pointers = array("Q", [0 if own is None else self._convert(own) for own in edits])
         self.address = self._pointers.buffer_info()[0] if any(self._pointers) else 0
 
-    def _laid_out(self, edits: Edits) -> int:
+    def _convert(self, edits: Edits) -> int:
         drafted, banned = array("q", edits.drafted), array("q", edits.banned)
         made = SpEdits(drafted=address(drafted), num_drafted=len(drafted), ban_below=edits.ban_below)
         made.banned, made.num_banned = address(banned), len(banned)
@@ -58,15 +58,15 @@ class NativeEdits:
         if edits.biased is not None and edits.biases is not None:
             biases = array("f", edits.biases)
             made.biased, made.biases, made.num_biased = address(edits.biased), address(biases), len(biases)
-            self._kept.append(biases)
+            self._owners.append(biases)
         if edits.counts is not None:
-            self._lay_out_penalties(made, edits, edits.counts)
-        self._kept += (made, edits, banned, drafted)
+            self._convert_penalties(made, edits, edits.counts)
+        self._owners += (made, edits, banned, drafted)
         return ctypes.addressof(made)
 
-    def _lay_out_penalties(self, made: SpEdits, edits: Edits, counts: TokenCounts) -> None:
+    def _convert_penalties(self, made: SpEdits, edits: Edits, counts: TokenCounts) -> None:
         tokens, numbers = counts.tokens, counts.counts
         made.seen, made.counts, made.num_seen = tokens.data_ptr(), numbers.data_ptr(), len(tokens)
         made.penalises, made.repetition = 1, edits.repetition
         made.presence, made.frequency = edits.presence, edits.frequency
-        self._kept += (tokens, numbers)
+        self._owners += (tokens, numbers)

@@ -12,8 +12,8 @@ from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.tree import ids
 
 _GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64, as in `sampling.chance.mix_in`
-_FIRST_LOOK = 64  # candidates of top-p and min-p rows looked at first, and how much
-_WIDEN = 8  # further to look while they are too few
+_FIRST_LOOK = 64  # candidates of top-p and min-p rows that are examined first
+_WIDEN = 8  # factor of candidates while these are too few
 
 
 class ReferenceSampler:
@@ -49,7 +49,7 @@ def own_scores(logits: Tensor, edits: Sequence[Edits | None]) -> Tensor:
 
 
 def edit(row: Tensor, edits: Edits) -> None:
-    """Apply edits to scores [V] in place; csrc/edits.h does the same in float32, with the same bits."""
+    """Apply edits to scores [V] in place; csrc/edits.h gives the same bits in float32."""
     if edits.mask is not None:
         row.masked_fill_(~unpacked(edits.mask, len(row)).to(row.device), -torch.inf)
     if edits.biased is not None and edits.biases is not None:
@@ -62,17 +62,17 @@ def edit(row: Tensor, edits: Edits) -> None:
 
 
 def _penalise(row: Tensor, edits: Edits, tokens: Tensor, counts: Tensor) -> None:
-    """Repetition looks at the tokens of prompt and output; presence and frequency at the output's counts alone."""
+    """Apply repetition to tokens of prompt and output; presence and frequency to those of the output only."""
     if edits.repetition != 1:
         scores = row[tokens]
         row[tokens] = torch.where(scores > 0, scores / edits.repetition, scores * edits.repetition)
     if edits.presence or edits.frequency:
-        said = counts > 0
-        row[tokens[said]] -= edits.presence + edits.frequency * counts[said].to(row.dtype)
+        used = counts > 0
+        row[tokens[used]] -= edits.presence + edits.frequency * counts[used].to(row.dtype)
 
 
 def _of_sound_rows(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    """Return the distributions of scores [r, V] that are numbers or -infinity, of which each row has a finite one."""
+    """Return the distributions of scores [r, V] that are finite or -infinity; each row has a finite one."""
     probs = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
     for make, indices in _by_kind(settings):
         if len(indices) == len(settings):
@@ -93,7 +93,7 @@ def _draw_by_share(weights: Tensor, key: int) -> int:
 def _draw_by_noise(weights: Tensor, key: int) -> int:
     """Take the argmax of log weight + Gumbel noise. Ties go to the lowest id."""
     support = weights.nonzero().flatten()
-    if len(support) == 1:  # a point mass leaves nothing to chance
+    if len(support) == 1:  # a point mass needs no noise
         return int(support)
     return int(support[(weights[support].to(torch.float64).log() + gumbel(key, support)).argmax()])
 
@@ -138,7 +138,7 @@ def _plain(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
 
 
 def _filtered(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    """Apply top-k, top-p and min-p to the few likeliest tokens of each row, or to all if that is too few."""
+    """Apply top-k, top-p and min-p to the likeliest tokens of each row; widen the search while they are too few."""
     look, vocab_size = max(p.top_k or _FIRST_LOOK for p in settings), scores.shape[-1]
     while True:
         best, tokens = scores.topk(min(look, vocab_size), dim=-1)
@@ -155,8 +155,8 @@ def _filtered(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
 def _keep(best: Tensor, scores: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
     """Return the tempered weights [r, m] of a row's best in order, the first being 1, and how many are kept [r].
 
-    top-p keeps the fewest that together reach it, of what top-k left; min-p is relative to the best.
-    Sums run along the row one by one, so that neither the other rows nor m can change a bit of them.
+    top-p applies after top-k and keeps the fewest tokens that reach it; min-p is relative to the best.
+    Sums run along the row one by one, so they have the same bits for any other rows and any m.
     """
     distance = best.to(torch.float64) - best[:, :1].to(torch.float64)
     weights = (distance / _column([p.temperature for p in settings], scores)).exp()
@@ -169,7 +169,7 @@ def _keep(best: Tensor, scores: Tensor, settings: Sequence[SamplingSettings]) ->
 
 
 def _totals(reached: Tensor, scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    """Return what each row's weights sum to before top-p cuts, [r, 1]: after top-k, if any, else over all tokens."""
+    """Return the sum of each row's weights before top-p, [r, 1]: after top-k, if any, else over all tokens."""
     totals = _last(reached).clone()
     for row, p in enumerate(settings):
         if p.top_p < 1 and not p.top_k:
@@ -182,7 +182,7 @@ def _last(columns: Tensor) -> Tensor:
 
 
 def _break_ties(scores: Tensor, best: Tensor, tokens: Tensor, kept: Tensor) -> None:
-    """Where the cut falls among equal scores, keep those with the lowest token ids (in place)."""
+    """Of equal scores at the cut keep the lowest token ids (in place)."""
     border = best.gather(1, kept[:, None] - 1)
     cut = (scores >= border).sum(-1) > kept
     for row in cut.nonzero().flatten().tolist():

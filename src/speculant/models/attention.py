@@ -21,17 +21,17 @@ from speculant.tree import ancestors_of, ids
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Slots and masks of one pass: made once, used by every layer, masks by those of the same window."""
+    """Slots and masks of one pass. Every layer uses the slots, and the masks of its own sliding window."""
 
     batch: Batch
-    slots: list[Tensor | slice]  # of each segment's keys; see `context_slots`
+    slots: list[Tensor | slice]  # one entry per segment, for its keys; see `context_slots`
     masks: dict[int | None, list[Tensor | None]]  # window -> per segment [groups * rows, keys], or None = all visible
 
     @classmethod
     def build(cls, batch: Batch, windows: frozenset[int | None], groups: int, dtype: torch.dtype) -> AttentionPlan:
-        """Work out the masks for every sliding window that the model's layers use (None = no window).
+        """Build the masks for every sliding window that the model's layers use (None = no window).
 
-        A mask is added to the scores, so it holds 0 and -inf in the model's dtype; it is repeated for
+        A mask is added to the scores, so it holds 0 and -inf in the model's dtype. It is repeated for
         the `groups` query heads that share a key head.
         """
         masks = {window: _segment_masks(batch, window, groups, dtype) for window in windows}
@@ -39,10 +39,10 @@ class AttentionPlan:
 
 
 def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, storage: KVStorage) -> Tensor:
-    """Scaled dot-product attention of each row over what is stored of its sequence.
+    """Scaled dot-product attention of each row over the stored keys and values of its sequence.
 
     query is [T, heads, head_dim]; the result has the same shape. Heads that share a key head are
-    folded into rows, so keys and values are read in place and never repeated.
+    folded into rows, so keys and values are read in place and are not repeated.
     """
     segments, masks = plan.batch.segments, plan.masks[window]
     if len(segments) == 1:
@@ -70,7 +70,7 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 def context_slots(batch: Batch) -> list[Tensor | slice]:
     """Return, for each segment, the slots [end] int64 of its positions in order, on the batch's device.
 
-    Positions that all lie in one block are a slice, which a storage reads without a copy.
+    A sequence that lies in one block has a slice, which a storage reads without a copy.
     """
     size, device, tables = batch.block_size, batch.positions.device, array("q")
     for segment in batch.segments:
@@ -107,7 +107,7 @@ def _segment_mask(
 
 
 def visible_keys(segment: Segment, positions: Tensor, window: int | None) -> Tensor:
-    """Return the boolean mask [rows, keys] of one sequence: True where a row may look.
+    """Return the boolean mask [rows, keys] of one sequence: True where a row sees a key.
 
     positions [rows] are the rows' positions; with a sliding window a row sees the last `window`
     positions, itself included, counted along its own path.

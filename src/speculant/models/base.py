@@ -1,4 +1,4 @@
-"""What a model is to the rest of the package: a flat batch in, hidden states and logits out."""
+"""The interface of a model: a flat batch in, hidden states and logits out."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _EMBEDDINGS_FIX = "give each row a vector of the model's hidden_size, such as th
 class Segment:
     """One sequence's rows in a flat batch, at the cache positions start .. end - 1.
 
-    The last `len(parents)` rows are draft nodes behind the root, the rest a chain of committed tokens. `table` is the
-    sequence's block table; `seq_id` names it in messages.
+    The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
+    `table` is the sequence's block table. `seq_id` appears in error messages.
     """
 
     seq_id: int
     start: int
     num_rows: int
     table: array[int]
-    parents: Sequence[int] = ()  # of each draft node, before it; -1 = the root
+    parents: Sequence[int] = ()  # one per draft node, an earlier node; -1 = the root
 
     @property
     def end(self) -> int:
@@ -54,25 +54,25 @@ class Segment:
 class Batch:
     """Prompt chunks, last tokens and draft trees of many sequences, side by side.
 
-    T is the number of rows over all segments. There is no padding and no batch dimension. It is plain data that says
-    all a model has to know: it can be sent to another process, which holds the model and the storage.
+    T is the number of rows over all segments. There is no padding and no batch dimension. A batch is plain data and
+    complete: it can be sent to another process that holds the model and the storage.
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64; a draft node's position is its depth, not its row
     slot_mapping: Tensor  # [T] int64; the slot that each row's key and value are written to
     segments: tuple[Segment, ...]
-    block_size: int  # of the segments' block tables
-    embeddings: Tensor | None = None  # [k, hidden] the input embeddings that rows bring; None = no row does
-    embedded_rows: Tensor = _NO_ROWS  # [k] int64, which rows of the batch they are
+    block_size: int  # positions per block of the block tables
+    embeddings: Tensor | None = None  # [k, hidden] input embeddings that replace token lookups; None = no row has one
+    embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
 
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """What one sequence feeds in a pass: committed tokens its cache has not seen, then a draft tree.
+    """The input of one sequence to a pass: committed tokens that are not in its cache, then a draft tree.
 
-    `embeddings` has the input embedding [hidden] of rows that bring their own, by their place among this sequence's
-    rows of the pass. The token of such a row is not looked up and may be any number.
+    `embeddings` maps rows of this sequence in the pass, counted from 0, to their own input embeddings [hidden]. The
+    token of such a row is not looked up and may be any number.
     """
 
     seq_id: int
@@ -83,26 +83,27 @@ class SequenceInput:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a pass computes for each of its T rows.
+    """The hidden states that a pass computes for each of its T rows.
 
-    taps[i] is the hidden state that enters the layer which the i-th asked-for tap names (EAGLE-3, arXiv 2503.01840):
-    0 = the input embeddings, `num_layers` = what leaves the last layer, before the final norm.
+    taps[i] is the input of the layer that the i-th requested tap names (EAGLE-3, arXiv 2503.01840): 0 = the input
+    embeddings, `num_layers` = the output of the last layer, before the final norm.
     """
 
-    last: Tensor  # [T, hidden], behind the final norm: what `logits` takes
-    taps: tuple[Tensor, ...] = ()  # [T, hidden] each, in float32 or the model's own type
+    last: Tensor  # [T, hidden], after the final norm: the input of `logits`
+    taps: tuple[Tensor, ...] = ()  # [T, hidden] each, in float32 or the model's dtype
 
 
 @dataclass(eq=False)
 class Chain:
-    """One sequence's share of a draft: feed what its cache has not seen, then draw `limit` tokens (0 = none).
+    """One sequence's part of a draft: forward `input_tokens`, then draw `limit` tokens (0 = none).
 
-    All of them are fed but the last. A place without a distribution, because no token is possible or the model
-    failed, ends the chain. probs [tokens, V] are those the tokens were drawn from, if a ratio rule may need them.
+    `input_tokens` are the committed tokens that are not in its cache. Each drawn token but the last is forwarded in
+    turn. A row without a distribution, because no token is possible or the model failed, ends the chain. probs
+    [tokens, V] are the distributions that the tokens were drawn from; None if the verifier does not read them.
     """
 
     request: Request
-    feed: list[int]
+    input_tokens: list[int]
     limit: int
     chance: Chance
     tokens: list[int] = field(default_factory=list)
@@ -110,16 +111,16 @@ class Chain:
 
     @property
     def num_positions(self) -> int:
-        """How many positions of the cache it needs."""
-        return len(self.feed) + max(self.limit - 1, 0)
+        """How many cache positions the chain needs."""
+        return len(self.input_tokens) + max(self.limit - 1, 0)
 
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What a model announces beyond a cache of keys and values per position.
+    """What a model requires beyond a cache of keys and values per position.
 
-    source: a text of its own that it reads before it decodes, as an encoder-decoder does.
-    state_bytes: a store of fixed length for each sequence, such as the encoded source or a recurrent state.
+    source: a second text per request that is encoded before decoding starts (encoder-decoder models).
+    state_bytes: size of a fixed-length state per sequence, such as the encoded source or a recurrent state.
     """
 
     source: bool = False
@@ -131,12 +132,12 @@ class CausalLM(Protocol):
 
     @property
     def needs(self) -> ModelNeeds:
-        """What the engine must provide for it."""
+        """What the model requires of the engine."""
         ...
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What one position of this model's cache holds."""
+        """The shape of one position of this model's cache."""
         ...
 
     @property
@@ -146,17 +147,17 @@ class CausalLM(Protocol):
 
     @property
     def max_positions(self) -> int:
-        """The longest context the model was made for."""
+        """The longest context that the model was trained for, in positions."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """How many layers a hidden state goes through."""
+        """The number of layers."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """How wide a hidden state and an input embedding are."""
+        """The width of a hidden state and of an input embedding."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
-        """Run a pass, writing the batch's keys and values to the storage; `taps` are layers, see `Hidden`.
+        """Run a pass and write the batch's keys and values to the storage; `taps` are layers, see `Hidden`.
 
         Raises ConfigError for a tap that the model does not have.
         """
@@ -175,36 +176,37 @@ class CausalLM(Protocol):
         ...
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """Feed and draw the chains that this model can draw by itself, over a vocabulary of `vocab_size`.
+        """Draw the chains that this model can draw by itself, over a vocabulary of `vocab_size`.
 
-        Returns the others, untouched. The cache has room for all. Tokens and probs are those of one pass per token.
+        Returns the other chains unchanged. The caller makes sure that the cache has room for all. Tokens and probs are
+        the same as with one pass per token.
         """
         ...
 
 
 def check_needs(needs: ModelNeeds) -> None:
-    """Raise ModelError for what the engine does not provide yet."""
+    """Check that the engine provides what a model requires. Raises ModelError."""
     if needs != ModelNeeds():
-        asked = [*(["a source text"] if needs.source else []), *(["a state per sequence"] if needs.state_bytes else [])]
+        names = [*(["a source text"] if needs.source else []), *(["a state per sequence"] if needs.state_bytes else [])]
         raise ModelError(
-            f"this model needs {' and '.join(asked)}, which is not supported yet",
+            f"this model needs {' and '.join(names)}, which is not supported yet",
             "use a decoder-only model with attention in every layer.",
         )
 
 
-def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
-    """Reserve slots for every feed and lay the sequences side by side (docs/references.md, verification pass)."""
+def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
+    """Reserve slots for every input and concatenate the sequences (docs/references.md, verification pass)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
     embeddings = dict[int, Tensor]()
-    for feed in feeds:
-        if feed.embeddings:
-            embeddings.update(_embedded_rows(feed, len(tokens)))
-        slots = cache.reserve(feed.seq_id, len(feed.tokens) + feed.tree.size)
-        root = slots.start + len(feed.tokens) - 1
-        table, parents = cache.table(feed.seq_id), feed.tree.parent_list
-        segments.append(Segment(feed.seq_id, slots.start, len(slots.slots), table, parents))
-        tokens += [*feed.tokens, *feed.tree.token_list]
-        positions += [*range(slots.start, root + 1), *(root + depth for depth in feed.tree.depths)]
+    for sequence in inputs:
+        if sequence.embeddings:
+            embeddings.update(_embedded_rows(sequence, len(tokens)))
+        slots = cache.reserve(sequence.seq_id, len(sequence.tokens) + sequence.tree.size)
+        root = slots.start + len(sequence.tokens) - 1
+        table, parents = cache.table(sequence.seq_id), sequence.tree.parent_list
+        segments.append(Segment(sequence.seq_id, slots.start, len(slots.slots), table, parents))
+        tokens += [*sequence.tokens, *sequence.tree.token_list]
+        positions += [*range(slots.start, root + 1), *(root + depth for depth in sequence.tree.depths)]
         slot_mapping += slots.slots
     return Batch(
         ids(tokens).to(device),
@@ -218,7 +220,7 @@ def build_batch(feeds: Sequence[SequenceInput], cache: KVCache, device: torch.de
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:
-    """Check that a model with so many layers has all these taps. Raises ConfigError."""
+    """Check that a model with `num_layers` layers has all these taps. Raises ConfigError."""
     for tap in taps:
         if not 0 <= tap <= num_layers:
             raise ConfigError(
@@ -237,7 +239,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
 
 
 def check_embeddings(batch: Batch, hidden_size: int) -> None:
-    """Check that the rows' own input embeddings fit a model. Raises RequestError."""
+    """Check that the input embeddings of a batch have the model's width. Raises RequestError."""
     if batch.embeddings is not None and batch.embeddings.shape[1:] != (hidden_size,):
         raise RequestError(
             f"an input embedding has the shape {list(batch.embeddings.shape[1:])}, and the model's are [{hidden_size}]",
@@ -252,18 +254,18 @@ def _stack(embeddings: Mapping[int, Tensor]) -> Tensor:
     return torch.stack([*embeddings.values()])
 
 
-def _embedded_rows(feed: SequenceInput, first: int) -> dict[int, Tensor]:
-    """Return the input embeddings that a sequence brings, by row of a batch in which its rows begin at `first`."""
-    count = len(feed.tokens) + feed.tree.size
-    for row in feed.embeddings:
+def _embedded_rows(inputs: SequenceInput, first: int) -> dict[int, Tensor]:
+    """Return a sequence's own input embeddings by row of the batch; its rows begin at `first`."""
+    count = len(inputs.tokens) + inputs.tree.size
+    for row in inputs.embeddings:
         if not 0 <= row < count:
             raise RequestError(
-                f"an input embedding is for row {row} of sequence {feed.seq_id}, which has {count} rows in this pass",
+                f"an input embedding is for row {row} of sequence {inputs.seq_id}, which has {count} rows in this pass",
                 f"give rows from 0 to {count - 1}.",
             )
-    return {first + row: embedding for row, embedding in feed.embeddings.items()}
+    return {first + row: embedding for row, embedding in inputs.embeddings.items()}
 
 
 def known(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Replace tokens beyond a model's own vocabulary by its first one: any guess is legal, no lookup is."""
+    """Replace tokens outside a model's vocabulary by token 0: a draft may be any token, but a lookup may not."""
     return [token if token < vocab_size else 0 for token in tokens]

@@ -1,4 +1,4 @@
-"""The shape of a decoder, as far as the families here differ."""
+"""The configuration of a decoder: everything in which the supported families differ."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from speculant.models.fields import flag, is_whole, number, show, window
 
 MOST_HEAD_DIM = 2**16
 MOST_WEIGHTS = 2**40  # in one matrix; no machine holds more
-MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far beyond any checkpoint's, and finite in float32
+MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base `theta`, and a scaling by `kind` with the checkpoint's own numbers."""
+    """Rotary embedding: base `theta`, and a scaling by `kind` with the checkpoint's factors."""
 
     theta: float
     kind: str = "default"  # default, linear, dynamic, llama3
@@ -29,7 +29,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that decides a decoder's arithmetic."""
+    """Everything that determines a decoder's arithmetic."""
 
     model_type: str
     vocab_size: int
@@ -73,7 +73,7 @@ class DecoderConfig:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Refuse matrices whose sizes overflow before their files are looked at."""
+        """Refuse matrices whose sizes could overflow, before their files are opened."""
         heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         largest = max(heads, self.intermediate_size, self.vocab_size) * self.hidden_size
         if largest > MOST_WEIGHTS:
@@ -84,7 +84,7 @@ class DecoderConfig:
 
 
 def read_decoder(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
-    """Read what all families share from a Hugging Face config; `family` adds or replaces what is a family's own."""
+    """Read the fields that all families share from a Hugging Face config; `family` adds or replaces fields."""
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(
             f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
@@ -146,7 +146,7 @@ def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_positions: int) -> int:
-    """Return the length a llama3 scaling starts from; dynamic scaling starts from the context itself."""
+    """Return the context length before llama3 scaling."""
     key = "original_max_position_embeddings"
     return count(hf if hf.get(key) is not None else scaling, key, max_positions)
 

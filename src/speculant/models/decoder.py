@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped heads over what is stored."""
+    """Self-attention with grouped heads over the stored keys and values."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self._qk_norm = config.qk_norm
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
-        """Map x [T, hidden] to [T, hidden], writing this layer's keys and values on the way."""
+        """Map x [T, hidden] to [T, hidden] and write this layer's keys and values to the storage."""
         query = self.q_proj(x).view(-1, self._heads, self._dim)
         key = self.k_proj(x).view(-1, self._kv_heads, self._dim)
         value = self.v_proj(x).view(-1, self._kv_heads, self._dim)
@@ -76,7 +76,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward blocks, each after a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A `CausalLM`: embedding, layers, norm, and a head that may be the embedding itself."""
+    """A `CausalLM`: embedding, layers, norm, and a head that may share the embedding's weight."""
 
     needs = ModelNeeds()
 
@@ -122,33 +122,33 @@ class Decoder(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """How many layers a hidden state goes through."""
+        """The number of layers."""
         return self.config.num_layers
 
     @property
     def hidden_size(self) -> int:
-        """How wide a hidden state and an input embedding are."""
+        """The width of a hidden state and of an input embedding."""
         return self.config.hidden_size
 
     @property
     def max_positions(self) -> int:
-        """The longest context the checkpoint was made for."""
+        """The longest context that the checkpoint was trained for, in positions."""
         return self.config.max_positions
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What one position of this model's cache holds."""
+        """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
         config = self.config
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
 
     def tie_head(self) -> None:
-        """Make the head the embedding itself, if the config says so; again whenever parameters are replaced."""
+        """Share the embedding's weight with the head if the config ties them; call it after parameters are replaced."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `CausalLM.embed`; in the model's own type."""
+        """See `CausalLM.embed`; in the model's dtype."""
         check_tokens(tokens, self.vocab_size)
         return self._look_up(tokens)
 
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         x = self._inputs(batch)
         angles = self._rotary.angles(batch.positions, x.dtype)
         plan = AttentionPlan.build(batch, self._windows, self._groups, x.dtype)
-        entering = {}  # the hidden states by the layer that they enter
+        entering = {}  # hidden states by the layer that takes them as input
         for index, layer in enumerate(self.model.layers):
             if index in taps:
                 entering[index] = x
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
 
     def _inputs(self, batch: Batch) -> Tensor:
-        """Return the input embeddings [T, hidden] of a batch: its tokens', but for the rows that bring their own."""
+        """Return the input embeddings [T, hidden] of a batch: looked up, except for rows that have their own."""
         check_embeddings(batch, self.hidden_size)
         if batch.embeddings is None:
             return self._look_up(batch.tokens)
@@ -184,5 +184,5 @@ class Decoder(nn.Module):
         return out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`: none are drawn here."""
+        """See `CausalLM.grow`; this model draws none by itself."""
         return chains

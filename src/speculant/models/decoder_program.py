@@ -1,10 +1,10 @@
 """A decoder's pass as a program for the native kernels: recorded once over fixed buffers, replayed in one call.
 
 x      the residual stream               [T, hidden]
-y      x behind a norm                   [T, hidden]
+y      x after a norm                    [T, hidden]
 qkv    queries, keys and values          [T, (heads + 2 kv_heads) head_dim]
-heads  what attention brought together   [T, heads head_dim]
-gated  the feed-forward's inside         [T, intermediate]
+heads  the output of attention           [T, heads head_dim]
+gated  silu(gate) * up                   [T, intermediate]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from speculant.models.weight_reader import WeightReader
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """One layer's weights; vectors are float32, None = the family has none."""
+    """The weights of one layer. Vectors are float32; None = the family does not have this one."""
 
     input_norm: Tensor
     qkv: Weight
@@ -51,7 +51,7 @@ class PackedLayer:
             out=attention.matrix(type_, "o_proj.weight"),
             out_bias=attention.optional("o_proj.bias"),
             mlp_norm=layer.vector("post_attention_layernorm.weight"),
-            gate_up=mlp.in_turn(type_, "gate_proj.weight", "up_proj.weight"),
+            gate_up=mlp.interleaved(type_, "gate_proj.weight", "up_proj.weight"),
             gate_up_bias=mlp.optional("gate_proj.bias", "up_proj.bias"),
             down=mlp.matrix(type_, "down_proj.weight"),
             down_bias=mlp.optional("down_proj.bias"),
@@ -60,7 +60,7 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class PackedDecoder:
-    """All weights of a decoder. The table that tokens are looked up in is never quantised."""
+    """All weights of a decoder. The embedding table is never quantised."""
 
     config: DecoderConfig
     cache_type: Type
@@ -84,13 +84,13 @@ class PackedDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """How many bytes of weights a pass reads, padding included, whatever it is run on: the floor of its time."""
+        """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
         matrices = [weight for layer in self.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return sum(weight.memory.numel() for weight in [*matrices, self.head])
 
 
 class Buffers:
-    """What a pass of up to `room` rows works in."""
+    """The activations of a pass of up to `room` rows."""
 
     def __init__(self, config: DecoderConfig, room: int) -> None:
         self.room = room
@@ -101,10 +101,10 @@ class Buffers:
 
 
 class Program:
-    """A pass, recorded over buffers that programs share; they hold one pass at a time.
+    """A recorded pass. Programs share the buffers, which hold one pass at a time.
 
-    It leaves its result in `hidden` [room, hidden], and in taps[i] [room, hidden] what enters layer `layers[i]`
-    (the number of layers = what leaves the last one).
+    The result is in `hidden` [room, hidden]. taps[i] [room, hidden] is the input of layer `layers[i]`
+    (the number of layers = the output of the last one).
     """
 
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:

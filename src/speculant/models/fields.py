@@ -1,4 +1,4 @@
-"""Entries of a config, read as what they must be: whatever else stands there is a ModelError that names the entry."""
+"""Entries of a config, read with a type and a range. A wrong entry raises a ModelError that names it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from speculant.errors import ModelError
 
-MOST = 2**31 - 1  # what sizes are counted with in kernels and files
+MOST = 2**31 - 1  # sizes are int32 in kernels and files
 _MOST_SHOWN = 300  # characters
 
 
 def show(value: Any) -> str:
-    """Return a value from a file as an error shows it, cut short where it is long."""
+    """Return the text of a value for an error message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
-    """Return a whole number from 1 to `most`; `default` stands in for an absent or null entry."""
+    """Return a whole number from 1 to `most`; `default` replaces an absent or null entry."""
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
@@ -29,7 +29,7 @@ def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int
 
 
 def number(hf: Mapping[str, Any], key: str, default: float | None, least: float, most: float) -> float:
-    """Return a number from `least` to `most`; `default` stands in for an absent or null entry."""
+    """Return a number from `least` to `most`; `default` replaces an absent or null entry."""
     value = hf.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -51,7 +51,7 @@ def window(hf: Mapping[str, Any]) -> int | None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; true and false are none."""
+    """Whether a value is a whole number; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about generation: its end tokens, and the sampling settings it recommends."""
+"""A checkpoint's settings for generation: its end tokens, and the sampling settings that it recommends."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def read_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the end tokens; generation_config.json has the last word, as it lists the chat ones too.
+    """Return the end tokens. generation_config.json takes precedence, as it also lists the end tokens of chats.
 
-    Both files are checked. Raises ModelError for an entry that is no token id below vocab_size.
+    Both files are checked. Raises ModelError for an entry that is not a token id below vocab_size.
     """
     files = {_CONFIG: config, _GENERATION: generation}
     given = {
@@ -47,7 +47,7 @@ def _read_ids(file: str, given: Any, vocab_size: int) -> frozenset[int]:
 
 
 def read_sampling(generation: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings that a checkpoint recommends, this package's defaults if it does not sample.
+    """Return the sampling settings that a checkpoint recommends; this package's defaults if do_sample is not true.
 
     Raises ModelError for a setting that is out of range.
     """

@@ -1,4 +1,4 @@
-"""A `CausalLM` on the native kernels: every row's result depends on that row and its context alone, bit for bit."""
+"""A `CausalLM` on the native kernels: each row's result depends only on that row and its context, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from speculant.models.rotary import Rotary
 from speculant.models.weight_reader import WeightReader
 from speculant.models.weight_source import WeightSource
 
-FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # to make room for at first
+FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # capacity at first
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a program is run on, and what must live as long: it is pointed to."""
+    """The arguments of a program, and the objects that they point to, which must live as long."""
 
     on: Pass
-    kept: tuple[object, ...]
+    owners: tuple[object, ...]
 
 
 class NativeDecoder:
-    """A decoder whose weights are packed as they are read; activations are float32, whatever the weights are.
+    """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
-    dtype is that of the weights, float32 or bfloat16, and of the cache. quantization: what matrices are rounded to.
-    What a linear layer rounds activations to before it multiplies is the kernels' matter: see csrc/speculant.h.
+    dtype, float32 or bfloat16, is that of the weights and of the cache. Matrices are rounded to `quantization`.
+    The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
 
     needs = ModelNeeds()
@@ -69,7 +69,7 @@ class NativeDecoder:
         return self._program(())
 
     def _program(self, taps: tuple[int, ...]) -> Program:
-        """Return the pass with these taps, recorded when it is first asked for."""
+        """Return the pass with these taps; it is recorded at its first use."""
         if taps not in self._programs:
             check_taps(taps, self.num_layers)
             self._programs[taps] = Program(self._weights, self._buffers, taps)
@@ -91,7 +91,7 @@ class NativeDecoder:
         return Hidden(program.hidden[:rows].clone(), tuple(tap[:rows].clone() for tap in program.taps))
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
-        """Say what the program is run on."""
+        """Return the arguments of the program for a batch."""
         segments, parents = _segments(batch)
         end = max(segment.end for segment in batch.segments)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
@@ -103,7 +103,7 @@ class NativeDecoder:
         return Layout(on, (batch, segments, parents, inputs))
 
     def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
-        """Return where the input embedding of each row is (0 = look its token up), and what is pointed to; or None."""
+        """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
         if batch.embeddings is None:
             return None
         check_embeddings(batch, self.hidden_size)
@@ -113,7 +113,7 @@ class NativeDecoder:
         return pointers, embeddings
 
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
-        """Make a pass over a storage, with room for so many rows and angles for positions below `end`."""
+        """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
             self._buffers, self._programs = Buffers(self._weights.config, _next_power(rows)), {}
         if end > len(self._cosines):
@@ -128,7 +128,7 @@ class NativeDecoder:
             sines=self._sines.data_ptr(),
             keys=keys,
             values=values,
-            layer_stride=2 * (values - keys),  # a layer's keys, its values, the next one's keys
+            layer_stride=2 * (values - keys),  # order: keys and values of a layer, then those of the next
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class NativeDecoder:
         return out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`: chains that can be replayed are drawn all in one call."""
+        """See `CausalLM.grow`: all chains that can be replayed are drawn in one call."""
         replayed, others = list[Chain](), list[Chain]()
         for chain in chains:
             (replayed if can_replay(chain) else others).append(chain)
@@ -160,13 +160,13 @@ class NativeDecoder:
         if drawing:
             draft = Drawn(drawing, vocab_size)
             self.kernels.draft(self.program.ops, self._head, on, draft.call)
-            draft.give(drawing)
+            draft.write_to(drawing)
         else:
             self.kernels.run(self.program.ops, on)
 
 
 def _segments(batch: Batch) -> tuple[array[int], array[int]]:
-    """Lay out the batch's segments as csrc/speculant.h has them; they point to the block tables in the batch."""
+    """Return the fields of the segments (csrc/speculant.h) and the parents; they point to the batch's block tables."""
     fields: list[int] = []
     parents: list[int] = []
     first = 0

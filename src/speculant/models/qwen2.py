@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on query, key and value; a sliding window on the upper layers if asked for."""
+"""Qwen2 and Qwen2.5: biases on query, key and value; an optional sliding window on the upper layers."""
 
 from __future__ import annotations
 

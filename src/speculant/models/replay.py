@@ -1,4 +1,4 @@
-"""Chains whose passes, probabilities and draws are one native call: recorded once and replayed for every draft."""
+"""Chains whose passes, distributions and draws are one native call, recorded once and replayed for every draft."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ FORESEEABLE = (Stream, KeyedNoise)
 
 
 def can_replay(chain: Chain) -> bool:
-    """Whether a chain's draws can be foreseen. A constraint's mask can't: it is asked for after every token."""
+    """Whether a chain's noise is known in advance. A constraint's mask is not: it depends on every token drawn."""
     return isinstance(chain.chance, FORESEEABLE) and chain.request.constraint is None
 
 
 class ChainRows:
-    """What chains feed, side by side; a pass points to it."""
+    """The input rows of chains, concatenated; a pass points to them."""
 
     def __init__(self) -> None:
         self.tokens, self.positions, self.slots, self.segments = array("q"), array("q"), array("q"), array("q")
-        self.end = 0  # of the longest sequence
+        self.end = 0  # length of the longest sequence
         self._tables: list[array[int]] = []
 
     def add(self, chain: Chain, vocab_size: int, cache: KVCache) -> None:
-        """Reserve what a chain needs and lay out what it feeds: tokens that the model knows."""
-        seq_id, fed = chain.request.seq_id, len(chain.feed)
+        """Reserve the slots of a chain and append its input rows; see `known` for tokens outside the vocabulary."""
+        seq_id, count = chain.request.seq_id, len(chain.input_tokens)
         slots, table = cache.reserve(seq_id, chain.num_positions), cache.table(seq_id)
-        self.segments.extend((len(self.tokens), fed, slots.start, fed, -1, address(table)))
-        self.tokens.extend(known(chain.feed, vocab_size))
-        self.positions.extend(range(slots.start, slots.start + fed))
-        self.slots.extend(slots.slots[:fed])
+        self.segments.extend((len(self.tokens), count, slots.start, count, -1, address(table)))
+        self.tokens.extend(known(chain.input_tokens, vocab_size))
+        self.positions.extend(range(slots.start, slots.start + count))
+        self.slots.extend(slots.slots[:count])
         self.end = max(self.end, slots.end)
         self._tables.append(table)
 
 
 class Drawn:
-    """Room for what chains draw, longest first; `call` points to it."""
+    """Memory for the tokens and probs that chains draw, longest first; `call` points to it."""
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int) -> None:
         count, steps = len(chains), chains[0].limit
@@ -58,12 +58,12 @@ class Drawn:
             chances.extend(chain.chance.take_keys(chain.limit))
             shared_noise.append(chain.chance.shared_noise)
             limits.append(chain.limit)
-            if not chain.request.shared_noise:  # nobody else asks for them
+            if not chain.request.shared_noise:  # with shared noise no verifier reads them
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
         settings = settings_array([sampling_settings(chain.request.params) for chain in chains])
         edits = NativeEdits([edits_of(Node(chain.request)) for chain in chains])
-        self._kept = (chances, limits, shared_noise, settings, edits, out)
+        self._owners = (chances, limits, shared_noise, settings, edits, out)
         self.call = Draft(
             sequences=count,
             steps=steps,
@@ -77,8 +77,8 @@ class Drawn:
             out=address(out),
         )
 
-    def give(self, chains: Sequence[Chain]) -> None:
-        """Tell the chains what they drew."""
+    def write_to(self, chains: Sequence[Chain]) -> None:
+        """Write the drawn tokens to the chains, and cut their probs to as many."""
         for row, chain in enumerate(chains):
             first = row * self._steps
             tokens = self._tokens[first : first + chain.limit].tolist()

@@ -1,4 +1,4 @@
-"""Rotary position embedding and its scalings. An angle depends on the position alone, never on the batch."""
+"""Rotary position embedding and its scalings. An angle depends on the position only, not on the batch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Rotary:
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def _dynamic(self, positions: Tensor) -> Tensor:
-        """NTK scaling whose base grows with a position's own distance beyond the trained length.
+        """NTK scaling: the base grows with the distance of each position beyond the trained length.
 
-        Some implementations take the longest position of the whole pass instead, which makes a
-        token's key depend on how its prompt was chunked; when decoding one token a pass, both agree.
+        Some implementations use the longest position of the whole pass instead. A token's key then
+        depends on how its prompt was chunked. With one token per pass both give the same angles.
         """
         trained, factor = self._config.original_max_positions, self._config.factor
         length = (positions + 1).clamp(min=trained).float()

@@ -16,8 +16,8 @@ _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
 def resolve_source(source: str, role: str = "target", revision: str | None = None) -> Path:
     """Return the folder of a checkpoint, downloading it first if `source` is a hub id.
 
-    "demo" is the embedded pair, of which `role` ("target" or "draft") picks a half; a folder that
-    exists comes before a hub id of the same name. HF_HUB_OFFLINE=1 restricts hub ids to what has
+    "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. A folder that
+    exists takes precedence over a hub id of the same name. HF_HUB_OFFLINE=1 restricts hub ids to what has
     been downloaded before. Raises ModelError.
     """
     if source == "demo":
@@ -47,7 +47,7 @@ def _demo(role: str) -> Path:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    """Fetch a snapshot from the hub: resumable, with progress, and from the local cache when offline."""
+    """Download a snapshot from the hub, resumable and with progress; offline, take it from the local cache."""
     from huggingface_hub import snapshot_download
 
     try:

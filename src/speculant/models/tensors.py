@@ -27,7 +27,7 @@ _SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # a file of the folder itse
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file says about one tensor."""
+    """The header's entry of one tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """A `WeightSource`: all tensors of a checkpoint by name. Nothing but the files' headers is read before `read`."""
+    """A `WeightSource`: all tensors of a checkpoint by name. Until `read`, only the headers are read."""
 
     entries: dict[str, Entry]
     folder: Path
@@ -55,7 +55,7 @@ class TensorFiles:
         return _DTYPES[kinds.most_common(1)[0][0]]
 
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`; without tables that every program can work out itself."""
+        """See `WeightSource.names`; without tables that can be recomputed."""
         return [name for name in self.entries if not _is_harmless(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class TensorFiles:
         return self.entries[name].shape
 
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`. The file is mapped for one tensor alone: a mapping keeps what was read in memory."""
+        """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps what was read in memory."""
         with _open(self.entries[name].file) as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
@@ -128,14 +128,14 @@ def _read_header(file: Path) -> dict[str, Entry]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ModelError if its header is broken, or it can't be read now or later."""
+    """Open a safetensors file. Raises ModelError if its header is broken, or if reading it fails in the block."""
     reading = Converts(ModelError, f"{file} is not a readable safetensors file", "download it again.")
     with reading, safe_open(file, framework="pt") as opened:
         yield opened
 
 
 def _is_harmless(name: str) -> bool:
-    """Whether a tensor is a table that older programs stored and every program can work out itself."""
+    """Whether a tensor is a table that older programs stored and that can be recomputed."""
     return name.endswith("rotary_emb.inv_freq")
 
 

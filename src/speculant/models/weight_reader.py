@@ -1,4 +1,4 @@
-"""Reads a decoder's tensors for the native kernels: each is packed before the next one is read."""
+"""Reads a decoder's tensors for the native kernels. Each one is packed before the next is read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class WeightReader:
     prefix: str = ""
 
     def inside(self, part: str) -> WeightReader:
-        """Return a reader of a part of the model."""
+        """Return a reader of a submodule."""
         return replace(self, prefix=self.prefix + part)
 
     def matrix(self, type_: Type, *names: str) -> Weight:
-        """Pack matrices of the same depth k, one below the other."""
+        """Pack matrices of the same depth k, concatenated along their rows."""
         shapes = [self.weights.shape(self.prefix + name) for name in names]
         packed = allocate(self.kernels, type_, sum(n for n, _ in shapes), shapes[0][1])
         lane = Lane(self.kernels, packed, self.dtype)
@@ -35,8 +35,8 @@ class WeightReader:
         lane.close()
         return packed
 
-    def in_turn(self, type_: Type, *names: str) -> Weight:
-        """Pack matrices of the same shape, in turn panel by panel."""
+    def interleaved(self, type_: Type, *names: str) -> Weight:
+        """Pack matrices of the same shape, interleaved panel by panel."""
         n, k = self.weights.shape(self.prefix + names[0])
         packed = allocate(self.kernels, type_, n, k, len(names))
         for index, name in enumerate(names):
@@ -46,11 +46,11 @@ class WeightReader:
         return packed
 
     def vector(self, *names: str) -> Tensor:
-        """Return vectors in float32, one behind the other."""
+        """Return vectors in float32, concatenated."""
         return torch.cat([self._read(name).to(self.dtype, copy=True) for name in names]).float()
 
     def optional(self, *names: str) -> Tensor | None:
-        """Return vectors in float32, one behind the other; None if the model has none of them."""
+        """Return vectors in float32, concatenated; None if the model has none of them."""
         return self.vector(*names) if any(self.prefix + name in self.weights.names() for name in names) else None
 
     def _read(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a model's tensors come from, one at a time: nothing is read before it is asked for."""
+"""Sources of a model's tensors. A tensor is read only when it is requested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class QuantizedBlocks:
 
 
 class WeightSource(Protocol):
-    """Tensors by name. A tensor that was read belongs to the reader, who drops it before the next one is read."""
+    """Tensors by name. The caller owns a tensor that was read, and drops it before it reads the next one."""
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
@@ -40,7 +40,7 @@ class WeightSource(Protocol):
 
 
 def read_plain(weights: WeightSource, name: str) -> Tensor:
-    """Read a tensor of floating-point numbers. Raises ModelError for one in blocks, which nothing here unpacks."""
+    """Read a tensor of floating-point numbers. Raises ModelError for quantised blocks, which are not supported yet."""
     tensor = weights.read(name)
     if isinstance(tensor, QuantizedBlocks):
         raise ModelError(
@@ -51,7 +51,7 @@ def read_plain(weights: WeightSource, name: str) -> Tensor:
 
 
 class ModuleWeights:
-    """The parameters of a module that is in memory already; one that two layers share has the first one's name."""
+    """The parameters of a module in memory; a parameter that two layers share has the name of the first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = dict(module.named_parameters())
@@ -70,7 +70,7 @@ class ModuleWeights:
 
 
 class CheckedWeights:
-    """The tensors of a source that a model is made of, which must all be read."""
+    """The tensors of a source that a model consists of; `check` requires that all were read."""
 
     def __init__(self, source: WeightSource, names: Collection[str]) -> None:
         self._source, self._names = source, names
@@ -90,7 +90,7 @@ class CheckedWeights:
         return self._source.read(name)
 
     def check(self, reader: str) -> None:
-        """Raise ModelError if the reader left a tensor out: what it computes is another model then."""
+        """Check that every tensor was read: without one it is another model. Raises ModelError."""
         if self._unread:
             raise ModelError(
                 f"the {reader} kernels leave {len(self._unread)} tensors of this model unused"

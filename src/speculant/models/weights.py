@@ -1,4 +1,4 @@
-"""A checkpoint in Hugging Face format becomes a model: config, then tensors, checked before they are read."""
+"""Loads a model from a checkpoint in Hugging Face format. Config and headers are checked before tensors are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STORED = {**_DTYPES, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that is ready to run, and what its folder says about it."""
+    """A model that is ready to run, and the metadata of its folder."""
 
     model: CausalLM  # in eval mode, without gradients
     config: dict[str, Any]  # config.json as it is
@@ -42,8 +42,8 @@ class Checkpoint:
     generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
     sampling: SamplingParams  # what generation_config.json recommends
     name: str
-    kernels: str  # the backend's name and facts, and why others were passed over
-    backend: Backend  # what computes it
+    kernels: str  # the backend's name and facts, and why other backends were not chosen
+    backend: Backend  # computes the model
 
 
 def load_model(
@@ -56,14 +56,14 @@ def load_model(
     kernels: str = "reference",
     quantization: str | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` picks a half).
+    """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
 
-    kernels names a backend, such as reference or native; auto takes the best that can compute the model.
-    quantization is what its weights are rounded to (int8, int4 natively) or None.
+    kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
+    quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None.
 
-    dtype "auto" takes the checkpoint's own type; float16 becomes float32 on the CPU. No code and no
-    pickle from a checkpoint is ever run. Raises ModelError for whatever is wrong with the checkpoint,
-    ConfigError for a wrong dtype or device, or a backend that can't compute the model.
+    dtype "auto" takes the checkpoint's type; float16 becomes float32 on the CPU. Code and pickles of a
+    checkpoint are never run. Raises ModelError for a checkpoint that can't be used, ConfigError for a
+    wrong dtype or device, or a backend that can't compute the model.
     """
     started = time.perf_counter()
     _check_choices(dtype, device)
@@ -71,21 +71,21 @@ def load_model(
     config = read_json(folder / "config.json")
     _check_family(config)
     tensors = TensorFiles.open(folder)
-    check_layers(tensors, config)  # before anything is made for each layer
+    check_layers(tensors, config)  # before anything is allocated per layer
     decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
     shapes = tensor_shapes(decoder)
     check_tensors(tensors, shapes)
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors, device)
-    backend, says = choose_backend(kernels, quantization, decoder, chosen, torch.device(device))
+    backend, description = choose_backend(kernels, quantization, decoder, chosen, torch.device(device))
     weights = CheckedWeights(tensors, shapes.keys())
     model = backend.load(decoder, weights, chosen, torch.device(device), quantization)
     weights.check(backend.name)
     check_needs(model.needs)
     name, seconds = _name(source, role, folder), time.perf_counter() - started
-    logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, says)
-    return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, says, backend)
+    logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
+    return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, description, backend)
 
 
 def _check_choices(dtype: str, device: str) -> None:
@@ -118,8 +118,8 @@ def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a file must hold; a tied head is not stored."""
-    with torch.device("meta"):  # without memory for them
+    """Return the shape of each tensor that the files must hold; a tied head is not stored."""
+    with torch.device("meta"):  # allocates no memory
         model = Decoder(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

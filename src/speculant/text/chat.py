@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with a checkpoint, so they run in a sandbox."""
+"""Chat templates. They are programs of a checkpoint, so they run in a sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json
 
 
 class ChatTemplate:
-    """A compiled chat template. It can neither change what it is given nor reach anything outside it."""
+    """A compiled chat template. It can neither change its arguments nor access anything else."""
 
     def __init__(self, source: str) -> None:
         """Compile the template. Raises ModelError when it is not valid Jinja."""
@@ -52,7 +52,7 @@ class ChatTemplate:
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """Return the source of a checkpoint's template: its own file, or an entry of tokenizer_config.json.
 
-    Raises ModelError when the file can't be read, or the entry is neither a text nor a list of named ones.
+    Raises ModelError when the file can't be read, or the entry is neither a text nor a list of named templates.
     """
     file = folder / "chat_template.jinja"
     if file.exists():
@@ -80,7 +80,7 @@ def _unusable_template() -> ModelError:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it stands for its content."""
+    """`{% generation %}` marks the assistant's text for training; here the block is its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
@@ -107,7 +107,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    """Replaces Jinja's filter, which escapes HTML: wrong in a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Token ids become text while they arrive: only whole characters, and never anything that could still change."""
+"""Incremental decoding of token ids: only whole characters, and only text that can't change any more."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from speculant.text.tokenizer import Tokenizer
 
-_KEPT = 8  # tokens of context; the last character never begins before them
+_CONTEXT = 8  # tokens; the last character never begins before them
 _REPLACEMENT = "\ufffd"
 
 
 class WindowState(NamedTuple):
-    """Where an `IncrementalDetokenizer` stands; a value to go back to."""
+    """The state of an `IncrementalDetokenizer`, for `restore`."""
 
-    window: list[int]  # shared with the detokenizer, which only appends to it or takes another one
+    window: list[int]  # shared with the detokenizer, which only appends to it or replaces it
     length: int
     returned: int
     open_run: bool
@@ -22,14 +22,14 @@ class WindowState(NamedTuple):
 class IncrementalDetokenizer:
     """Decodes one sequence token by token.
 
-    What all calls return, joined, is `tokenizer.decode(all ids)`. A decoder's text for a token may
+    The joined results of all calls are `tokenizer.decode(all ids)`. A decoder's text for a token may
     depend on its neighbours, so a window of recent tokens is decoded together:
 
         window text   [ already returned | final, returned now | could still change ]
 
-    Two things can still change. A byte-level decoder shows an incomplete character as one U+FFFD at
+    Text can still change in two cases. A byte-level decoder shows an incomplete character as one U+FFFD at
     the end. A decoder with byte fallback (`<0xE4>` tokens) turns a whole run of such tokens into
-    U+FFFD when one of them is wrong, so a run is returned when it has ended.
+    U+FFFD when one of them is invalid, so a run is returned when it has ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
         self._open_run = False
 
     def push(self, token_id: int) -> str:
-        """Take the next token and return the text that has become final, often empty. Amortised O(1)."""
+        """Add a token and return the text that has become final; it may be empty. Amortised O(1)."""
         if token_id in self._skipped or self._tokenizer.backend.id_to_token(token_id) is None:
             return ""
         self._window.append(token_id)
@@ -49,16 +49,16 @@ class IncrementalDetokenizer:
         return "" if self._open_run else self._advance()
 
     def checkpoint(self) -> WindowState:
-        """Return what `restore` needs to come back here. O(1)."""
+        """Return the state for `restore`. O(1)."""
         return WindowState(self._window, len(self._window), self._returned, self._open_run)
 
     def restore(self, state: WindowState) -> None:
-        """Forget what was pushed since the checkpoint."""
+        """Roll back to the checkpoint."""
         self._window, self._returned, self._open_run = state.window, state.returned, state.open_run
         del self._window[state.length :]
 
     def flush(self) -> str:
-        """Return what is left when the sequence has ended, an incomplete character as U+FFFD."""
+        """Return the remaining text at the end of the sequence, an incomplete character as U+FFFD."""
         rest = self._decode()[self._returned :]
         self._window, self._returned = [], 0
         return rest
@@ -68,13 +68,13 @@ class IncrementalDetokenizer:
         final = len(text) - text.endswith(_REPLACEMENT)
         piece = text[self._returned : final]
         self._returned = max(self._returned, final)
-        if len(self._window) >= 2 * _KEPT:
+        if len(self._window) >= 2 * _CONTEXT:
             self._shorten(held=len(text) - self._returned)
         return piece
 
     def _shorten(self, held: int) -> None:
-        """Drop old tokens. The kept ones may decode differently at their start, never in the `held` end."""
-        self._window = self._window[-_KEPT:]
+        """Drop old tokens. The others may decode differently at their start, but not in the last `held` characters."""
+        self._window = self._window[-_CONTEXT:]
         self._returned = len(self._decode()) - held
 
     def _decode(self) -> str:

@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: found across any number of pieces, and never shown in part."""
+"""Stop strings in streamed text: found across any number of pieces, and never released in part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speculant.errors import RequestError
 
 @dataclass(frozen=True)
 class Released:
-    """Text that may be shown, and the stop string that ended the stream, if one has."""
+    """Text that may be shown, and the stop string that ended the stream, if any."""
 
     text: str
     stop: str | None = None
@@ -20,7 +20,7 @@ class Released:
 
 @dataclass(slots=True)
 class _State:
-    """How far the end of the text has come into some stop string (Aho-Corasick)."""
+    """The longest end of the text that begins a stop string (Aho-Corasick)."""
 
     depth: int
     follow: dict[str, _State] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class _State:
 class StopStrings:
     """Stop strings, compiled to an automaton (Aho and Corasick, doi:10.1145/360825.360855).
 
-    It is not changed once it is made, so that any number of searches, in any threads, can share it.
+    It is immutable, so any number of searches, in any threads, can share it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ def compile_stops(stops: Sequence[str]) -> StopStrings | None:
 
 
 class SearchState(NamedTuple):
-    """Where a `StopSearch` stands; a value to go back to."""
+    """The state of a `StopSearch`, for `restore`."""
 
     place: _State
     held: str
@@ -57,28 +57,28 @@ class SearchState(NamedTuple):
 class StopSearch:
     """Searches a text for the first completed stop string.
 
-    The one that ends first wins; of several that end together, the longest. So the outcome does not
-    depend on how the text was cut into pieces. Time is linear in the text.
+    That is the one that ends first; of several that end together, the longest. So the result does not
+    depend on how the text was split into pieces. Time is linear in the text.
     """
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
-        """`include` leaves the stop string at the end of the released text."""
+        """`include` keeps the stop string at the end of the released text."""
         self._root, self._include = stops.root, include
         self._state, self._held = self._root, ""
         self._stop: str | None = None
 
     def checkpoint(self) -> SearchState:
-        """Return what `restore` needs to come back here."""
+        """Return the state for `restore`."""
         return SearchState(self._state, self._held, self._stop)
 
     def restore(self, state: SearchState) -> None:
-        """Forget what was pushed since the checkpoint."""
+        """Roll back to the checkpoint."""
         self._state, self._held, self._stop = state.place, state.held, state.stop
 
     def push(self, piece: str) -> Released:
-        """Take the next piece of text; return what can no longer be part of a stop string.
+        """Add a piece of text; return the text that can no longer be part of a stop string.
 
-        Once a stop string is complete it is reported, with the last text before it; what comes after is dropped.
+        A completed stop string is returned with the last text before it. Text after it is dropped.
         """
         if self._stop is not None:
             return Released("", self._stop)
@@ -89,7 +89,7 @@ class StopSearch:
         return self._release(self._held + piece)
 
     def flush(self) -> Released:
-        """Return what was held back, when the text has ended."""
+        """Return the text held back, at the end of the stream."""
         text, self._held = self._held, ""
         self._state = self._root
         return Released(text, self._stop)
@@ -124,7 +124,7 @@ def _automaton(stops: Sequence[str]) -> _State:
 
 
 def _link(root: _State) -> None:
-    """Give each state its longest proper end, breadth first, and the stop string that ends there."""
+    """Set each state's failure link, breadth first, and the stop string that ends there."""
     queue = deque([root])
     while queue:
         state = queue.popleft()

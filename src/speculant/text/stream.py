@@ -1,4 +1,4 @@
-"""The text of one sequence while its tokens are committed: decoded, searched for stops, cut there."""
+"""The text of one sequence while its tokens are committed: decoded, searched for stop strings, cut at the first."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class _Checkpoint(NamedTuple):
 
 
 class TextStream:
-    """A `StopChecker`: takes committed tokens and holds the pieces of text they made final.
+    """A `StopChecker`: takes committed tokens and queues the text that each of them made final.
 
-    `stops` are the stop strings of `params`, compiled. They count from the min_tokens-th token on; text before that
-    is not searched.
+    `stops` are the compiled stop strings of `params`. The search begins with the text of the min_tokens-th token.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None) -> None:
@@ -31,11 +30,11 @@ class TextStream:
         self._stops = StopSearch(stops, params.include_stop_str_in_output) if stops else None
         self._unsearched = params.min_tokens - 1
         self._pieces: deque[str] = deque()
-        self.text = ""  # all that may be shown so far
+        self.text = ""  # all text released so far
         self._checkpoint = self._state()
 
     def push(self, token: int) -> str | None:
-        """See `StopChecker.push`; the token's piece can be taken with `pop`."""
+        """See `StopChecker.push`; `pop` returns the token's piece."""
         piece, stop = self._search(self._detokenizer.push(token))
         self._add(piece)
         return stop
@@ -45,7 +44,7 @@ class TextStream:
         self._checkpoint = self._state()
 
     def rollback(self) -> None:
-        """See `StopChecker.rollback`; pieces popped since the checkpoint can't be taken back, so there must be none."""
+        """See `StopChecker.rollback`; no piece may have been popped since the checkpoint."""
         to = self._checkpoint
         self._detokenizer.restore(to.window)
         if self._stops is not None and to.search is not None:
@@ -59,7 +58,7 @@ class TextStream:
         return self._pieces.popleft()
 
     def finish(self) -> str:
-        """Release what was held back, once the sequence is over, and return it."""
+        """Release the text held back, at the end of the sequence, and return it."""
         piece, stop = self._search(self._detokenizer.flush())
         if self._stops is not None and stop is None:
             piece += self._stops.flush().text

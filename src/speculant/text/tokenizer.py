@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, and whether two of them speak the same vocabulary."""
+"""A checkpoint's tokenizer, and the comparison of two vocabularies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids",
 
 
 class Tokenizer:
-    """Text to token ids and back, as the checkpoint's tokenizer.json says."""
+    """Text to token ids and back, by the checkpoint's tokenizer.json."""
 
     def __init__(self, backend: Backend, settings: Mapping[str, Any], template: str | None = None) -> None:
-        """`settings` is the content of tokenizer_config.json; `template` the source of the chat template."""
+        """`settings` is the content of tokenizer_config.json, `template` the source of the chat template."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -32,7 +32,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load tokenizer.json and what stands beside it. Raises ModelError."""
+        """Load tokenizer.json, the tokenizer's settings and the chat template. Raises ModelError."""
         settings = {
             **read_optional_json(folder / "special_tokens_map.json"),
             **read_optional_json(folder / "tokenizer_config.json"),
@@ -44,7 +44,7 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with those the tokenizer puts around it unless told not to.
+        """Return the token ids of a text, with the special tokens that the tokenizer adds, if wanted.
 
         Raises RequestError for a text that the tokenizer can't encode.
         """
@@ -53,7 +53,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Ids that name no token (padded rows of a head) are left out.
+        """Return the text of token ids. Ids without a token (padded rows of a head) are left out.
 
         Raises RequestError for ids that the tokenizer's decoder fails on.
         """
@@ -62,7 +62,7 @@ class Tokenizer:
         return text
 
     def decode_alone(self, token_id: int) -> str | None:
-        """Return the text of one token, special or not; None if the decoder fails on it without its neighbours."""
+        """Return the text of one token, special or not; None if the decoder fails on it alone."""
         try:
             return self.decode([token_id], skip_special_tokens=False)
         except RequestError:
@@ -81,12 +81,12 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The end-of-sequence token that the tokenizer names."""
+        """The tokenizer's end-of-sequence token."""
         return self._id_of("eos_token")
 
     @property
     def bos_id(self) -> int | None:
-        """The beginning-of-sequence token that the tokenizer names."""
+        """The tokenizer's beginning-of-sequence token."""
         return self._id_of("bos_token")
 
     @cached_property
@@ -103,15 +103,15 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint came with a chat template."""
+        """Whether the checkpoint has a chat template."""
         return self._template is not None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render a conversation to the prompt text the model was trained on.
+        """Render a conversation to prompt text in the model's format.
 
-        The text holds its own special tokens: encode it with `add_special_tokens=False`. `variables`
+        The text contains its special tokens: encode it with `add_special_tokens=False`. `variables`
         are passed to the template. Raises RequestError when the template rejects the messages,
         ModelError when the checkpoint has no template or a broken one.
         """
@@ -133,9 +133,9 @@ class Tokenizer:
 
 
 def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Check that every token has the same id in both, so that a drafted id means what the target reads.
+    """Check that every token has the same id in both, so that an id is the same text to target and draft.
 
-    Only tokens count: a model's head may have more rows. Raises PairError naming the first differences.
+    Only tokens are compared: a model's head may have more rows. Raises PairError with the first differences.
     """
     ours, theirs = _by_id(target), _by_id(draft)
     if ours == theirs:
@@ -170,7 +170,7 @@ def _load_backend(folder: Path) -> Backend:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return special tokens by role, such as eos_token; a token is stored as text or as an object with it."""
+    """Return special tokens by role, such as eos_token; a token is stored as text or as an object with its content."""
     tokens = {}
     for role, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The model card: what was trained, on what, by which command, and how good it is."""
+"""The model card: the model, its data, the command and the measured quality."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speculant.training.evaluation import Overlap
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run measured. Losses are in nats a token."""
+    """The measurements of a finished run. Losses are in nats per token."""
 
     parameters: int
     tokens: int  # seen in training, repetitions counted
@@ -31,7 +31,7 @@ def model_card(config: TrainingConfig, outcome: Outcome) -> str:
 
 
 def _front_matter(config: TrainingConfig) -> list[str]:
-    """Return what the hub reads. On the user's own data, the licence is the user's to choose."""
+    """Return the hub's metadata. A model of the user's data has no licence until the user chooses one."""
     licence = [] if config.data else ["license: apache-2.0"]
     return ["---", *licence, "library_name: speculant", "pipeline_tag: text-generation", "---", ""]
 
@@ -39,8 +39,8 @@ def _front_matter(config: TrainingConfig) -> list[str]:
 def _story(config: TrainingConfig, outcome: Outcome) -> list[str]:
     role = f"draft for the model in {config.distill_from.name}/" if config.distill_from else "target"
     how = (
-        "Distilled from the target's laws on the text (KL divergence turning into total variation), the embedding"
-        " begun as a projection of the target's,"
+        "Distilled from the target's distributions on the text (KL divergence turning into total variation), the"
+        " embedding begun as a projection of the target's,"
         if config.distill_from
         else "Trained from scratch"
     )
@@ -51,7 +51,7 @@ def _story(config: TrainingConfig, outcome: Outcome) -> list[str]:
             f"A small language model of program text ({role}): Llama format, {outcome.parameters:,} weights"
             f" (hidden size {config.hidden}, {config.layers} layers), bfloat16, byte-level BPE tokenizer."
         ),
-        "It continues Python source; it follows no instructions and knows no facts.",
+        "It continues Python source; it follows no instructions and has no knowledge of facts.",
         "",
         (
             f"{how} in float32 on a CPU: {outcome.tokens:,} tokens in {outcome.steps:,} steps,"
@@ -97,7 +97,7 @@ def _measured(config: TrainingConfig, outcome: Outcome) -> list[str]:
         (
             f"With the weights of this folder, computed in float32, on all {outcome.held_out_tokens:,} tokens of the"
             f" {outcome.held_out_files} held-out files. Each file is cut from its start into windows of {config.seq}"
-            " tokens, and each window begins with the end-of-text token and knows nothing from before."
+            " tokens, and each window begins with the end-of-text token and has no earlier context."
         ),
         "",
         "| | |",

@@ -1,4 +1,4 @@
-"""A run's state on disk: written beside the old one, then put in its place, so one is always whole."""
+"""A run's state on disk. The new file replaces the old one atomically, so a complete one always exists."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FILE_NAME = "checkpoint.pt"
 
 @dataclass
 class RunState:
-    """Where a run stands. The data's position follows from the step; nothing else draws random numbers."""
+    """The progress of a run. The step determines the position in the data; no other state is random."""
 
     step: int = 0
-    elapsed: float = 0.0  # seconds of training, over all sittings
+    elapsed: float = 0.0  # seconds of training, over all sessions
     losses: list[float] = field(default_factory=list)  # one a step, nats a token
 
 
 def save_checkpoint(folder: Path, run: dict[str, Any], state: RunState, model: Any, optimizer: Any) -> None:
-    """Write all that is needed to go on. `run` is what must not change between sittings."""
+    """Write all that is needed to resume. `run` has the settings that must not change between sessions."""
     content = {"run": run, "state": vars(state), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     temporary = folder / (FILE_NAME + ".part")
     torch.save(content, temporary)
@@ -32,7 +32,7 @@ def save_checkpoint(folder: Path, run: dict[str, Any], state: RunState, model: A
 
 
 def load_checkpoint(folder: Path, run: dict[str, Any], model: Any, optimizer: Any) -> RunState:
-    """Restore model and optimizer in place and return where the run stood.
+    """Restore model and optimizer in place and return the progress of the run.
 
     Raises ConfigError if there is no checkpoint, or if it was made with other settings.
     """

@@ -1,4 +1,4 @@
-"""Everything that decides a training run."""
+"""The configuration of a training run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_VOCABULARY = 257  # every byte, and the end of text
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What to train, on what, for how long. Without `data`, on the interpreter's standard library."""
+    """The model, the data and the length of a run. Without `data`, the interpreter's standard library is used."""
 
     out: Path
     minutes: float | None = None
@@ -50,20 +50,20 @@ class TrainingConfig:
 
     @property
     def schedule(self) -> Schedule:
-        """How long the run lasts."""
+        """The length and the learning rates of the run."""
         return Schedule(self.steps, self.minutes, self.warmup)
 
     def command(self) -> str:
-        """Return the command line that starts this run, paths by their last part."""
+        """Return the command line that starts this run, with the last part of each path."""
         words = ["speculant train lm"]
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                words += [f"--{field.name.replace('_', '-')} {part}" for part in _spelled(value)]
+                words += [f"--{field.name.replace('_', '-')} {part}" for part in _formatted(value)]
         return " ".join(words)
 
 
-def _spelled(value: object) -> list[str]:
+def _formatted(value: object) -> list[str]:
     if isinstance(value, tuple):
         return [path.name for path in value]
     return [value.name if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else str(value)]

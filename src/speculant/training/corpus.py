@@ -1,4 +1,4 @@
-"""Text files to train on, and the fixed rule that holds some of them out."""
+"""Text files for training, and the fixed split that holds some of them out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD_OUT_PERCENT = 2
 
 @dataclass(frozen=True)
 class Document:
-    """One text file: its path relative to the root it was found under, and what it says."""
+    """One text file: its path relative to its root folder, and its text."""
 
     name: str
     text: str
@@ -23,7 +23,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to learn from and documents that neither tokenizer nor model ever sees."""
+    """Training documents, and held-out documents that neither tokenizer nor model is trained on."""
 
     training: tuple[Document, ...]
     held_out: tuple[Document, ...]
@@ -40,7 +40,7 @@ def standard_library() -> Path:
 
 
 def is_held_out(name: str, percent: int = HELD_OUT_PERCENT) -> bool:
-    """Say whether a file is held out: by a hash of its relative path, so the answer never changes."""
+    """Return whether a file is held out. A hash of its relative path decides, so the split is fixed."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < percent
 
 
@@ -48,7 +48,7 @@ def read_corpus(roots: Sequence[Path], suffix: str = ".py") -> Corpus:
     """Read every file below the roots that ends in `suffix`, in order of path.
 
     Installed packages (site-packages) and files that are empty or not UTF-8 are left out.
-    Raises ConfigError when a root is missing, or when nothing is left on either side of the split.
+    Raises ConfigError when a root is missing, or when one side of the split is empty.
     """
     documents = [document for root in roots for document in _read_root(root, suffix)]
     corpus = Corpus(

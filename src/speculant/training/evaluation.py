@@ -1,4 +1,4 @@
-"""How good a model is on held-out text, and how well a draft fits its target."""
+"""The loss of a model on held-out text, and the overlap of a draft with its target."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from speculant.training.passes import hidden_states
 
 _TOKENS_A_PASS = 2048
 
-Watcher = Callable[[float], None]  # told the fraction that is done
+Watcher = Callable[[float], None]  # called with the fraction done
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How far a draft's laws q cover a target's laws p at temperature 1."""
+    """How much a draft's distributions q overlap a target's distributions p at temperature 1."""
 
     alpha: float  # mean over positions of sum_v min(p, q), the acceptance rate (arXiv 2211.17192, corollary 3.6)
-    greedy_agreement: float  # how often both have the same likeliest token
+    greedy_agreement: float  # share of positions where both have the same likeliest token
     positions: int
 
 
 def evaluate(model: Decoder, windows: Sequence[Tensor], watch: Watcher | None = None) -> float:
-    """Return the mean cross-entropy, in nats a token, of every token of windows [1 + n_i] but the first."""
+    """Return the mean cross-entropy, in nats per token, of every token of windows [1 + n_i] but the first."""
     total, count = 0.0, 0
     with torch.inference_mode():
         for group in _grouped(windows, watch):
@@ -40,7 +40,7 @@ def evaluate(model: Decoder, windows: Sequence[Tensor], watch: Watcher | None = 
 
 
 def overlap(target: Decoder, draft: Decoder, windows: Sequence[Tensor], watch: Watcher | None = None) -> Overlap:
-    """Compare two models' laws, p and q, at every token of windows [1 + n_i] but the first."""
+    """Compare two models' distributions, p and q, at every token of windows [1 + n_i] but the first."""
     common, agreed, count = 0.0, 0, 0
     with torch.inference_mode():
         for group in _grouped(windows, watch):
@@ -52,15 +52,15 @@ def overlap(target: Decoder, draft: Decoder, windows: Sequence[Tensor], watch: W
 
 
 def _logits(model: Decoder, windows: Sequence[Tensor]) -> Tensor:
-    """Return the logits [sum of n_i, V] of windows [1 + n_i]; they are padded to one length behind their ends."""
+    """Return the logits [sum of n_i, V] of windows [1 + n_i]; windows are padded at their ends to one length."""
     inputs = [window[:-1] for window in windows]
-    padded = pad_sequence(inputs, batch_first=True)  # causal attention never looks at the padding
+    padded = pad_sequence(inputs, batch_first=True)  # causal attention: no real row sees the padding
     real = torch.cat([torch.arange(len(row)) + i * padded.shape[1] for i, row in enumerate(inputs)])
     return model.logits(hidden_states(model, padded)[real])
 
 
 def _grouped(windows: Sequence[Tensor], watch: Watcher | None) -> Iterator[list[Tensor]]:
-    """Yield runs of windows that make up a pass, telling `watch` how many are done."""
+    """Yield groups of windows, one per pass, and call `watch` with the fraction done."""
     group: list[Tensor] = []
     for number, window in enumerate(windows, start=1):
         group.append(window)

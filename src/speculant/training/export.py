@@ -1,4 +1,4 @@
-"""A trained model as a folder in Hugging Face format."""
+"""Writes a trained model as a folder in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from speculant.models.decoder import Decoder
 from speculant.training.tokenizer import END_OF_TEXT
 
-# The model has only ever seen program text, so a conversation is told to it in comments.
+# The model is trained on program text only, so a conversation becomes comments.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -33,7 +33,7 @@ def export_model(
     tensors = {name: parameter.detach().to(dtype).contiguous() for name, parameter in model.named_parameters()}
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # it is written for its owner alone
+    weights.chmod(0o644)  # save_file makes it readable for its owner only
     _write_json(folder / "config.json", {**hf_config, "dtype": str(dtype).removeprefix("torch.")})
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0})
     tokenizer.save(str(folder / "tokenizer.json"))

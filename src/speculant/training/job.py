@@ -35,7 +35,7 @@ class Texts:
     """A tokenised corpus."""
 
     tokenizer: Tokenizer
-    training: list[NDArray[np.int64]]  # tokens of each document, END_OF_TEXT behind it
+    training: list[NDArray[np.int64]]  # tokens of each document, then END_OF_TEXT
     held_out: list[NDArray[np.int64]]
 
     @property
@@ -45,7 +45,7 @@ class Texts:
 
 
 def check_folder(config: TrainingConfig, resume: bool) -> None:
-    """Make the run's folder. Raises ConfigError rather than write over another run."""
+    """Make the run's folder. Raises ConfigError if it holds another run."""
     if not resume and (config.out / FILE_NAME).exists():
         raise ConfigError(
             f"{config.out} holds a run already", "add --resume to go on with it, or choose another --out."
@@ -59,24 +59,24 @@ def read_files(config: TrainingConfig) -> Corpus:
 
 
 def choose_tokenizer(config: TrainingConfig, corpus: Corpus) -> Tokenizer:
-    """Load the tokenizer of this run, its target's or the one asked for; else train one and keep it."""
-    kept = config.out / "tokenizer.json"
-    given = config.distill_from or config.tokenizer or (config.out if kept.exists() else None)
+    """Load the target's, the given or the run's own tokenizer; if there is none, train and save one."""
+    own = config.out / "tokenizer.json"
+    given = config.distill_from or config.tokenizer or (config.out if own.exists() else None)
     if given:
         return load_tokenizer(given)
     tokenizer = train_tokenizer((document.text for document in corpus.training), config.vocab_size)
-    tokenizer.save(str(kept))
+    tokenizer.save(str(own))
     return tokenizer
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Texts:
-    """Turn the corpus into tokens."""
+    """Tokenise the corpus."""
     return Texts(tokenizer, encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out))
 
 
 def new_trainer(config: TrainingConfig, texts: Texts) -> Trainer:
-    """Make a model with random weights and all it takes to train it."""
-    torch.set_flush_denormal(True)  # gradients of unlikely tokens are tiny, and subnormal numbers slow
+    """Make a model with random weights, and its trainer."""
+    torch.set_flush_denormal(True)  # gradients of unlikely tokens are subnormal, which is slow
     hf = hf_config(config, texts.tokenizer.get_vocab_size())
     model = new_network(hf, config.seed)
     target = _load_target(config)
@@ -96,7 +96,7 @@ def new_trainer(config: TrainingConfig, texts: Texts) -> Trainer:
 
 
 def finish(config: TrainingConfig, texts: Texts, trainer: Trainer, watch: Watcher | None = None) -> Outcome:
-    """Write the model folder, measure what was written, and write the card."""
+    """Write the model folder, evaluate the exported model, and write the card."""
     hf = trainer.settings["network"]
     export_model(config.out, trainer.model, hf, texts.tokenizer)
     outcome = measure(config, texts, trainer, watch)
@@ -141,7 +141,7 @@ def _training_windows(config: TrainingConfig, texts: Texts) -> Windows:
 
 
 def _settings(config: TrainingConfig, hf: dict[str, Any], texts: Texts) -> dict[str, Any]:
-    """Return what a resumed run must repeat; its length is left open."""
+    """Return the settings that a resumed run must repeat; its length may change."""
     names = ("seed", "batch", "seq", "warmup", "matrix_lr", "embedding_lr")
     return {
         "network": hf,

@@ -1,4 +1,4 @@
-"""New models in Llama's format: their configuration and their first weights."""
+"""New models in Llama's format: their configuration and initial weights."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def _deviation(name: str, columns: int, model: Decoder) -> float:
 
 
 def project_embedding(draft: Decoder, target: Decoder) -> None:
-    """Begin a narrower draft's embedding as the best projection of its target's.
+    """Initialise a narrower draft's embedding with the best projection of its target's.
 
-    Tokens that mean the same to the target are then neighbours from the first step on, and most of
-    a small model's weights are its embedding.
+    Tokens with similar embeddings in the target are then similar in the draft from the first step on.
+    The embedding has most of a small model's weights.
     """
     wide, narrow = target.model.embed_tokens.weight.detach().float(), draft.model.embed_tokens.weight
     if wide.shape[1] <= narrow.shape[1]:
@@ -75,5 +75,5 @@ def project_embedding(draft: Decoder, target: Decoder) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count the weights that one pass reads; a tied head counts once."""
+    """Return the number of weights; a tied head counts once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,8 +1,8 @@
-"""What training makes small: cross-entropy on text, or the distance to a target's laws.
+"""Training losses: cross-entropy on text, or the distance to a target's distributions.
 
-Both losses end in a law over the whole vocabulary for every token, which is far more data than all the
-rest of a small model's pass. So value and gradients are worked out together, some rows at a time: rows
-that are still in the processor's cache when the next operation wants them.
+Both losses need a distribution over the whole vocabulary for every token, which is far more data than the
+rest of a small model's pass. So value and gradients are computed together for a few rows at a time, which
+stay in the processor's cache between operations.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from speculant.models.decoder import Decoder
 from speculant.training.passes import hidden_states
 
-_ROWS = 256  # laws worked on at a time
+_ROWS = 256  # distributions computed at a time
 _VARIATION_WEIGHT = 4.0  # total variation is below 1 where the divergence is a few nats
 
 
 class Objective(Protocol):
     """A loss over a batch of windows."""
 
-    name: str  # what `loss` measures, in a few words
+    name: str  # of the quantity that `loss` measures
 
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
-        """Return the mean loss a token for windows [B, 1 + n]; `progress` in [0, 1] is how far the run is."""
+        """Return the mean loss per token of windows [B, 1 + n]; `progress` of the run is in [0, 1]."""
         ...
 
 
 class TextObjective:
-    """Cross-entropy of the text itself, in nats a token."""
+    """Cross-entropy of the text, in nats per token."""
 
     name = "cross-entropy"
 
@@ -42,10 +42,10 @@ class TextObjective:
 
 
 class DistillObjective:
-    """The distance of a draft's laws q from the target's laws p at temperature 1 (arXiv 2211.17192, section 6).
+    """The distance of a draft's distributions q from the target's p at temperature 1 (arXiv 2211.17192, section 6).
 
-    It starts as the divergence KL(p, q), whose gradient is large wherever the draft is far off, and
-    turns into total variation, one minus the acceptance rate: sum |p - q| / 2 = 1 - sum min(p, q).
+    It starts as the divergence KL(p, q), whose gradient is large where q is far from p, and
+    shifts to total variation, one minus the acceptance rate: sum |p - q| / 2 = 1 - sum min(p, q).
     """
 
     name = "distance to the target"
@@ -56,11 +56,11 @@ class DistillObjective:
     def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
         """See `Objective.loss`."""
         with torch.no_grad():
-            seen = hidden_states(self._target, windows[:, :-1])
+            target_hidden = hidden_states(self._target, windows[:, :-1])
         hidden = hidden_states(model, windows[:, :-1])
         weights = (1.0 - progress, _VARIATION_WEIGHT * progress)
-        loss: Tensor = _LawDistance.apply(  # type: ignore[no-untyped-call]
-            hidden, model.lm_head.weight, seen, self._target.lm_head.weight, weights
+        loss: Tensor = _DistributionDistance.apply(  # type: ignore[no-untyped-call]
+            hidden, model.lm_head.weight, target_hidden, self._target.lm_head.weight, weights
         )
         return loss
 
@@ -73,7 +73,7 @@ class _HeadGradients:
         self._hidden, self._weight = torch.empty_like(hidden), torch.zeros_like(weight)
 
     def add(self, rows: slice, logits_gradient: Tensor) -> None:
-        """Take the gradient [r, V] for the logits of some rows."""
+        """Add the gradient [r, V] for the logits of some rows."""
         hidden, weight = self._inputs
         torch.mm(logits_gradient, weight, out=self._hidden[rows])
         self._weight.addmm_(logits_gradient.T, hidden[rows])
@@ -93,7 +93,7 @@ class _TextLoss(torch.autograd.Function):
         for rows in _chunks(len(hidden)):
             log_q = (hidden[rows] @ weight.T).log_softmax(-1)
             total -= log_q.gather(1, tokens[rows, None]).sum()
-            difference = log_q.exp_()  # the gradient is the law, less one at the token that came
+            difference = log_q.exp_()  # the gradient is q, minus one at the text's token
             difference.scatter_add_(1, tokens[rows, None], -hidden.new_ones(len(difference), 1))
             gradients.add(rows, difference)
         ctx.save_for_backward(*gradients.mean())
@@ -105,17 +105,22 @@ class _TextLoss(torch.autograd.Function):
         return hidden * grads[0], weight * grads[0], None
 
 
-class _LawDistance(torch.autograd.Function):
-    """Mean over rows of w0 KL(p, q) + w1 TV(p, q), where p is the target's law and q the draft's."""
+class _DistributionDistance(torch.autograd.Function):
+    """Mean over rows of w0 KL(p, q) + w1 TV(p, q), where p is the target's distribution and q the draft's."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, seen: Tensor, target_weight: Tensor, weights: tuple[float, float]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target_hidden: Tensor,
+        target_weight: Tensor,
+        weights: tuple[float, float],
     ) -> Tensor:
         gradients, total = _HeadGradients(hidden, weight), hidden.new_zeros(())
         for rows in _chunks(len(hidden)):
             log_q = (hidden[rows] @ weight.T).log_softmax(-1)
-            log_p = (seen[rows] @ target_weight.T).log_softmax(-1)
+            log_p = (target_hidden[rows] @ target_weight.T).log_softmax(-1)
             distance, difference = _distance(log_q, log_p, weights)
             total += distance
             gradients.add(rows, difference)
@@ -129,7 +134,7 @@ class _LawDistance(torch.autograd.Function):
 
 
 def _distance(log_q: Tensor, log_p: Tensor, weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Return the summed distance of laws [r, V] and its gradient [r, V] for the logits of q. Changes log_p.
+    """Return the summed distance of distributions [r, V] and its gradient [r, V] for the logits of q. Changes log_p.
 
     d KL = q - p        d TV = q * (s - sum(q * s)), with s = sign(q - p) / 2
     """

@@ -1,6 +1,6 @@
 """Muon for the matrices inside the layers, AdamW for embeddings and norms.
 
-Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, found with a
+Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, computed with a
 few Newton-Schulz steps. torch.optim.Muon runs them in bfloat16, which CPUs without such hardware
 emulate; here they run in the parameters' own type, all matrices of one shape together.
 """
@@ -20,8 +20,8 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: singular values e
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Return, for each of a stack of matrices [k, m, n] with m <= n, a matrix close to its orthogonal factor.
 
-    Every step multiplies x by a polynomial of x x^T, and these all commute: so the steps are taken
-    on the small [m, m] side alone, and x is multiplied once, at the end.
+    Every step multiplies x by a polynomial of x x^T. These polynomials commute, so the steps work on
+    [m, m] matrices only, and x is multiplied once, at the end.
     """
     a, b, c = _COEFFICIENTS
     x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizer:
-    """Both optimizers behind one learning-rate factor."""
+    """Both optimizers with one learning-rate factor."""
 
     def __init__(self, model: nn.Module, matrix_lr: float, embedding_lr: float) -> None:
         inner = [(name, parameter) for name, parameter in model.named_parameters()]
@@ -90,10 +90,10 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return [optimizer.state_dict() for optimizer, _ in self._parts]
 
     def load_state_dict(self, state: list[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         for (optimizer, _), part in zip(self._parts, state, strict=True):
             optimizer.load_state_dict(dict(part))

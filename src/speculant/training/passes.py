@@ -1,8 +1,7 @@
-"""A training pass: whole sequences through a decoder's own modules, without a cache.
+"""A training pass: whole sequences through a decoder's modules, without a cache.
 
-This is the arithmetic of `Decoder.forward` for sequences that begin at position 0, all of one length:
-a rectangle needs no masks, and causal attention then skips the half that no row may see. A test
-holds both equal.
+This is the arithmetic of `Decoder.forward` for sequences of one length that begin at position 0. They
+need no masks, and causal attention skips the half of the scores that no row sees. A test compares both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a run lasts, and the learning rate on the way."""
+"""The length of a run and its learning rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Schedule:
     """A run ends after a number of steps or of minutes, whichever comes first.
 
     The rate rises over the first `warmup` steps, then falls in a straight line and reaches zero at the
-    end. With a time budget the line follows the clock, so a slow machine takes fewer steps but still
+    end. With a time budget it depends on the clock, so a slow machine takes fewer steps but still
     ends on time and with a rate of zero.
     """
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained on a corpus and saved the way Hugging Face checkpoints are."""
+"""A byte-level BPE tokenizer, trained on a corpus and saved in the format of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer; END_OF_TEXT is token 0 and is put before every text."""
+    """Train a byte-level BPE tokenizer; END_OF_TEXT is token 0 and precedes every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,14 +51,14 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[NDArray[np.int64]]:
-    """Tokenise each document, END_OF_TEXT behind it and not before it."""
+    """Tokenise each document, with END_OF_TEXT after it and not before it."""
     end = [end_of_text(tokenizer)]
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
     return [np.array(encoding.ids + end, dtype=np.int64) for encoding in encodings]
 
 
 def line_starts(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mark the tokens [n] that begin a line or a text: those behind a line feed or END_OF_TEXT."""
+    """Mark the tokens [n] that begin a line or a text: those after a line feed or END_OF_TEXT."""
     ends_line = np.zeros(tokenizer.get_vocab_size(), dtype=bool)
     for token, token_id in tokenizer.get_vocab().items():
         ends_line[token_id] = token.endswith("Ċ") or token == END_OF_TEXT

@@ -19,27 +19,27 @@ from speculant.training.windows import Windows
 
 @dataclass(frozen=True)
 class Report:
-    """One step, as a progress display wants it."""
+    """One step, for a progress display."""
 
     step: int
-    loss: float  # nats a token, or whatever the objective measures
+    loss: float  # in the unit of the objective
     progress: float
-    rate: float  # tokens a second
-    elapsed: float  # seconds of training, over all sittings
+    rate: float  # tokens per second
+    elapsed: float  # seconds of training, over all sessions
 
 
 @dataclass
 class Trainer:
-    """A model on its way: `run` is a generator, so that whoever drives it can look and stop."""
+    """A model in training. `run` is a generator, so the caller can report progress and stop."""
 
     model: Decoder
     windows: Windows
     objective: Objective
     optimizer: Optimizer
     schedule: Schedule
-    batch_size: int  # windows a step
+    batch_size: int  # windows per step
     folder: Path
-    settings: dict[str, Any]  # what a resumed run must repeat
+    settings: dict[str, Any]  # those that a resumed run must repeat
     save_every: float = 300.0  # seconds
     clock: Callable[[], float] = time.monotonic
 
@@ -47,11 +47,11 @@ class Trainer:
         self.state = RunState()
 
     def resume(self) -> None:
-        """Go on from the checkpoint in the run's folder."""
+        """Resume from the checkpoint in the run's folder."""
         self.state = load_checkpoint(self.folder, self.settings, self.model, self.optimizer)
 
     def run(self) -> Iterator[Report]:
-        """Train until the schedule ends, reporting every step and saving now and then and at the end."""
+        """Train until the schedule ends; report every step, and save every `save_every` seconds and at the end."""
         saved = self.state.elapsed
         while (progress := self.schedule.progress(self.state.step, self.state.elapsed)) < 1.0:
             yield self._step(progress)

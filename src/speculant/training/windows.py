@@ -1,11 +1,11 @@
-"""Training windows: equal stretches of a shuffled stream of documents.
+"""Training windows: sections of equal length of a shuffled stream of documents.
 
-    stream      a a a a <end> b b b b b b b <end> c c c ...        documents in an order of the epoch's own
+    stream      a a a a <end> b b b b b b b <end> c c c ...        documents, in another order in each epoch
     window      <end> | t0 t1 t2 ... t(n-1)                        input is everything but the last token
     targets             t0 t1 t2 ... t(n-1)
 
-Each window begins with END_OF_TEXT, as every prompt does, and where it can at the start of a line: so
-to the model a prompt looks like the text it was trained on, wherever in a file it might come from.
+Each window begins with END_OF_TEXT, as every prompt does, and if possible at the start of a line. So
+prompts have the form of the training text, even if they come from the middle of a file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SNAP = 64  # a window is moved forward by fewer tokens than this to begin a line
+SNAP = 64  # a window moves forward by fewer tokens than this to the start of a line
 
 
 class Windows:
-    """Windows by number: a pure function of the seed, so a position in the data is one integer."""
+    """Windows by number. They are a pure function of the seed, so a position in the data is one integer."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Windows:
 
 
 def _snap(cuts: NDArray[np.int64], begins_line: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Move each cut [n] to the next line start if that is near."""
+    """Move each cut [n] to the next line start if it is less than SNAP tokens away."""
     starts = np.flatnonzero(begins_line)
     following = starts[np.minimum(np.searchsorted(starts, cuts), len(starts) - 1)]
     near = (following >= cuts) & (following - cuts < SNAP)

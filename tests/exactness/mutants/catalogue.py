@@ -14,7 +14,6 @@ from tests.exactness.mutants.mutant import (
     LENGTH,
     LOGPROBS,
     MATCH,
-    NODE,
     REJECTION,
     REQUESTS,
     SAMPLER,
@@ -88,8 +87,8 @@ RANDOMNESS = [
     Mutant(
         "every round starts the streams anew",
         COMMIT,
-        "    request.rounds += 1\n    outcome",
-        "    outcome",
+        "    request.rounds += 1\n    outcome = ",
+        "    outcome = ",
         ROUNDS,
     ),
     Mutant(
@@ -174,9 +173,8 @@ DISTRIBUTIONS = [
     Mutant(
         "logit_bias ignored under speculation",
         EDITS,
-        "if params.logit_bias else None,\n        biases=params.biases if params.logit_bias else",
-        "if params.logit_bias and not node.drafted else None,\n"
-        "        biases=params.biases if params.logit_bias and not node.drafted else",
+        "biased=params.biased if params.logit_bias else None",
+        "biased=params.biased if params.logit_bias and not node.drafted else None",
         TRANSFORM.format("bias"),
     ),
     Mutant(
@@ -202,9 +200,9 @@ DISTRIBUTIONS = [
     ),
     Mutant(
         "penalties blind to drafted ancestors",
-        EDITS,
-        "drafted=node.drafted,",
-        "drafted=(),",
+        SAMPLER,
+        "with_drafted(edits.drafted)",
+        "with_drafted(())",
         TRANSFORM.format("penalties"),
     ),
     Mutant(
@@ -215,10 +213,10 @@ DISTRIBUTIONS = [
         TRANSFORM.format("presence"),
     ),
     Mutant(
-        "min_tokens blind to drafted ancestors",
-        NODE,
-        "self.request.num_output + len(self.drafted) < self.params.min_tokens",
-        "self.request.num_output < self.params.min_tokens",
+        "min_tokens ignored behind drafted ancestors",
+        EDITS,
+        "ban_below=params.min_tokens - request.num_output,",
+        "ban_below=0 if node.drafted else params.min_tokens - request.num_output,",
         TRANSFORM.format("min_tokens"),
     ),
     Mutant(

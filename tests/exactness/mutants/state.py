@@ -100,8 +100,8 @@ BLOCKS = [
     Mutant(
         "state of rejected drafts indexed for reuse",
         COMMIT,
-        "    cache.compact(request.seq_id, base, kept)",
-        "    cache.insert_prefix(request.seq_id, request.tokens)\n    cache.compact(request.seq_id, base, kept)",
+        "    cache.compact(request.seq_id, base, kept)\n",
+        "    cache.insert_prefix(request.seq_id, request.tokens)\n    cache.compact(request.seq_id, base, kept)\n",
         LEFT_BEHIND.format("model"),
     ),
     Mutant(
@@ -114,15 +114,16 @@ BLOCKS = [
     Mutant(
         "prefix hits across tenants",
         SCHEDULER,
-        "match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
-        'match_prefix(request.seq_id, request.tokens, "", limit)',
+        "request.tokens, request.cache_salt, limit)",
+        'request.tokens, "", limit)',
         SALTS.format("None"),
     ),
     Mutant(
         "a tenant's prompt indexed for everyone",
         SCHEDULER,
-        "match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
-        'match_prefix(request.seq_id, request.tokens, request.cache_salt if limit else "", limit)',
+        "            self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
+        "            if limit:\n"
+        "                self._target.match_prefix(request.seq_id, request.tokens, request.cache_salt, limit)",
         SALTS.format("0"),
     ),
 ]
@@ -253,8 +254,8 @@ BATCH = [
     Mutant(
         "results handed out in the wrong order",
         RUNNER,
-        "logits[end - len(own) : end]",
-        "logits[len(logits) - end : len(logits) - end + len(own)]",
+        "rows = [row for own in wanted for row in own]",
+        "rows = [row for own in wanted[::-1] for row in own]",
         OWN_TOKENS.format("greedy-none-paged"),
     ),
     Mutant(

@@ -132,7 +132,6 @@ class Announcing(StatelessDrafter):
     [
         (DrafterNeeds(target_inputs=True), "not supported yet"),
         (DrafterNeeds(hidden_layers=(0, 9)), "with 2 layers"),
-        (DrafterNeeds(own_cache=True), "own_cache"),
     ],
 )
 def test_complete_refuses_what_can_not_be_had(needs: DrafterNeeds, says: str) -> None:
@@ -140,6 +139,13 @@ def test_complete_refuses_what_can_not_be_had(needs: DrafterNeeds, says: str) ->
         complete(Announcing(needs), num_layers=2)
     with pytest.raises(ConfigError, match="lacks `propose`"):
         complete(object())
+
+
+def test_complete_refuses_caches_that_are_not_announced() -> None:
+    drafter = Announcing(DrafterNeeds())
+    drafter.caches = (object(),)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="own_cache"):
+        complete(drafter)
 
 
 def test_drafters_serve_each_request_by_its_method() -> None:

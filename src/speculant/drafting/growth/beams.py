@@ -26,11 +26,11 @@ from speculant.types import DraftTree, Request
 class _Search:
     """One request's share of a round. `texts` are its tree, and the node that each one is.
 
-    feed: committed tokens that the next pass begins with. It may have `most` nodes and take `rounds` rounds.
+    input_tokens: committed tokens that the next pass begins with. It may have `most` nodes and take `rounds` rounds.
     """
 
     request: Request
-    feed: list[int]
+    input_tokens: list[int]
     beams: Beams
     texts: dict[Hypothesis, int]
     most: int
@@ -78,10 +78,10 @@ def draft_beams(
     drafted = [search for search in searches if search.grows]
     growing = _take_round(runner, searches, vocab_size, sampler)
     for search in searches:
-        runner.note(search.request, search.feed)
+        runner.note(search.request, search.input_tokens)
     while growing:
         for search in growing:
-            search.feed = search.request.tokens[-1:]
+            search.input_tokens = search.request.tokens[-1:]
             runner.cache.truncate_to(search.request.seq_id, len(search.request.tokens) - 1)
         growing = _take_round(runner, growing, vocab_size, sampler)
     for search in drafted:
@@ -93,7 +93,7 @@ def _begin(plan: Chain, beams: Beams, nodes_per_beam: int) -> _Search:
     texts = {text: node for node, text in enumerate(beams.live_texts)}
     width, room = nodes_per_beam * beams.width, plan.limit - len(texts)
     wider = replace(beams, width=width)
-    return _Search(plan.request, plan.feed, wider, texts, plan.limit, -(-room // width))
+    return _Search(plan.request, plan.input_tokens, wider, texts, plan.limit, -(-room // width))
 
 
 def _take_round(
@@ -108,8 +108,8 @@ def _take_round(
     for search in searches:
         tree = search.tree if search.grows else DraftTree.empty()
         fed = DraftTree.of(known(tree.token_list, model.vocab_size), tree.parent_list)
-        feeds.append(SequenceInput(search.request.seq_id, known(search.feed, model.vocab_size), fed))
-        root, end = end + len(search.feed) - 1, end + len(search.feed) + tree.size
+        feeds.append(SequenceInput(search.request.seq_id, known(search.input_tokens, model.vocab_size), fed))
+        root, end = end + len(search.input_tokens) - 1, end + len(search.input_tokens) + tree.size
         for tip in search.tips if search.grows else ():
             rows.append(root + 1 + tip)
             nodes.append(Node(search.request, tree.tokens_to(tip)))

@@ -25,7 +25,7 @@ def grow(
     A chain's tokens and distributions are the same in any company, on the kernels that have invariant rows.
     """
     others = model.grow(chains, cache, vocab_size)
-    _Stepwise(model, cache, vocab_size, sampler).grow([(chain, chain.feed) for chain in others])
+    _Stepwise(model, cache, vocab_size, sampler).grow([(chain, chain.input_tokens) for chain in others])
 
 
 @dataclass(frozen=True)

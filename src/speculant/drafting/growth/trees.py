@@ -98,10 +98,13 @@ class _Grower:
         for place, source in enumerate(self.sources):
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
             size = source.model.vocab_size
-            feeds = [SequenceInput(plan.request.seq_id, known(plan.feed, size), DraftTree.empty()) for _, plan in plans]
-            heard.append(self._listen(source, feeds, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
+            inputs = [
+                SequenceInput(plan.request.seq_id, known(plan.input_tokens, size), DraftTree.empty())
+                for _, plan in plans
+            ]
+            heard.append(self._listen(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
             for _, plan in plans:
-                source.note(plan.request, plan.feed)
+                source.note(plan.request, plan.input_tokens)
         return self._draw([(tree, -1) for tree in trees if tree.limit], heard)
 
     def extend(self, trees: Sequence[Tree]) -> list[Tree]:

@@ -1,1 +1,1 @@
-"""What computes models: one module a backend, found by name."""
+"""Backends compute models: one module per backend, found by name."""

@@ -1,7 +1,7 @@
-"""What a backend is, and how one is chosen when a model is loaded.
+"""The interface of a backend, and the choice of one when a model is loaded.
 
-A backend is one module with a function `open_backend() -> Backend`; its name is the module's. Another package adds its
-own under the entry point group `speculant.models.backends`.
+A backend is one module with a function `open_backend() -> Backend`; its name is the module's. Other packages register
+theirs under the entry point group `speculant.models.backends`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FIX = 'use kernels="auto" without quantization, device="cpu" and dtype float32 
 
 
 class Backend(Protocol):
-    """Computes models, and samples on the device that they are on.
+    """Computes models, and samples on the device that holds them.
 
-    name: its module's. devices: torch's device types; None = all. dtypes: of weights. quantizations: what it can round
-    weights to when it loads them. priority: among the backends that can compute a model, "auto" takes the highest.
-    row_invariant: a row's result has the same bits, whatever is computed beside it.
+    name: that of its module. devices: torch's device types; None = all. dtypes: of weights. quantizations: types that
+    it can round weights to when it loads them. priority: "auto" takes the backend with the highest one of those that
+    can compute a model. row_invariant: a row's result has the same bits in every batch.
     """
 
     name: str
@@ -40,15 +40,15 @@ class Backend(Protocol):
 
     @property
     def sampler(self) -> Sampler:
-        """What makes distributions and draws."""
+        """The sampler: distributions and draws."""
         ...
 
     def why_not(self, config: DecoderConfig) -> str | None:
-        """Say what keeps this backend from computing a model, devices and dtypes aside; None if nothing does."""
+        """Return why this backend can't compute a model, devices and dtypes aside; None if it can."""
         ...
 
     def describe(self) -> str:
-        """Return what is worth saying about it on this machine, such as the instruction set; may be empty."""
+        """Return a description of the backend on this machine, such as the instruction set; may be empty."""
         ...
 
     def load(
@@ -59,9 +59,9 @@ class Backend(Protocol):
         device: torch.device,
         quantization: str | None = None,
     ) -> CausalLM:
-        """Read every tensor of a model once it is needed, drop it, and return the model, ready to run.
+        """Return a model that is ready to run. Each tensor is read when it is needed and then dropped.
 
-        What is held at any time is at most what the model keeps and one tensor of the source.
+        Peak memory is at most that of the model and of one tensor of the source.
         """
         ...
 
@@ -69,25 +69,25 @@ class Backend(Protocol):
 def choose_backend(
     wanted: str, quantization: str | None, config: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Backend, str]:
-    """Return the backend that is wanted and possible, and what to say about it.
+    """Return a backend that can compute the model, and a description of the choice.
 
-    wanted is a backend's name, or "auto" for the first one that can compute the model. Raises ConfigError.
+    wanted is a backend's name, or "auto" for the first that can compute the model. Raises ConfigError.
     """
-    passed_over: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for backend in find_backends(wanted, quantization):
         why = why_not(backend, config, dtype, device)
         if why is None:
-            return backend, _describe(backend, quantization, passed_over)
-        passed_over[backend.name] = why
+            return backend, _describe(backend, quantization, reasons)
+        reasons[backend.name] = why
     raise ConfigError(
-        "; ".join(f"the {name} kernels can't compute this model: {why}" for name, why in passed_over.items()), _FIX
+        "; ".join(f"the {name} kernels can't compute this model: {why}" for name, why in reasons.items()), _FIX
     )
 
 
 def find_backends(wanted: str, quantization: str | None = None, option: str = "quantization") -> list[Backend]:
-    """Open the backend that is wanted, or all for "auto", the highest priority first; only those that quantise so.
+    """Open the wanted backend, or all for "auto", highest priority first; only those that have the quantization.
 
-    option: what the user calls the quantization. Raises ConfigError for an unknown name, and if no backend is left.
+    option: the user's name of the quantization option. Raises ConfigError for an unknown name, or if none is left.
     """
     known = plugins.names(KIND)
     if wanted not in (AUTO, *known):
@@ -117,21 +117,21 @@ def _open(name: str) -> Backend:
 
 
 def why_not(backend: Backend, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say what keeps a backend from computing a model; None if nothing does."""
+    """Return why a backend can't compute a model; None if it can."""
     if (why := backend.why_not(config)) is not None:
         return why
     if backend.devices is not None and device.type not in backend.devices:
-        return f"they run on {' and '.join(map(_spoken, backend.devices))} and the device is {device}"
+        return f"they run on {' and '.join(map(_display_name, backend.devices))} and the device is {device}"
     if dtype not in backend.dtypes:
-        return f"they compute {' and '.join(map(_spoken, backend.dtypes))} weights, not {_spoken(dtype)}"
+        return f"they compute {' and '.join(map(_display_name, backend.dtypes))} weights, not {_display_name(dtype)}"
     return None
 
 
-def _spoken(value: str | torch.dtype) -> str:
+def _display_name(value: str | torch.dtype) -> str:
     return {"cpu": "the CPU", "cuda": "CUDA"}.get(str(value), str(value).removeprefix("torch."))
 
 
-def _describe(backend: Backend, quantization: str | None, passed_over: Mapping[str, str]) -> str:
+def _describe(backend: Backend, quantization: str | None, reasons: Mapping[str, str]) -> str:
     facts = [fact for fact in (backend.describe(), f"{quantization} weights" if quantization else "") if fact]
-    others = [f"not the {name} ones: {why}" for name, why in passed_over.items()]
+    others = [f"not the {name} ones: {why}" for name, why in reasons.items()]
     return backend.name + "".join(f" ({', '.join(part)})" for part in (facts, others) if part)

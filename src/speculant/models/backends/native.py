@@ -1,4 +1,4 @@
-"""The native kernels on the processor: a row's result depends on that row and its context alone, bit for bit."""
+"""The native kernels on the CPU: a row's result depends only on that row and its context, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speculant.models.weight_source import WeightSource
 
 @dataclass(frozen=True)
 class NativeBackend:
-    """See `Backend`. kernels None = they were not built, and no model can be computed."""
+    """See `Backend`. kernels None = they were not built, and the backend can compute no model."""
 
     kernels: Kernels | None
     name: str = "native"

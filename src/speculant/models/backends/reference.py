@@ -17,7 +17,7 @@ from speculant.models.weight_source import WeightSource, read_plain
 
 @dataclass(frozen=True)
 class ReferenceBackend:
-    """See `Backend`. torch's kernels may round a row differently when other rows are beside it."""
+    """See `Backend`. torch's kernels may round a row differently in another batch."""
 
     name: str = "reference"
     devices: Sequence[str] | None = None
@@ -43,7 +43,7 @@ class ReferenceBackend:
         device: torch.device,
         quantization: str | None = None,
     ) -> Decoder:
-        """See `Backend.load`. A tensor's memory is its own, aligned by the allocator; the file is free to change."""
+        """See `Backend.load`. Tensors are copied to aligned memory, so the file may change afterwards."""
         assert quantization is None, "the reference kernels do not quantise"
         with torch.device("meta"):
             model = Decoder(config)
@@ -56,5 +56,5 @@ class ReferenceBackend:
 
 
 def open_backend() -> ReferenceBackend:
-    """Return the backend; it is always there."""
+    """Return the backend; it is always available."""
     return ReferenceBackend()

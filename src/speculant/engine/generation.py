@@ -1,12 +1,17 @@
-"""One prompt on its way through the engine: its sequences, their texts, and what the caller is told."""
+"""One prompt on its way through the engine: what is wanted of it, its sequences, their texts, and the outputs."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from speculant.errors import SpeculantError
+from speculant.engine.engine import Engine
+from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import SpeculationMetrics
+from speculant.params import SamplingParams
+from speculant.text.stop import StopStrings
 from speculant.text.stream import TextStream
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
@@ -27,15 +32,45 @@ class StreamPiece:
     output: RequestOutput | None = None
 
 
-class Job:
-    """A prompt's `n` sequences. `unread` are the committed tokens that no stream has shown yet."""
+class Generation:
+    """A tokenised prompt and, once it was queued, its `n` sequences.
 
-    def __init__(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
-        self.request_id = request_id
+    prompt: its text; None if it came as token ids. stops: the stop strings of `params`, compiled; None = none.
+    unread: committed tokens that no stream has shown yet. Raises RequestError for an id, a priority or a salt of
+    another type.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+        stops: StopStrings | None = None,
+    ) -> None:
+        _check_type("request_id", request_id, str)
+        _check_type("priority", priority, int)
+        _check_type("cache_salt", cache_salt, str)
+        self.request_id, self.params = request_id, params
         self.unread: deque[StepOutput] = deque()
-        self._prompt, self._requests = prompt, requests
+        self._prompt, self._tokens, self._stops = prompt, tokens, stops
+        self._priority, self._cache_salt = priority, cache_salt
+        self._requests: list[Request] = []
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
+
+    def start(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        """Queue the prompt; raises what `Engine.add_request` does, and nothing is queued then."""
+        self._requests = engine.add_request(
+            self._tokens,
+            self.params,
+            self.request_id,
+            stop_checker=partial(TextStream, tokenizer, self.params, self._stops),
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+        )
 
     @property
     def error(self) -> Exception | None:
@@ -136,6 +171,11 @@ def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutp
     ]
     prompt = output.prompt_logprobs and [entry and readable(entry) for entry in output.prompt_logprobs]
     return replace(output, outputs=samples, prompt_logprobs=prompt)
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(f"{name}={value!r} is a {type(value).__name__}", f"give {name} as {kind.__name__}.")
 
 
 def _stream(request: Request) -> TextStream:
