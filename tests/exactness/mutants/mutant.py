@@ -21,7 +21,6 @@ SAMPLER = "kernels/reference_sampler.py"
 DRAFT_RUNNER, CHAINS, ATTENTION = "drafting/growth/runner.py", "drafting/growth/chains.py", "models/attention.py"
 CACHE, CACHES = "cache/base.py", {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
-REQUESTS = "engine/requests.py"
 LOGPROBS, EDITS, NODE, COUNTS = "engine/logprobs.py", "sampling/edits.py", "sampling/node.py", "counts.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
