@@ -113,6 +113,6 @@ class AsyncEngine(Frontend):
 
 
 def _abandon(thread: EngineThread) -> None:
-    """End the thread of an engine that nobody holds any more."""
+    """End the thread of an engine that is no longer referenced."""
     thread.close()
     thread.abort_all()

@@ -32,7 +32,7 @@ _LENGTHS = "speculant.scheduling.draft_length"
 
 @dataclass(frozen=True)
 class Runtime:
-    """An engine and what stands around it. `speculation` says what drafts, or why nothing does.
+    """An engine, its tokenizer and checkpoint. `speculation` names the drafter, or the reason why there is none.
 
     drafting_beams: whether it drafts for beam searches too.
     """
@@ -81,12 +81,12 @@ def build_engine(config: EngineConfig) -> Runtime:
 
 
 def load_verifiers() -> dict[str, Verifier]:
-    """Return every verification rule by name."""
+    """Return every verifier by name."""
     return build_verifiers(None)[0]
 
 
 def build_verifiers(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier], dict[str, Any]]:
-    """Make every rule, the configured one with its own options; return them by name, and what options are left."""
+    """Make every verifier, the configured one with its options; return them by name, and the options that are left."""
     makers = {name: plugins.load(_VERIFIERS, name).build for name in plugins.names(_VERIFIERS)}
     chosen, given = (spec.verification, spec.options) if spec else ("auto", {})
     known = inspect.signature(makers[chosen]).parameters if chosen in makers else {}
@@ -173,7 +173,7 @@ def build_drafters(
 
 
 def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:
-    """Return what tells how many tokens a method drafts unless the user says otherwise."""
+    """Return a function of a method: how many tokens it drafts by default."""
 
     def of(method: str) -> int:
         own = drafters[method].needs.usual_nodes if method in drafters else None

@@ -37,7 +37,7 @@ class Committed:
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
     """Append a verdict's tokens up to the first stop, and make the cache agree.
 
-    What lies behind the stop is dropped everywhere: tokens, text, log-probabilities, usage, cache.
+    Everything after the stop is dropped: tokens, text, log-probabilities, usage, cache.
     Afterwards the cache holds all but the newest token.
     """
     request, tree = output.item.request, output.tree
@@ -73,7 +73,7 @@ def _ones(count: int, length: int) -> list[int]:
 def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
     """Let a beam search go on from `beams`, or end all its samples with them; make tokens and cache agree.
 
-    Of what was fed the cache keeps what is the trunk's, or the winner's, but for its newest token.
+    The cache keeps the positions of the new trunk, or of the best finished hypothesis, without the newest token.
     """
     request, search = output.item.request, output.item.request.search
     assert search is not None, "this is no beam search"
@@ -162,7 +162,7 @@ def _fail(request: Request, error: Exception) -> StepOutput:
 
 
 def roll_back(request: Request, num_output: int) -> None:
-    """Forget what a failed step had begun to commit: nobody was told."""
+    """Roll back what a failed step had begun to commit; no caller has seen it."""
     length = len(request.prompt) + num_output
     if request.constraint is not None and length < len(request.tokens):
         request.constraint.rollback(len(request.tokens) - length)

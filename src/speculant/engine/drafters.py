@@ -23,7 +23,7 @@ class Drafters:
 
     drafters: those that are there from the start. default: the method of requests that name none; None = none.
     make: makes a drafter that a request names and that is not there yet; it raises ConfigError for what can't be made.
-    usual_length: how many tokens a method drafts unless the request says otherwise.
+    usual_length: how many tokens a method drafts by default.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Drafters:
 
     @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
-        """The target layers whose hidden states some drafter wants, in ascending order."""
+        """The target layers whose hidden states a drafter asks for, in ascending order."""
         return tuple(sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.hidden_layers}))
 
     def __bool__(self) -> bool:

@@ -30,7 +30,7 @@ from speculant.verification.base import Verifier
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine itself must know: sizes, seed, end tokens and the configured rule ("auto" or a name).
+    """What an engine is configured with: sizes, seed, end tokens and the verifier's name ("auto" or a name).
 
     sampler makes the distributions.
     """
@@ -89,7 +89,7 @@ class Engine:
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(prompt, params, request_id, stop_checker, constraint, priority, cache_salt)
-        sequences = samples if params.beam_width is None else samples[:1]  # the first is fed for all of a search
+        sequences = samples if params.beam_width is None else samples[:1]  # a search runs on its first sample
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
         return samples
@@ -103,7 +103,7 @@ class Engine:
         return bool(self._by_id)
 
     def step(self) -> list[StepOutput]:
-        """Admit, draft, check, commit; return what was committed in order, nothing if nothing is left to do.
+        """Admit, draft, verify, commit; return the committed tokens in order, or an empty list if no request is left.
 
         An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
         """
@@ -155,7 +155,7 @@ class Engine:
         try:
             committed, timing = step(self._context, schedule, self.mark)
             return committed, timing.draft_s, timing.verify_s
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+        except Exception as error:  # noqa: BLE001 - no error may affect the other requests
             if len(schedule.items) == 1:
                 return [fail(schedule.items[0].request, error)], 0.0, 0.0
             cause = error

@@ -94,7 +94,7 @@ class Generation:
         return StreamPiece(output.index, output.token, text, output.drafted, reason, done)
 
     def output(self) -> RequestOutput:
-        """Return everything as it stands; log-probabilities have no text yet, see `with_token_texts`."""
+        """Return the current state; log-probabilities have no text yet, see `with_token_texts`."""
         first = self._requests[0]
         outputs = [self._completion(request) for request in self._requests]
         metrics = replace(first.metrics, speculative_decoding=SpeculationMetrics(), num_preemptions=0)

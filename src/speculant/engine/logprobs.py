@@ -17,12 +17,12 @@ MOST_LOGITS = 2**23  # of prompt rows at a time: 32 MB in float32; fewer rows re
 MOST_LOGPROBS = 2**20  # at a time: 8 MB in float64
 
 
-def record_logprobs(request: Request, fed: TargetOutput, verdict: Verdict, count: int) -> None:
+def record_logprobs(request: Request, output: TargetOutput, verdict: Verdict, count: int) -> None:
     """Note log-probabilities of the last `count` tokens, which a verdict gave, if they are asked for."""
-    if request.params.logprobs is None or fed.logits is None:
+    if request.params.logprobs is None or output.logits is None:
         return
     rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's distribution is its parent's row
-    request.logprobs += token_logprobs(fed.logits[rows], request.tokens[-count:], request.params.logprobs)
+    request.logprobs += token_logprobs(output.logits[rows], request.tokens[-count:], request.params.logprobs)
 
 
 def record_prompt(request: Request, hidden: Tensor, model: CausalLM) -> None:

@@ -1,6 +1,6 @@
 """How the memory for keys and values is shared out among the target's cache and the drafter's.
 
-All caches hold about as many positions, so that whoever fits into the target's fits into the draft's:
+All caches hold about the same number of positions, so that a sequence that fits the target's fits the draft's:
 
     kv_memory   [ target: n blocks x target bytes | draft: n blocks x draft bytes ]
 """

@@ -103,7 +103,7 @@ class RequestFactory:
         return str(method)
 
     def _begin_search(self, samples: list[Request], width: int) -> None:
-        """Give samples a beam search; the first is fed for all of them."""
+        """Give samples a beam search, which runs on the first one."""
         first, limits = samples[0], self._rules.limits
         longest = limits.max_model_len - len(first.prompt)
         beams = Beams(
@@ -111,7 +111,7 @@ class RequestFactory:
             first.params.length_penalty,
             first.end_token_ids,
             longest=min(longest, first.params.max_tokens or longest),
-            reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # the others find a row each beside it
+            reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # leaves a row for each other sequence
         )
         search = BeamSearch(beams, samples)
         for sample in samples:

@@ -1,4 +1,4 @@
-"""One target pass: a flat batch in, the logits that somebody needs out."""
+"""One target pass: a flat batch in, the logits of the rows that need them out."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TargetOutput:
     """One sequence's share of a pass.
 
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
-    None while its tokens are not all fed. prompt_hidden [m, hidden] are the hidden states after the fed prompt tokens
+    None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
     whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
-    [count + tree.size, hidden] of the fed tokens and of the draft nodes.
+    [count + tree.size, hidden] of the processed tokens and of the draft nodes.
     """
 
     item: Scheduled
@@ -38,7 +38,7 @@ class TargetOutput:
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
-    """Return the nodes of a fed tree that a next token may follow, -1 = the root.
+    """Return the nodes of a tree that a next token may follow, -1 = the root.
 
     In a beam search they are as deep as the live hypotheses, or deeper.
     """
@@ -75,13 +75,13 @@ def forward_target(
 
 
 def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:
-    """Rows in the batch that get logits: those that a next token may follow, once all of its tokens are fed."""
+    """Return the rows that get logits: those that a next token may follow, once the whole sequence is processed."""
     chosen = open_nodes(item.request, tree) if item.completes else ()
     return [first + item.count + node for node in chosen]
 
 
 def _prompt_rows(item: Scheduled) -> range:
-    """Which of the fed tokens are prompt tokens whose successor's log-probability is asked for and not noted yet."""
+    """Return which rows are prompt tokens whose successor's log-probability is asked for and not recorded yet."""
     request = item.request
     if not request.wants_prompt_logits:
         return range(0)

@@ -1,4 +1,4 @@
-"""One step of the engine, which is the whole algorithm: draft, check in one pass, keep what stands."""
+"""One step of the engine, which is the whole algorithm: draft, verify in one target pass, commit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Verdict
 from speculant.verification.base import Verifier, verifier_for
 
-MOST_PROBS_BYTES = 2**28  # of the distributions behind all draft nodes of a step
+MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
 logger = logging.getLogger(__name__)
 
 
@@ -138,7 +138,7 @@ def commit_sequence(
         elif verdict is not None:
             committed = commit(output, verdict, context.cache, context.limits.max_model_len, timing.verified)
         context.cache.insert_prefix(request.seq_id, request.tokens)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+    except Exception as error:  # noqa: BLE001 - no error may affect the other requests
         roll_back(request, num_output)
         return fail(request, error)
     notify(context.drafters, output, committed)
@@ -171,39 +171,40 @@ def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iter
 
 
 def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams | SpeculantError]:
-    """Make the target's distributions for all sequences at once, then let each one's rule decide; verdicts by sequence.
+    """Make the target's distributions for all sequences at once, then verify each draft; return verdicts by sequence.
 
-    That of a beam search is what becomes of it; that of a sequence whose next token has no distribution is an error.
+    The verdict of a beam search is the advanced search; a sequence whose next token has no distribution gets an error.
     """
     if not ready:
         return {}
-    nodes = [node for fed in ready for node in _nodes(fed, _verifier(context, fed))]
-    probs = distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.sampler)
+    nodes = [node for output in ready for node in _nodes(output, _verifier(context, output))]
+    logits = torch.cat([output.logits for output in ready if output.logits is not None])
+    probs = distribution(logits, nodes, context.sampler)
     totals: list[float] = probs.sum(-1).tolist()
     verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
-    for fed in ready:
-        end = first + len(fed.nodes)
-        verdicts[fed.item.request.seq_id] = _verdict(context, fed, probs[first:end], totals[first:end])
+    for output in ready:
+        end = first + len(output.nodes)
+        verdicts[output.item.request.seq_id] = _verdict(context, output, probs[first:end], totals[first:end])
         first = end
     return verdicts
 
 
-def _verifier(context: StepContext, fed: TargetOutput) -> Verifier:
-    return verifier_for(context.verifiers[fed.item.request.verifier], fed.item.request)
+def _verifier(context: StepContext, output: TargetOutput) -> Verifier:
+    return verifier_for(context.verifiers[output.item.request.verifier], output.item.request)
 
 
-def _nodes(fed: TargetOutput, verifier: Verifier) -> list[Node]:
-    request, tree = fed.item.request, fed.tree
-    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in fed.nodes]
+def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
+    request, tree = output.item.request, output.tree
+    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in output.nodes]
 
 
 def _verdict(
-    context: StepContext, fed: TargetOutput, probs: Tensor, totals: Sequence[float]
+    context: StepContext, output: TargetOutput, probs: Tensor, totals: Sequence[float]
 ) -> Verdict | Beams | SpeculantError:
-    request, tree = fed.item.request, fed.tree
+    request, tree = output.item.request, output.tree
     if request.search is not None:
-        return advance_sound(request.search.beams, tree, fed.nodes, probs, totals)
+        return advance_sound(request.search.beams, tree, output.nodes, probs, totals)
     failure = failure_of(totals[0])
     if failure is not None:
         return failure
-    return verify_sound(_verifier(context, fed), tree, probs, totals, context.chances.verify(request))
+    return verify_sound(_verifier(context, output), tree, probs, totals, context.chances.verify(request))

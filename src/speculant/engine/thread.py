@@ -1,4 +1,4 @@
-"""The thread that owns an engine, and the way back from it to whoever waits in an event loop.
+"""The thread that owns an engine, and the way of its results to callers in event loops.
 
     callers' threads       add, abort, close  --->  inbox
     the engine's thread    between two steps: everything in the inbox, in order; asleep if nothing runs
@@ -65,7 +65,7 @@ class PieceStream:
 
 
 class EngineThread:
-    """Runs an engine, which nobody else touches. It ends when it is closed, or when something breaks it.
+    """Runs an engine, which no other thread uses. It ends when it is closed, or by an error of the engine.
 
     `metrics` are a copy, as of the last step. `ended` is done when no stream will get anything more.
     """
@@ -73,7 +73,7 @@ class EngineThread:
     def __init__(self, runtime: Runtime) -> None:
         self.metrics: EngineMetrics = replace(runtime.engine.metrics)
         self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+        self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         self._runtime, self._engine = runtime, runtime.engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
         self._open: dict[str, PieceStream] = {}
@@ -151,7 +151,7 @@ class EngineThread:
         generation, items = stream.generation, list[StreamPiece | _End]()
         try:
             items += (generation.piece(output) for output in outputs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not harm the neighbours
+        except Exception as error:  # noqa: BLE001 - no error may affect the other requests
             self._abort(stream)
             items.append(_End(error))
         else:
@@ -188,7 +188,7 @@ class EngineThread:
         self._leaving = True
 
     def _end(self) -> None:
-        """Tell everybody who still waits; `add` refuses from here on, so nobody begins to."""
+        """End the open streams with an error; `add` refuses from here on."""
         with self._lock:
             self._closed = True
         abandoned = list(self._open.values())

@@ -159,8 +159,8 @@ DISTRIBUTIONS = [
     Mutant(
         "sampling parameters not applied to p",
         STEP,
-        "distribution(torch.cat([fed.logits for fed in ready if fed.logits is not None]), nodes, context.sampler)",
-        "torch.softmax(torch.cat([fed.logits for fed in ready if fed.logits is not None]).double(), -1)",
+        "probs = distribution(logits, nodes, context.sampler)",
+        "probs = torch.softmax(logits.double(), -1)",
         TRANSFORM.format("temperature"),
     ),
     Mutant(
