@@ -23,6 +23,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.caches import SHAPE, assert_holds, feed
+from tests.examples import examples
 
 NUM_SEQS, MAX_LEN, BLOCK = 3, 11, 4
 NUM_NAMES = 7  # sequences that the machine may hold, more than there are slots
@@ -285,7 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", CACHES)
 def test_content_survives_any_use(name: str) -> None:
     machine: Any = type(f"{name.title()}Machine", (CacheMachine,), {"name": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=75, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(75), stateful_step_count=30))
 
 
 def test_slots_continue_where_the_sequence_ends(cache: KVCache) -> None:

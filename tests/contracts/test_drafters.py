@@ -24,6 +24,7 @@ from speculant.models.weights import load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.beams import beams_of, give_search, hypotheses
+from tests.examples import examples
 from tests.models import END, VOCAB_SIZE, Checkpoints, make_request
 
 KIND = "speculant.drafting"
@@ -33,7 +34,9 @@ PROMPT = [7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
 CONTINUATION = [3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 9, 9, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 3, 5]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=11, max_tokens=64)
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+few = settings(
+    max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speculant.kernels.native import Code, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.replay import address
+from tests.examples import examples
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -179,7 +180,7 @@ def test_tree_attention_has_the_bits_of_a_chain(isa: str, parents: list[int], ty
             check_paths(isa, threads, shape, [make(shape, Rows(start, 1, parents))], leaves=3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), seed=st.integers(0, 99), threads=st.sampled_from([1, 2]))
 @pytest.mark.parametrize("isa", SETS)
 def test_tree_attention_of_any_topology(isa: str, data: st.DataObject, seed: int, threads: int) -> None:

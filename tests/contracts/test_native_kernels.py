@@ -14,6 +14,7 @@ from speculant.errors import ConfigError
 from speculant.kernels import reference
 from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.decoder_program import linear
+from tests.examples import examples
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -56,7 +57,7 @@ def bound(x: Tensor, weight: Tensor) -> Tensor:
     return 1e-6 * math.sqrt(x.shape[1] + 1) * (x.double().abs() @ weight.double().abs().T) + 1e-30
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(rows=st.integers(0, 40), n=SIZES, k=DEPTHS, exact=st.sampled_from(list(EXACT_TYPES)), seed=st.integers(0, 99))
 @pytest.mark.parametrize("isa", SETS)
 def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Type, seed: int) -> None:
@@ -133,7 +134,7 @@ def test_a_quantised_layer_is_exact_where_everything_is_a_level(
     assert bool((difference.abs() <= 2e-7 * (x.abs() @ weight.abs().T)).all())
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rows=st.integers(0, 30), n=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e15]))
 @pytest.mark.parametrize("isa", SETS)
 def test_norm_is_the_reference(isa: str, rows: int, n: int, scale: float) -> None:

@@ -15,6 +15,7 @@ from speculant.kernels.native_sampler import NativeSampler
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix_in
 from speculant.sampling.distribution import Node, distribution
+from tests.examples import examples
 from tests.models import make_request
 
 SETS = usable_sets()
@@ -49,7 +50,7 @@ def random_logits(rows: int, vocab_size: int, seed: int, step: float = 0.0, scal
     return (logits / step).round() * step if step else logits
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(distributions=st.lists(DISTRIBUTIONS, min_size=1, max_size=4), size=SIZES, seed=st.integers(0, 999), step=STEPS)
 @pytest.mark.parametrize("isa", SETS)
 def test_distributions_are_the_reference(
@@ -114,7 +115,7 @@ def test_forbidden_tokens_have_no_share(kernels: NativeSampler) -> None:
     assert torch.allclose(distributions.sum(-1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(size=SIZES, seed=st.integers(0, 9999), zeros=st.sampled_from([0.0, 0.5, 0.99]))
 @pytest.mark.parametrize("isa", SETS)
 def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -> None:

@@ -20,6 +20,7 @@ from speculant.models import llama
 from speculant.models.config import DecoderConfig
 from speculant.models.rotary import Rotary
 from speculant.models.weights import Checkpoint, load_model
+from tests.examples import examples
 from tests.json_faults import EXTREMES, changed, changed_deep, values
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import LLAMA3, SMALL, VARIANTS, Session
@@ -30,7 +31,9 @@ KEYS = (
     "layer_types", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "torch_dtype",
     "dtype", "partial_rotary_factor", "original_max_position_embeddings", "quantization_config", "auto_map",
 )  # fmt: skip
-quick = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def test_a_changed_config_gives_a_model_or_an_error(family: str, folders: dict[s
     with_content(file, json.dumps(content), lambda: load(folders[family]))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_changed_variant_is_read_or_refused(family: str, folders: dict[str, Path], data: st.DataObject) -> None:

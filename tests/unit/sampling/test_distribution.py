@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
+from tests.examples import examples
 from tests.models import make_request
 from tests.unit.sampling.reference import is_clear_cut, reference_distribution
 
@@ -84,7 +85,7 @@ def test_it_is_the_documented_distribution(
     np.testing.assert_allclose(distribution.numpy(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rows=st.lists(st.tuples(settings_strategy, tokens_strategy), min_size=2, max_size=5),
     seed=st.integers(0, 2**32 - 1),

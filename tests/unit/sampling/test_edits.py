@@ -22,6 +22,7 @@ from speculant.sampling.distribution import Node, distribution, sampling_setting
 from speculant.sampling.edits import edits_of
 from speculant.types import Request
 from tests.automata import bitset
+from tests.examples import examples
 from tests.models import make_request
 
 V = 70
@@ -80,7 +81,7 @@ def test_penalties_do_not_read_the_history(sampler: Sampler) -> None:
 few = st.lists(st.integers(0, V - 1), max_size=12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     values=st.fixed_dictionaries(
         {

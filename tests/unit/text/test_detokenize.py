@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from speculant.text.detokenize import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TOKENIZERS = {make.__name__: make() for make in (byte_level, sentencepiece_style, metaspace_style)}
@@ -25,7 +26,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return TOKENIZERS[request.param]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(text=texts)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_pieces_of_a_text_join_to_it_and_show_whole_characters(kind: str, text: str) -> None:
@@ -36,7 +37,7 @@ def test_pieces_of_a_text_join_to_it_and_show_whole_characters(kind: str, text: 
     assert any("\ufffd" in piece for piece in pieces) == ("\ufffd" in tokenizer.decode(ids))
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=examples(250))
 @given(data=st.data(), skip=st.booleans())
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_any_ids_join_to_their_decoding(kind: str, data: st.DataObject, skip: bool) -> None:

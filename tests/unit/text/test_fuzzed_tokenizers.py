@@ -16,13 +16,16 @@ from speculant.params import SamplingParams
 from speculant.text.stop import compile_stops
 from speculant.text.stream import TextStream
 from speculant.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.json_faults import changed, changed_deep, values
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 2}
 # derandomized: some values make the library allocate without bound, which no exception reports
 quick = settings(
-    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 

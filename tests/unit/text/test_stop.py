@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from speculant.errors import RequestError
 from speculant.text.stop import Released, StopSearch, StopStrings
+from tests.examples import examples
 
 stops_over_ab = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 pieces_over_ab = st.lists(st.text("abc", max_size=4), max_size=12)
@@ -31,14 +32,14 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[lis
     return [result.text for result in results], results[-1].stop
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(stops=stops_over_ab, pieces=pieces_over_ab, include=st.booleans())
 def test_agrees_with_the_oracle_however_the_text_is_cut(stops: list[str], pieces: list[str], include: bool) -> None:
     shown, stop = run(stops, pieces, include)
     assert ("".join(shown), stop) == oracle("".join(pieces), stops, include)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(stops=stops_over_ab, pieces=pieces_over_ab)
 def test_holds_back_exactly_what_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
     stop_checker, seen, shown = StopSearch(StopStrings(stops)), "", ""
