@@ -22,7 +22,7 @@ def draw(tree: DraftTree) -> str:
 
 
 if __name__ == "__main__":
-    print(draw(DraftTree.of_paths([(5, 7), (5, 9), (6, 7)])), "\n")
+    print(draw(DraftTree.of([5, 7, 9, 6, 7], [-1, 0, 0, -1, 3])), "\n")
     for name, config in DRAFTS.items():
         outputs = LLM("demo", speculative_config=config, seed=1).generate(PROMPTS, PARAMS)
         rule, passes = outputs[0].metrics.verification, sum(out.metrics.timing.target_passes for out in outputs)

@@ -268,6 +268,7 @@ class Machine:
     def check(self) -> None:
         """Assert what holds between any two actions."""
         self.engine.check()
+        assert self.engine.metrics.drafter_errors <= self.draft.num_struck, "a draft failed, though nobody broke it"
         scheduler = self.engine._scheduler
         present = [request.seq_id for request in (*scheduler.waiting, *scheduler.running)]
         fed = [seq_id for seq_id, request in self.live.items() if is_fed(request)]

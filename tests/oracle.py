@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.attention import context_slots, visible_keys
-from speculant.models.base import Batch, Hidden, Segment
+from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, Segment
 from speculant.sampling.chance import Chance
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import Request
@@ -86,6 +86,7 @@ class OracleModel:
 
     vocab_size = V
     num_layers, hidden_size = 1, 1
+    needs = ModelNeeds()
     cache_shape = CacheShape(1, 1, 3, torch.float64, torch.device("cpu"))
 
     def __init__(self, max_positions: int, astray: int = 0) -> None:
@@ -117,6 +118,10 @@ class OracleModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         return torch.tensor([self._logits(int(prefix)) for prefix in hidden[:, 0].tolist()], dtype=torch.float64)
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: one pass per token."""
+        return chains
 
     def _logits(self, prefix: int) -> tuple[float, ...]:
         return logits_after(prefix, key=int(bool(self.astray) and prefix % self.astray == 0))

@@ -40,7 +40,7 @@ class FragileModel(OracleModel):
     def __init__(self, max_positions: int, raised: list[Raised], astray: int = 0) -> None:
         super().__init__(max_positions, astray)
         self.fault: Fault | None = None
-        self.num_passes = 0
+        self.num_passes = self.num_struck = 0
         self._raised = raised
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
@@ -58,6 +58,7 @@ class FragileModel(OracleModel):
         requests = [segment.seq_id for segment in batch.segments]
         if fault.victim is None or fault.victim in requests:
             fault.times -= 1
+            self.num_struck += 1
             self.fault = fault if fault.times else None
             self._raised.append((fault.error(), requests))
             raise self._raised[-1][0]

@@ -65,11 +65,11 @@ def broken_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int
     """Let the target's pass raise for these prompts once they have so many tokens of output."""
     forward_target = runner_module.forward_target
 
-    def failing(model: Any, cache: Any, scheduled: Sequence[Any], trees: Any) -> Any:
+    def failing(model: Any, cache: Any, scheduled: Sequence[Any], trees: Any, layers: Any) -> Any:
         for item in scheduled:
             if list(item.request.prompt) in prompts and item.request.num_output >= output:
                 raise SpeculantError("bad luck", "try again.")
-        return forward_target(model, cache, scheduled, trees)
+        return forward_target(model, cache, scheduled, trees, layers)
 
     monkeypatch.setattr(step_module, "forward_target", failing)
 

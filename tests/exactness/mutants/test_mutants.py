@@ -121,6 +121,6 @@ def test_a_stale_mutant_is_an_error(copy: Path) -> None:
 
 
 def test_a_survivor_is_an_error(runner: Runner, copy: Path) -> None:
-    harmless = Mutant("harmless", "types.py", '"""The nouns', '"""The words', "test_chance.py::test_known_hashes")
+    harmless = Mutant("harmless", "types.py", '"""The types', '"""The words', "test_chance.py::test_known_hashes")
     with pytest.raises(AssertionError, match="did not fail"):
         test_mutant_dies(runner, copy, harmless)

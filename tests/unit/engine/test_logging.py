@@ -19,10 +19,10 @@ def llm(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """Make an engine whose pass fails whenever a prompt of one token is in it."""
     forward = step_module.forward_target
 
-    def failing(model: Any, cache: Any, scheduled: Any, trees: Any) -> Any:
+    def failing(model: Any, cache: Any, scheduled: Any, trees: Any, layers: Any) -> Any:
         if any(len(item.request.prompt) == 1 for item in scheduled):
             raise ArithmeticError("no such prompt")
-        return forward(model, cache, scheduled, trees)
+        return forward(model, cache, scheduled, trees, layers)
 
     monkeypatch.setattr(step_module, "forward_target", failing)
     return LLM(checkpoints.target, dtype="float64")
