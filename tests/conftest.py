@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.covering import mark_the_rest_slow
@@ -27,6 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_cuda() -> bool:
-    import torch
-
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -108,12 +108,7 @@ def sites(request: pytest.FixtureRequest, worker: Worker, checkpoints: Checkpoin
     }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 Texts = list[tuple[list[int], str | None, float | None]]

@@ -7,12 +7,11 @@ it: there a text may differ, but only where two tokens are as good as equally li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import pytest
-import torch
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
@@ -52,13 +51,7 @@ class Work:
 
 REDUCED, FULL = Work(every=5, tokens=40), Work(every=1, tokens=128)
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def params(distribution: str, work: Work) -> list[SamplingParams]:
