@@ -42,7 +42,7 @@ sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built t
 bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of the bfloat16 instruction in its place
 	$(INSTALL) --no-deps --upgrade --target build/bf16-model --config-settings=cmake.define.BF16_MODEL=ON .
 	SPECULANT_LIBRARY=build/bf16-model/speculant/kernels/libspeculant.so SPECULANT_ISA=avx512bf16 \
-		$(PYTEST) -m "not slow" $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
+		$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
 
 check: $(VENV)/.installed-dev ## format, lint, types, architecture, unit tests, contracts, style figures
 	$(BIN)/ruff format --check $(CHECKED)

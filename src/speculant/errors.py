@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -38,6 +39,10 @@ class DistributionError(SpeculantError, ValueError):
 
 class DraftError(SpeculantError, ValueError):
     """A draft that breaks the contract of `Drafter.propose`; it costs the draft and fails no request."""
+
+
+class DraftLengthError(SpeculantError, ValueError):
+    """Lengths that break the contract of `DraftLength.choose`; they cost the drafts of a step."""
 
 
 class RequestError(SpeculantError, ValueError):
@@ -78,6 +83,26 @@ class Converts:
             return
         if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
             raise self.to(f"{self.problem}: {error}", self.fix) from error
+
+
+class Guard:
+    """Calls plug-ins whose errors must fail no request; it logs the first error of each name and type."""
+
+    def __init__(self, logger: logging.Logger, consequence: str) -> None:
+        self._logger, self._consequence = logger, consequence
+        self._logged: set[tuple[str, str]] = set()
+
+    def succeeds(self, name: str, call: Callable[[], object]) -> bool:
+        """Make a call and return whether it raised nothing."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not fail a request
+            kind = name, type(error).__name__
+            if kind not in self._logged:
+                self._logged.add(kind)
+                self._logger.warning("%s failed, %s: %r", name, self._consequence, error)
+            return False
+        return True
 
 
 def suggest(given: str, known: Iterable[str]) -> str:

@@ -152,3 +152,9 @@ def test_policy_that_fails_costs_drafts_alone(fault: str) -> None:
         assert len(told) == sum(request.num_output for request in requests), "every token is told once"
         outputs[type(policy)] = [request.output for request in requests]
     assert outputs[Careless] == outputs[Recorded]
+
+
+def test_policy_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        run(Careless("choose")).finish()
+    assert sum("draft length policy failed" in record.message for record in caplog.records) == 1

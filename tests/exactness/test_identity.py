@@ -111,6 +111,7 @@ def check_identity(
 
 
 @pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])

@@ -7,13 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
+from torch import Tensor
+
 from speculant.cache.base import KVCache
 from speculant.drafting.base import Drafter, DrafterNeeds, complete
-from speculant.errors import DraftError
+from speculant.errors import DraftError, Guard
 from speculant.metrics import EngineMetrics
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
+
+SUM_TOLERANCE = 1e-4  # of a row of a draft's probs, which may be float32
 
 Proposals = dict[int, DraftTree]  # by sequence id
 
@@ -36,7 +40,7 @@ class Drafters:
         self._drafters, self.default = {name: complete(each) for name, each in (drafters or {}).items()}, default
         self._make, self.usual_length = make, usual_length
         self._begun: dict[int, Drafter] = {}
-        self._reported: set[tuple[str, str]] = set()
+        self._guard = Guard(logger, "and the step goes on without its draft")
         self.metrics = EngineMetrics()  # replaced by the engine's own
 
     @classmethod
@@ -149,15 +153,9 @@ class Drafters:
 
     def _succeeds(self, method: str, call: Callable[[], object]) -> bool:
         """Make a call of a drafter; count an error and say whether there was none."""
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not fail a request
-            self.metrics.drafter_errors += 1
-            if (method, type(error).__name__) not in self._reported:
-                self._reported.add((method, type(error).__name__))
-                logger.warning("drafter %r failed and the step goes on without its draft: %r", method, error)
-            return False
-        return True
+        succeeds = self._guard.succeeds(f"drafter {method!r}", call)
+        self.metrics.drafter_errors += not succeeds
+        return succeeds
 
 
 def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab_size: int) -> Proposals:
@@ -198,10 +196,25 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
         raise DraftError("a draft has a node before its parent", "put parents before their children.")
     if not (branches or tree.is_chain):
         raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
-    if tree.probs is not None and tuple(tree.probs.shape) != (tree.size, vocab_size):
+    if tree.probs is not None:
+        check_probs(tree, tree.probs, vocab_size)
+
+
+def check_probs(tree: DraftTree, probs: Tensor, vocab_size: int) -> None:
+    """Raise DraftError unless each row is a distribution that gives the node's own token a chance."""
+    if tuple(probs.shape) != (tree.size, vocab_size) or not probs.is_floating_point():
         raise DraftError(
-            f"a draft of {tree.size} nodes has probs of shape {list(tree.probs.shape)}",
-            f"give [{tree.size}, {vocab_size}], one row per node.",
+            f"a draft of {tree.size} nodes has probs of shape {list(probs.shape)} and type {probs.dtype}",
+            f"give [{tree.size}, {vocab_size}] floating-point numbers, one row per node.",
+        )
+    totals: list[float] = probs.sum(-1).tolist()
+    if not all(abs(total - 1) <= SUM_TOLERANCE for total in totals) or probs.min().item() < 0:
+        raise DraftError(
+            "a draft has probs that are not distributions", "give the distribution that each token was drawn from."
+        )
+    if not probs.gather(1, tree.tokens.to(probs.device).unsqueeze(1)).min().item() > 0:
+        raise DraftError(
+            "a draft has a token of probability 0", "give the distribution that each token was drawn from."
         )
 
 

@@ -23,6 +23,7 @@ from speculant.models.base import CausalLM, check_taps
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.scheduling.draft_length.base import DraftLength
+from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.scheduler import Schedule, Scheduler
 from speculant.types import Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
@@ -59,7 +60,14 @@ class Engine:
         check_taps(self._drafters.hidden_layers, target.num_layers)
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix)
         self._context = StepContext(
-            options.limits, target, cache, self._drafters, draft_length, verifiers, chances, options.sampler
+            options.limits,
+            target,
+            cache,
+            self._drafters,
+            GuardedLength(draft_length),
+            verifiers,
+            chances,
+            options.sampler,
         )
         rules = RequestRules(
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification

@@ -27,7 +27,7 @@ from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
-from speculant.scheduling.draft_length.base import DraftLength
+from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Verdict
@@ -45,7 +45,7 @@ class StepContext:
     target: CausalLM
     cache: KVCache
     drafters: Drafters
-    draft_length: DraftLength
+    draft_length: GuardedLength
     verifiers: dict[str, Verifier]
     chances: Chances
     sampler: Sampler = REFERENCE
@@ -71,7 +71,8 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     timing = StepTiming(started, drafted, time.perf_counter())
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
-    report_outcomes(context.draft_length, committed, timing)
+    outcomes = [each.outcome for each in committed if each.outcome is not None]
+    context.draft_length.observe(outcomes, timing)
     return committed, timing
 
 
@@ -81,33 +82,13 @@ def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
         return [item.tree for item in schedule.items]
     requests = [item.request for item in schedule.items]
     context.drafters.begin(requests)
-    wishes, vocab_size = wished_lengths(context.draft_length, schedule), context.target.vocab_size
+    wishes, vocab_size = context.draft_length.choose(schedule), context.target.vocab_size
     bounds = [draft_bounds(context, request) for request in requests]
     limits = draft_limits(schedule, wishes, bounds, MOST_PROBS_BYTES // (8 * vocab_size))
     drafts = context.drafters.propose(requests, limits, vocab_size)
     if context.draft_length.keeps_up:
         context.drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
     return [draft if draft.size else item.tree for item, draft in zip(schedule.items, drafts, strict=True)]
-
-
-def wished_lengths(policy: DraftLength, schedule: Schedule) -> list[int]:
-    """Ask a policy for the draft length of each item; an error of the policy costs the drafts of this step alone."""
-    try:
-        wishes = policy.choose(schedule)
-        if len(wishes) == len(schedule.items) and all(wish >= 0 for wish in wishes):
-            return wishes
-        logger.warning("the draft length policy chose %r for %d sequences", wishes, len(schedule.items))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not fail a request
-        logger.warning("the draft length policy failed and the step goes on without drafts: %r", error)
-    return [0] * len(schedule.items)
-
-
-def report_outcomes(policy: DraftLength, committed: Sequence[Committed], timing: StepTiming) -> None:
-    """Tell a policy what became of the drafts. The step is committed by now: an error of the policy changes nothing."""
-    try:
-        policy.observe([each.outcome for each in committed if each.outcome is not None], timing)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not fail a request
-        logger.warning("the draft length policy failed to observe a step: %r", error)
 
 
 def draft_bounds(context: StepContext, request: Request) -> DraftBounds:

@@ -32,6 +32,13 @@ BAD: dict[str, Callable[[], Any]] = {
     "more tokens than parents": lambda: DraftTree.of([1, 2], [-1]),
     "branches that were not announced": lambda: DraftTree.of([1, 2], [-1, -1]),
     "probs of another size": lambda: DraftTree.chain([1], torch.ones(1, V - 1)),
+    "probs that are not numbers": lambda: DraftTree.chain([1], torch.full((1, V), float("nan"))),
+    "infinite probs": lambda: DraftTree.chain([1], torch.full((1, V), float("inf"))),
+    "probs of integers": lambda: DraftTree.chain([1], torch.eye(V, dtype=torch.int64)[1:2]),
+    "probs that sum to more than 1": lambda: DraftTree.chain([1], torch.ones(1, V)),
+    "probs that sum to less than 1": lambda: DraftTree.chain([1], torch.full((1, V), 0.9 / V)),
+    "negative probs": lambda: DraftTree.chain([1], torch.tensor([[-1.0, 2.0, *[0.0] * (V - 2)]])),
+    "a token of probability 0": lambda: DraftTree.chain([1], torch.eye(V)[2:3]),
     "fractions": lambda: DraftTree(torch.tensor([1.5]), torch.tensor([float("nan")])),
     "no tree": lambda: [1, 2],
 }
@@ -76,7 +83,11 @@ def test_drafters_wrong_number_of_drafts_is_an_error() -> None:
 
 
 def test_drafters_check_passes_legal_drafts() -> None:
-    for tree in (DraftTree.empty(), DraftTree.of([1, 5, 0], [-1, -1, 0]), DraftTree.chain([2], torch.ones(1, V))):
+    for tree in (
+        DraftTree.empty(),
+        DraftTree.of([1, 5, 0], [-1, -1, 0]),
+        DraftTree.chain([2], torch.full((1, V), 1 / V)),
+    ):
         check_draft(tree, 3, V, branches=True)
 
 

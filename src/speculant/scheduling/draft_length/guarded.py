@@ -1,0 +1,46 @@
+"""A draft-length policy whose errors cost drafts and fail no request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from speculant.errors import DraftLengthError, Guard
+from speculant.metrics import StepTiming
+from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome
+from speculant.scheduling.scheduler import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedLength:
+    """A policy that is checked: after an error, or for lengths that break its contract, the step has no drafts."""
+
+    def __init__(self, policy: DraftLength) -> None:
+        self._policy = policy
+        self._guard = Guard(logger, "and the step goes on without drafts")
+
+    @property
+    def keeps_up(self) -> bool:
+        """See `DraftLength`."""
+        return self._policy.keeps_up
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        """Ask the policy for the draft length of each item."""
+        wishes: list[int] = []
+        if self._guard.succeeds("the draft length policy", lambda: wishes.extend(self._checked(schedule))):
+            return wishes
+        return [0] * len(schedule.items)
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """Tell the policy what became of the drafts; the step is committed by now."""
+        self._guard.succeeds("the draft length policy", partial(self._policy.observe, outcomes, timing))
+
+    def _checked(self, schedule: Schedule) -> list[int]:
+        wishes = self._policy.choose(schedule)
+        if len(wishes) != len(schedule.items) or any(wish < 0 for wish in wishes):
+            raise DraftLengthError(
+                f"the lengths are {wishes!r} for {len(schedule.items)} sequences", "give one from 0 up for each."
+            )
+        return wishes
