@@ -16,24 +16,34 @@ class DraftTree:
     """Proposed tokens in prefix order; the root is the last committed token and not part of it.
 
     A chain is a tree whose node i has parent i - 1. A tree made of integers gets its tensors on first use.
+
+    scores: for each node, the drafter's estimate of the probability that it is accepted once its parent is, from 0 to
+    1; None = no estimate. Only the draft length depends on them.
     """
 
     tokens: Tensor  # [n] int64
     parents: Tensor  # [n] int64; parents come before children; -1 = child of the root
     probs: Tensor | None = None  # [n, V]: the distribution each node was drawn from; None = deterministic
+    scores: Sequence[float] | None = None
 
     @classmethod
-    def chain(cls, tokens: list[int], probs: Tensor | None = None) -> DraftTree:
+    def chain(cls, tokens: list[int], probs: Tensor | None = None, scores: Sequence[float] | None = None) -> DraftTree:
         """Make a tree without branches of integers."""
-        tree = cls.of(tokens, range(-1, len(tokens) - 1), probs)
+        tree = cls.of(tokens, range(-1, len(tokens) - 1), probs, scores)
         vars(tree)["is_chain"] = True  # known, and read in every pass
         return tree
 
     @classmethod
-    def of(cls, tokens: Sequence[int], parents: Sequence[int], probs: Tensor | None = None) -> DraftTree:
+    def of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        probs: Tensor | None = None,
+        scores: Sequence[float] | None = None,
+    ) -> DraftTree:
         """Make a tree of integers."""
         tree = cls.__new__(cls)
-        vars(tree).update(token_list=_integers(tokens), parent_list=_integers(parents), probs=probs)
+        vars(tree).update(token_list=_integers(tokens), parent_list=_integers(parents), probs=probs, scores=scores)
         return tree
 
     def __getattr__(self, name: str) -> Tensor:

@@ -196,6 +196,10 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
         raise DraftError("a draft has a node before its parent", "put parents before their children.")
     if not (branches or tree.is_chain):
         raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
+    if tree.scores is not None and (len(tree.scores) != tree.size or not all(0 <= score <= 1 for score in tree.scores)):
+        raise DraftError(
+            f"a draft of {tree.size} nodes has the scores {tree.scores!r}", "give one from 0 to 1 for each."
+        )
     if tree.probs is not None:
         check_probs(tree, tree.probs, vocab_size)
 

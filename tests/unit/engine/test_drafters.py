@@ -39,6 +39,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "probs that sum to less than 1": lambda: DraftTree.chain([1], torch.full((1, V), 0.9 / V)),
     "negative probs": lambda: DraftTree.chain([1], torch.tensor([[-1.0, 2.0, *[0.0] * (V - 2)]])),
     "a token of probability 0": lambda: DraftTree.chain([1], torch.eye(V)[2:3]),
+    "too few scores": lambda: DraftTree.chain([1, 2], scores=[0.5]),
+    "scores that are not numbers": lambda: DraftTree.chain([1], scores=[float("nan")]),
     "fractions": lambda: DraftTree(torch.tensor([1.5]), torch.tensor([float("nan")])),
     "no tree": lambda: [1, 2],
 }
