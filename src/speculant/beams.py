@@ -133,11 +133,6 @@ class Beams:
     finished: tuple[Hypothesis, ...] = ()
     scored: Mapping[Hypothesis, Scored] = field(default_factory=dict)
 
-    @property
-    def num_continuations(self) -> int:
-        """The most continuations of a text that can matter: those that end it, and `width` others."""
-        return self.width + len(self.end_token_ids)
-
     @cached_property
     def trunk(self) -> Hypothesis:
         """The text before the tree of hypotheses: the common prefix of all live ones.

@@ -40,14 +40,14 @@ class Constraint(Protocol):
 
 
 def checked_mask(constraint: Constraint, tokens: Sequence[int]) -> Tensor | None:
-    """Return a constraint's mask, contiguous on the CPU; raises RequestError for an invalid one."""
+    """Return a copy of a constraint's mask, contiguous on the CPU; raises RequestError for an invalid one."""
     given: object = constraint.mask(tokens)
     if given is None:
         return None
     if not isinstance(given, Tensor) or given.dtype != torch.int32 or given.dim() != 1:
         kind = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise RequestError(f"a constraint's mask is {kind}", "return a tensor of int32 [ceil(V / 32)], or None.")
-    return given.cpu().contiguous()
+    return given.cpu().clone(memory_format=torch.contiguous_format)  # a constraint may use its buffer again
 
 
 def unpacked(mask: Tensor, vocab_size: int) -> Tensor:

@@ -61,12 +61,17 @@ class EngineDeadError(SpeculantError, RuntimeError):
     """An engine that failed; `__cause__` is the error."""
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether code has failed, which a panic of a Rust extension is too: pyo3 raises it as a BaseException."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
 @dataclass(frozen=True)
 class Converts:
     """A context that converts the errors of foreign code into a SpeculantError of kind `to`, with their reason.
 
-    A panic of a Rust extension is converted as well: pyo3 raises it as a BaseException, which `except Exception`
-    does not catch. SpeculantErrors, KeyboardInterrupt and SystemExit are not converted. Instances are reusable.
+    A panic of a Rust extension is converted as well. SpeculantErrors, KeyboardInterrupt and SystemExit are not
+    converted. Instances are reusable.
     """
 
     to: type[SpeculantError]
@@ -79,9 +84,7 @@ class Converts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, SpeculantError):
-            return
-        if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
+        if error is not None and not isinstance(error, SpeculantError) and is_failure(error):
             raise self.to(f"{self.problem}: {error}", self.fix) from error
 
 
@@ -96,7 +99,9 @@ class Guard:
         """Make a call and return whether it raised nothing."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not fail a request
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             kind = name, type(error).__name__
             if kind not in self._logged:
                 self._logged.add(kind)

@@ -178,7 +178,8 @@ class EngineMetrics:
     """An engine's totals since it was made, and its state after the last step.
 
     Requests are counted per sample. draft_s, verify_s and other_s divide the steps' time, in seconds. lossy samples
-    were verified by a verifier that is not lossless. repeated_steps failed and were repeated for each sequence alone.
+    were verified by a verifier that is not lossless. repeated_steps failed and were repeated for each sequence
+    alone; transient_errors are those that then failed for none.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
     are those of the target's cache.
@@ -195,6 +196,7 @@ class EngineMetrics:
     failed: int = 0
     lossy: int = 0
     repeated_steps: int = 0
+    transient_errors: int = 0
     drafter_errors: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -18,8 +18,11 @@ MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together
 MAX_LOGIT_BIAS = 1024  # entries
+MAX_STOP_TOKEN_IDS = 1024
+MAX_COUNT = 2**31 - 1  # of tokens; the kernels count in 64 bits
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
 MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
+MIN_PENALTY = 1e-6  # below it the products overflow
 MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 
 
@@ -101,8 +104,6 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def _check_rest(self) -> None:
-        if self.repetition_penalty <= 0:
-            raise ConfigError("repetition_penalty must be above 0", "1.0 turns it off; 1.1 is a usual value.")
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0", "use temperature=0 for greedy decoding.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -115,6 +116,10 @@ class SamplingParams:
         if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
             raise ConfigError(
                 f"stop has {length} characters, more than {MAX_STOP_CHARACTERS} over all strings", "use shorter ones."
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ConfigError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids and may have {MAX_STOP_TOKEN_IDS}", "use fewer."
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"temperature={self.temperature} is too small to divide by", "use 0 for greedy decoding.")
@@ -172,14 +177,14 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "n": (1, MAX_N),
         "temperature": (0, 100),
-        "top_k": (0, math.inf),
+        "top_k": (0, MAX_COUNT),
         "top_p": (0, 1),
         "min_p": (0, 1),
-        "repetition_penalty": (0, 100),
+        "repetition_penalty": (MIN_PENALTY, 100),
         "presence_penalty": (-100, 100),
         "frequency_penalty": (-100, 100),
-        "max_tokens": (1, math.inf),
-        "min_tokens": (0, math.inf),
+        "max_tokens": (1, MAX_COUNT),
+        "min_tokens": (0, MAX_COUNT),
         "logprobs": (0, MAX_LOGPROBS),
         "prompt_logprobs": (0, MAX_LOGPROBS),
         "seed": (-(2**63), 2**64 - 1),
@@ -231,7 +236,7 @@ def _read_bias(given: Any) -> Mapping[int, float]:
 def _token_id(key: Any) -> int:
     try:
         return int(key)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"logit_bias has the key {key!r}, not a token id", "use token ids as keys.") from None
 
 
@@ -239,7 +244,7 @@ def _bias(given: Any) -> float:
     """Read a bias; text is accepted too, as -inf has no other form in JSON."""
     try:
         value = float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if math.isnan(value) or value > MAX_BIAS:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -133,14 +134,15 @@ class Careless(Recorded):
             return wishes
         if self._fault == "choose":
             raise ValueError("no idea")
-        return {"too few": wishes[1:], "negative": [-1] * len(wishes)}.get(self._fault, wishes)
+        fractions: list[Any] = [1.5] * len(wishes)
+        return {"too few": wishes[1:], "negative": [-1] * len(wishes), "fractions": fractions}.get(self._fault, wishes)
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         if self._fault == "observe" and len(self.batches) % 3 == 0:
             raise ValueError("no idea")
 
 
-@pytest.mark.parametrize("fault", ["choose", "observe", "too few", "negative"])
+@pytest.mark.parametrize("fault", ["choose", "observe", "too few", "negative", "fractions"])
 def test_policy_that_fails_costs_drafts_alone(fault: str) -> None:
     outputs = {}
     for policy in (Recorded([3]), Careless(fault)):
@@ -158,3 +160,18 @@ def test_policy_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         run(Careless("choose")).finish()
     assert sum("draft length policy failed" in record.message for record in caplog.records) == 1
+
+
+def test_policy_without_keeps_up_does_not_keep_up() -> None:
+    class Minimal:
+        def choose(self, schedule: Schedule) -> list[int]:
+            return [2] * len(schedule.items)
+
+        def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+            pass
+
+    policy: Any = Minimal()
+    rig = run(policy)
+    requests = list(rig.requests)
+    rig.finish()
+    assert {request.finish_reason for request in requests} == {"length"}

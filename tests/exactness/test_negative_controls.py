@@ -142,7 +142,8 @@ def test_a_greedy_draft_that_reports_a_distribution_shows() -> None:
 
 def test_a_distribution_rounded_after_the_draw_shows() -> None:
     def rounded(logits: Sequence[float]) -> list[float]:
-        return torch.tensor(softmax(logits)).to(torch.bfloat16).double().tolist()
+        coarse = torch.tensor(softmax(logits)).to(torch.bfloat16).double()
+        return (coarse / coarse.sum()).tolist()  # one that does not sum to 1 is refused
 
     assert worst(meddling(report(rounded))) > 1e-5
 

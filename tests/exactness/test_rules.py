@@ -14,6 +14,7 @@ from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 from speculant.verification.rejection import Rejection
 from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
+from tests.examples import examples
 from tests.fakes import known_verifiers
 
 LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
@@ -85,14 +86,14 @@ def test_deterministic_chains(verifier: Verifier, length: int) -> None:
 
 @pytest.mark.parametrize("shape", TREES, ids=str)
 def test_sampled_trees(tree_rule: Verifier, shape: Shape) -> None:
-    for seed in range(20):
+    for seed in range(examples(20)):
         pair = Pair(seed, 3)
         assert distance(tree_rule, pair, sampled(pair, shape)) <= EXACT, pair
 
 
 @pytest.mark.parametrize("shape", [*TREES, (-1, -1, -1, 0, 1, 1, 1, 0, 2, 2)], ids=str)
 def test_deterministic_trees(tree_rule: Verifier, shape: Shape) -> None:
-    for seed in range(12):
+    for seed in range(examples(12)):
         pair = Pair(seed, 3 + seed % 2)
         assert distance(tree_rule, pair, deterministic(pair, shape)) <= EXACT, pair
 

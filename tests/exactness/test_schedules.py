@@ -29,8 +29,6 @@ from tests.machine import run_schedule
 from tests.oracle import Mismatch, OracleModel, V
 from tests.schedules import Kind, size_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:a step fails for all sequences")  # a pass that is broken just once
-
 ACTIONS = 200
 SCHEDULES = 100  # of each shard
 SOAK = int(os.environ.get("SPECULANT_SOAK", "0"))  # how many times as many; 0 = the usual ones

@@ -114,6 +114,20 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left_behind(llm_of: MakeLLM, pro
     assert not llm.engine.has_unfinished()
 
 
+def test_a_bad_prompt_is_refused_before_any_runs(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    steps = llm.engine.metrics.steps
+    with pytest.raises(RequestError):
+        llm.generate([*TEXTS, [10**9]], GREEDY)
+    assert llm.engine.metrics.steps == steps
+
+
+def test_a_request_can_t_load_a_drafter_that_is_not_for_it(llm_of: MakeLLM) -> None:
+    for method in ("synthetic", "draft_model"):
+        with pytest.raises(ConfigError, match="a request can't load it"):
+            llm_of().generate(TEXTS[0], SamplingParams(speculation={"method": method}))
+
+
 def test_as_many_parameters_as_prompts_or_one(llm_of: MakeLLM) -> None:
     with pytest.raises(RequestError, match=r"2 prompts came with 1 sampling"):
         llm_of().generate(TEXTS[:2], [GREEDY])

@@ -34,12 +34,15 @@ class Method:
     uses_model: the method needs a draft model; any other method refuses one.
     preferred: the method that is used when a draft model is given without a method.
     learns: earlier requests make its later drafts better.
+    on_request: a request may name it although the configuration does not; it then keeps nothing across requests, or
+    keeps it apart by cache salt and within a bound.
     """
 
     default_length: int
     uses_model: bool = False
     preferred: bool = False
     learns: bool = False
+    on_request: bool = True
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,3 @@ def _is_like(value: object, default: object) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     return isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
-
-
-def no_options(context: DrafterContext) -> None:
-    """Refuse any option, for drafters that have none."""
-    for key in context.options:
-        raise ConfigError(f"unknown speculative_config key {key!r} for this method", "remove it.")

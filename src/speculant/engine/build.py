@@ -158,9 +158,9 @@ def build_drafters(
     def make(method: str) -> Drafter:
         if config.use_speculative_decoding is False:
             raise ConfigError(f"a request asks for {method!r} drafts", "use_speculative_decoding is False; change it.")
-        if method in plugins.names(_DRAFTERS) and _method(method).uses_model:
+        if method in plugins.names(_DRAFTERS) and (_method(method).uses_model or not _method(method).on_request):
             raise ConfigError(
-                f"method {method!r} drafts with a model and was not loaded with the engine",
+                f"method {method!r} was not loaded with the engine, and a request can't load it",
                 'name it in speculative_config, as "method" or in the list "methods".',
             )
         return build(method, {})

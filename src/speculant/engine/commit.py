@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -165,7 +166,8 @@ def roll_back(request: Request, num_output: int) -> None:
     """Roll back what a failed step had begun to commit; no caller has seen it."""
     length = len(request.prompt) + num_output
     if request.constraint is not None and length < len(request.tokens):
-        request.constraint.rollback(len(request.tokens) - length)
+        with suppress(Exception):  # the request ends with the first error
+            request.constraint.rollback(len(request.tokens) - length)
     request.shorten(length)
     del request.logprobs[num_output:]
     request.stop_reason = None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import index
 
 from torch import Tensor
 
@@ -96,27 +97,30 @@ class Drafters:
         """Let drafters process what they have not seen of these sequences."""
         for method, drafter in self._drafters.items():
             own = [request for request in requests if self._has_begun(request, method)]
-            if own and not self._succeeds(method, partial(drafter.catch_up, own)):
-                self._restart(own)
+            if own:
+                self._catch_up_with(method, drafter, own)
 
-    def observe(self, request: Request, rows: CommittedRows) -> None:
-        """Pass on what was committed."""
+    def observe(self, request: Request, rows: Callable[[], CommittedRows]) -> None:
+        """Pass on what was committed; `rows` makes it if the sequence has a drafter."""
         drafter = self._begun.get(request.seq_id)
-        if drafter is None:
-            return
-        if rows.hidden:
-            layers = self.hidden_layers
-            own = tuple(rows.hidden[layers.index(layer)] for layer in drafter.needs.hidden_layers)
-            rows = replace(rows, hidden=own)
-        if not self._succeeds(str(request.drafter), partial(drafter.observe, request, rows)):
+        if drafter is not None and not self._succeeds(
+            str(request.drafter), lambda: drafter.observe(request, self._own_layers(drafter, rows()))
+        ):
             self._restart([request])
+
+    def _own_layers(self, drafter: Drafter, rows: CommittedRows) -> CommittedRows:
+        """Return rows with the hidden states of the layers that a drafter announces."""
+        if not rows.hidden:
+            return rows
+        layers = self.hidden_layers
+        return replace(rows, hidden=tuple(rows.hidden[layers.index(layer)] for layer in drafter.needs.hidden_layers))
 
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of a sequence's tokens may be taken over from the prefix index."""
         matched = [len(request.tokens)]
         if request.drafter is not None:
             drafter = self._drafters[request.drafter]
-            self._succeeds(request.drafter, lambda: matched.append(max(0, drafter.match_prefix(request))))
+            self._succeeds(request.drafter, lambda: matched.append(max(0, index(drafter.match_prefix(request)))))
         return min(matched)
 
     def end(self, request: Request) -> None:
@@ -137,6 +141,16 @@ class Drafters:
         """End sequences after an error; they begin anew in the next step."""
         for request in requests:
             self.end(request)
+
+    def _catch_up_with(self, method: str, drafter: Drafter, requests: Sequence[Request]) -> None:
+        """Let one drafter catch up; if that fails, for each sequence alone, so that only those at fault restart."""
+        if self._succeeds(method, partial(drafter.catch_up, requests)):
+            return
+        if len(requests) == 1:
+            self._restart(requests)
+            return
+        for request in requests:
+            self._catch_up_with(method, drafter, [request])
 
     def _propose_with(
         self, method: str, drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab_size: int

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +27,8 @@ from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.scheduler import Schedule, Scheduler
 from speculant.types import Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class Engine:
         self._by_id[request_id] = list(sequences)
         return samples
 
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `add_request` does for a prompt or parameters that can't be served; nothing is queued."""
+        self._factory.check(prompt, params)
+
     def accepts(self, n: int) -> bool:
         """Whether a prompt with n samples would find room in the queue."""
         return self._scheduler.num_vacant >= n
@@ -171,7 +177,9 @@ class Engine:
         runs = [self._run(alone) for alone in schedule.one_by_one(self._context.cache)]
         committed = [each for run in runs for each in run[0]]
         if not any(each.request.error for each in committed):
-            warnings.warn(f"a step fails for all sequences together and for none alone: {cause!r}", stacklevel=2)
+            self.metrics.transient_errors += 1
+            if self.metrics.transient_errors == 1:
+                logger.warning("a step failed for all sequences together and for none alone: %r", cause)
         return committed, sum(run[1] for run in runs), sum(run[2] for run in runs)
 
     def _end(self, request: Request) -> None:

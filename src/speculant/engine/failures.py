@@ -80,7 +80,7 @@ def advance_sound(
     A text without a possible token has no continuations. A live hypothesis whose row is NaN is an error; a drafted one
     waits for the next pass.
     """
-    ranked = dict(zip(nodes, rank(probs, beams.num_continuations), strict=True))
+    ranked = dict(zip(nodes, rank(probs, beams.width, beams.end_token_ids), strict=True))
     finite = {node: ranked[node] for node, total in zip(nodes, totals, strict=True) if math.isfinite(total)}
     scored = beams.scored_by(tree, finite)
     if len(finite) < len(ranked) and beams.scored_by(tree, ranked).keys() - scored.keys():

@@ -61,6 +61,10 @@ class Generation:
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
 
+    def check(self, engine: Engine) -> None:
+        """Raise what `start` would raise for a prompt that can't be served."""
+        engine.check_request(self._tokens, self.params)
+
     def start(self, engine: Engine, tokenizer: Tokenizer) -> None:
         """Queue the prompt; raises what `Engine.add_request` does, and nothing is queued then."""
         self._requests = engine.add_request(

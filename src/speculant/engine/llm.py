@@ -32,16 +32,21 @@ class LLM(Frontend):
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids) together; one result per prompt, in order.
 
-        One SamplingParams serves all prompts, or give one for each. A prompt that fails has
-        finish_reason "error" and leaves the others alone; if all of them fail, the first error is raised.
+        One SamplingParams serves all prompts, or give one for each. A prompt that can't be served is refused before
+        any of them runs: RequestError or ConfigError. One that fails later has finish_reason "error" and leaves the
+        others alone; if all of them fail, the first error is raised.
         """
         listed = _as_prompts(prompts)
+        pairs = zip(listed, self._params_for(listed, sampling_params), strict=True)
+        made = [self._generation(prompt, params, f"request-{next(self._ids)}") for prompt, params in pairs]
+        for generation in made:
+            generation.check(self.engine)
         generations: list[Generation] = []
         try:
-            for prompt, params in zip(listed, self._params_for(listed, sampling_params), strict=True):
-                while not self.engine.accepts(params.n) and self.engine.has_unfinished():
+            for generation in made:
+                while not self.engine.accepts(generation.params.n) and self.engine.has_unfinished():
                     self._step()
-                generations.append(self._start(prompt, params))
+                generations.append(self._start(generation))
             while not all(generation.finished for generation in generations):
                 self._step()
         finally:
@@ -57,7 +62,7 @@ class LLM(Frontend):
 
         Several streams may be open at once: whichever is asked next moves all of them on.
         """
-        generation = self._start(prompt, sampling_params or self.default_params)
+        generation = self._start(self._generation(prompt, sampling_params, f"request-{next(self._ids)}"))
         try:
             while generation.unread or not generation.finished:
                 while generation.unread:
@@ -69,8 +74,7 @@ class LLM(Frontend):
         if generation.error is not None:
             raise generation.error
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> Generation:
-        generation = self._generation(prompt, params, f"request-{next(self._ids)}")
+    def _start(self, generation: Generation) -> Generation:
         generation.start(self.engine, self.tokenizer)
         self._generations[generation.request_id] = generation
         return generation

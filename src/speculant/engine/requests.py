@@ -51,7 +51,7 @@ class RequestFactory:
         cache_salt: str,
     ) -> list[Request]:
         """Return the sequences; raises RequestError or ConfigError for what can't be served."""
-        self._check(prompt, params)
+        self.check(prompt, params)
         given: tuple[object, object] = priority, cache_salt
         if not (isinstance(given[0], int) and isinstance(given[1], str)):
             raise RequestError(
@@ -140,7 +140,8 @@ class RequestFactory:
         method = request.drafter
         return None if method is None or method == self._drafters.default else self._drafters.usual_length(method)
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError or ConfigError for a prompt or parameters that can't be served."""
         longest = self._rules.limits.max_model_len
         if not prompt:
             raise RequestError("the prompt has no tokens", "send at least one token.")
@@ -154,6 +155,7 @@ class RequestFactory:
             _check_tokens(name, tokens, self._rules.vocab_size)
         if isinstance(params.speculation, Mapping) and "verification" in params.speculation:
             self._check_verifier(params.speculation["verification"], None)
+        self._method(params)
 
     def _check_verifier(self, name: str, needs: DrafterNeeds | None) -> None:
         if name != "auto" and name not in self._verifiers:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     drafts = context.drafters.propose(requests, limits, vocab_size)
     if context.draft_length.keeps_up:
         context.drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
-    return [draft if draft.size else item.tree for item, draft in zip(schedule.items, drafts, strict=True)]
+    each = zip(schedule.items, limits, drafts, strict=True)
+    return [draft if limit and draft.size else item.tree for item, limit, draft in each]
 
 
 def draft_bounds(context: StepContext, request: Request) -> DraftBounds:
@@ -128,14 +130,19 @@ def commit_sequence(
 
 def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
     """Tell a drafter what is committed of a pass. A text that does not continue the one before begins anew."""
-    item, tree = output.item, output.tree
     if committed.left:
-        drafters.end(item.request)
-        return
+        drafters.end(output.item.request)
+    else:
+        drafters.observe(output.item.request, partial(committed_rows, output, committed))
+
+
+def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
+    """Return the rows of a pass that were committed."""
+    item, tree = output.item, output.tree
     tokens = [*item.tokens, *(tree.token_list[node] for node in committed.kept)]
     rows = [*range(item.count), *(item.count + node for node in committed.kept)]
     hidden = tuple(states[rows] for states in output.hidden)
-    drafters.observe(item.request, CommittedRows(item.start, tokens, committed.tokens, hidden))
+    return CommittedRows(item.start, tokens, committed.tokens, hidden)
 
 
 @contextmanager

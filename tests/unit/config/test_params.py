@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS, SamplingParams
+from speculant.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 
 NAN, INF = float("nan"), float("inf")
 
 BAD: dict[str, list[Any]] = {
     "n": [0, -1, MAX_N + 1, 1.5, "2", None, True],
     "temperature": [-0.1, 101, NAN, INF, "hot", None, 1e-12],
-    "top_k": [-2, 1.5, NAN, INF, None],
+    "top_k": [-2, 2**31, 2**64 + 1, 1.5, NAN, INF, None],
     "top_p": [0, -0.5, 1.5, NAN, None],
     "min_p": [-0.1, 1.1, NAN],
-    "repetition_penalty": [0, -1, 101, NAN],
+    "repetition_penalty": [0, -1, 1e-300, 101, NAN],
     "presence_penalty": [-101, 101, NAN, None],
     "frequency_penalty": [-101, 101, NAN],
     "logit_bias": [
@@ -29,16 +37,18 @@ BAD: dict[str, list[Any]] = {
         {0: INF},
         {0: 1e39},
         {0: "x"},
+        {0: 10**400},
+        {INF: 1.0},
         {0: None},
         [1.0],
         3,
         dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
     ],
     "seed": [1.5, "x", -(2**63) - 1, 2**64, True],
-    "max_tokens": [0, -1, 1.5, INF, "many"],
-    "min_tokens": [-1, 17, 0.5, None],  # 17 is above the default of max_tokens
+    "max_tokens": [0, -1, 2**64, 1.5, INF, "many"],
+    "min_tokens": [-1, 2**64, 17, 0.5, None],  # 17 is above the default of max_tokens
     "stop": [[""], "", ["a", 3], 3, ["x"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARACTERS + 1)],
-    "stop_token_ids": [3],
+    "stop_token_ids": [3, range(MAX_STOP_TOKEN_IDS + 1)],
     "include_stop_str_in_output": ["no", None, 1],
     "ignore_eos": ["false", None],
     "skip_special_tokens": ["true"],

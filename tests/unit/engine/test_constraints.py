@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import Tensor
 
 from speculant.config import Limits
@@ -164,3 +165,54 @@ def test_a_failed_step_rolls_back_what_it_took(place: str, penalties: dict[str, 
     while not other.finished:
         rig.engine.step()
     assert other.output == [0, 2] * 10
+
+
+class Unrepentant(AutomatonConstraint):
+    """Raises at its third token, and when that is taken back."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `Constraint.advance`."""
+        if len(self.taken) == 2:
+            raise TroubleError
+        super().advance(tokens)
+
+    def rollback(self, n: int) -> None:
+        """See `Constraint.rollback`."""
+        raise NotImplementedError
+
+
+def test_a_constraint_that_can_t_roll_back_harms_nobody() -> None:
+    rig = rig_with((0, 1, 0))
+    rig.expected = TroubleError
+    (request,) = rig.add((1,), SamplingParams(), "bad", constraint=lambda: Unrepentant(LOOP))
+    (other,) = rig.add((0,), SamplingParams(temperature=0, max_tokens=12), "good")
+    rig.finish()
+    assert isinstance(request.error, TroubleError)
+    assert (other.num_output, other.finish_reason) == (12, "length")
+    assert rig.engine.metrics.repeated_steps == 0
+
+
+class Reusing(AutomatonConstraint):
+    """Writes every mask into the same buffer."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        super().__init__(automaton)
+        self._buffer = torch.zeros(1, dtype=torch.int32)
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `Constraint.mask`."""
+        mask = super().mask(tokens)
+        self._buffer.zero_()
+        if mask is not None and len(mask):
+            self._buffer.copy_(mask)
+        return self._buffer
+
+
+def test_a_constraint_may_use_its_mask_again() -> None:
+    texts = []
+    for kind in (AutomatonConstraint, Reusing):
+        rig = rig_with((0, 1, 0, 2))
+        (request,) = rig.add((0,), SamplingParams(seed=4, max_tokens=12), constraint=lambda kind=kind: kind(LOOP))
+        rig.finish()
+        texts.append(request.output)
+    assert texts[0] == texts[1]

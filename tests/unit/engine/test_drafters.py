@@ -15,8 +15,9 @@ from speculant.errors import ConfigError, DraftError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
+from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request
-from tests.fakes import Rig, ScriptedDrafter, build_rig
+from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks
 
 V = 6
 LIMITS = Limits(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=48)
@@ -189,3 +190,77 @@ def test_drafters_unknown_method_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no magic"):
         rig.add((0,), SamplingParams(speculation={"method": "magic"}))
     assert not rig.engine.has_unfinished()
+
+
+class Halves(StatelessDrafter):
+    """Answers with a fraction of a position."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.chain([1][:limit]) for limit in limits]
+
+    def match_prefix(self, request: Request) -> int:
+        answer: Any = len(request.tokens) / 2
+        return answer  # type: ignore[no-any-return]
+
+
+def test_drafters_prefix_of_another_type_fails_no_request() -> None:
+    finished(rig := build_rig(TableModel(PAIR.target, V), Halves(), length=2, limits=LIMITS))
+    assert rig.engine.metrics.drafter_errors == 3
+
+
+def test_drafters_panic_fails_no_request() -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def propose(request: Request) -> list[int]:
+        raise panic
+
+    finished(rig := build_rig(TableModel(PAIR.target, V), ScriptedDrafter(propose), length=2, limits=LIMITS))
+    assert rig.engine.metrics.drafter_errors > 0
+
+
+def test_drafters_failing_catch_up_restarts_one_sequence() -> None:
+    class Slow(ScriptedDrafter):
+        def __init__(self) -> None:
+            super().__init__(lambda request: [1])
+            self.begun: list[int] = []
+
+        def begin(self, request: Request) -> None:
+            self.begun.append(request.prompt[0])
+
+        def catch_up(self, requests: Sequence[Request]) -> None:
+            if any(request.prompt[0] == 3 for request in requests):
+                raise RuntimeError("no")
+
+    drafter = Slow()
+    rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=KeepsUp())
+    finished(rig)
+    assert drafter.begun.count(3) > 1
+    assert drafter.begun.count(0) == drafter.begun.count(1) == 1
+
+
+class KeepsUp(Fixed):
+    """Drafts nothing and keeps drafters up."""
+
+    keeps_up = True
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def test_drafters_beam_draft_without_a_limit_is_not_run() -> None:
+    class Live(StatelessDrafter):
+        needs = DrafterNeeds(nodes_per_beam=1)
+
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            return [each.search.beams.live_tree if each.search else DraftTree.empty() for each in requests]
+
+    search, texts = SamplingParams(temperature=0, max_tokens=10, beam_width=3, n=3), []
+    small = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=6)
+    for drafter in (None, Live()):
+        rig = build_rig(TableModel(PAIR.target, V), drafter, length=3, limits=small, cache=few_blocks(12, False))
+        found = rig.add((0, 1, 2, 3, 1, 2, 1), search, "search")
+        for index in range(3):
+            rig.add((index, 1), SamplingParams(temperature=0, max_tokens=20), f"other {index}", priority=-1)
+        rig.finish()
+        texts.append([request.output for request in found])
+    assert texts[0] == texts[1]

@@ -66,7 +66,6 @@ def assert_failed(rig: Rig, outputs: list[StepOutput]) -> None:
     assert (rig.engine.metrics.failed, rig.engine.metrics.finished) == (3, 1)
 
 
-@pytest.mark.filterwarnings("default")
 def test_an_error_in_a_pass_ends_every_sample() -> None:
     rig = build_rig(failing_at(6), limits=LIMITS)
     rig.expected = TroubleError

@@ -40,3 +40,12 @@ def test_a_row_is_ranked_by_itself() -> None:
     distributions = torch.rand(7, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert rank(distributions, 5) == [rank(row[None], 5)[0] for row in distributions]
     assert rank(distributions, 5) == [each[:5] for each in rank(distributions, 20)]
+
+
+def test_ranking_has_the_best_ends_and_the_best_others() -> None:
+    probs = torch.rand(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ends = {*range(3, 33)}
+    for row, ranked in zip(probs, rank(probs, 4, ends), strict=True):
+        order = sorted(range(40), key=lambda token: -float(row[token]))
+        wanted = {*order[:4], *[token for token in order if token not in ends][:4]}
+        assert [token for token, _ in ranked] == [token for token in order if token in wanted]

@@ -53,7 +53,8 @@ class _Search:
 
     def advance(self, probs: Tensor) -> None:
         """Take a round with the probs [r, V] after the tips; hypotheses that the tree has no room for are dropped."""
-        ranked = [Scored(continuations) for continuations in rank(probs, self.beams.num_continuations)]
+        best = rank(probs, self.beams.width, self.beams.end_token_ids)
+        ranked = [Scored(continuations) for continuations in best]
         beams = self.beams.advance(dict(zip(self.beams.unscored, ranked, strict=True)))
         self.beams = replace(beams, live=beams.live[: self.most - len(self.texts)])
         self.texts |= {each: node for node, each in enumerate(self.beams.live, len(self.texts))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 
 from speculant.errors import DraftLengthError, Guard
 from speculant.metrics import StepTiming
@@ -18,13 +19,8 @@ class GuardedLength:
     """A policy that is checked: after an error, or for lengths that break its contract, the step has no drafts."""
 
     def __init__(self, policy: DraftLength) -> None:
-        self._policy = policy
+        self._policy, self.keeps_up = policy, bool(getattr(policy, "keeps_up", False))
         self._guard = Guard(logger, "and the step goes on without drafts")
-
-    @property
-    def keeps_up(self) -> bool:
-        """See `DraftLength`."""
-        return self._policy.keeps_up
 
     def choose(self, schedule: Schedule) -> list[int]:
         """Ask the policy for the draft length of each item."""
@@ -38,7 +34,7 @@ class GuardedLength:
         self._guard.succeeds("the draft length policy", partial(self._policy.observe, outcomes, timing))
 
     def _checked(self, schedule: Schedule) -> list[int]:
-        wishes = self._policy.choose(schedule)
+        wishes = [index(wish) for wish in self._policy.choose(schedule)]
         if len(wishes) != len(schedule.items) or any(wish < 0 for wish in wishes):
             raise DraftLengthError(
                 f"the lengths are {wishes!r} for {len(schedule.items)} sequences", "give one from 0 up for each."
