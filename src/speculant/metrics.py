@@ -71,6 +71,12 @@ class StepTiming:
     started: float
     drafted: float
     verified: float
+    committed: float | None = None  # None = not committed yet
+
+    @property
+    def rest_s(self) -> float:
+        """Time to commit."""
+        return 0.0 if self.committed is None else self.committed - self.verified
 
     @property
     def draft_s(self) -> float:

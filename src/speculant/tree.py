@@ -85,6 +85,14 @@ class DraftTree:
         """Each node's distance from the root, 1 for its children."""
         return depths_of(self.parent_list)
 
+    def first(self, count: int) -> DraftTree:
+        """Return the tree of the first `count` nodes; it is this one if that is all."""
+        if count >= self.size:
+            return self
+        probs = None if self.probs is None else self.probs[:count]
+        scores = None if self.scores is None else self.scores[:count]
+        return DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
+
     def children(self, node: int) -> list[int]:
         """Return the children of a node in drawing order; -1 = the root."""
         return [child for child, parent in enumerate(self.parent_list) if parent == node]

@@ -53,6 +53,7 @@ class DrafterNeeds:
     emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them.
     emits_tree: its trees may branch.
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
+    tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
     hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
     last layer's output.
@@ -66,6 +67,7 @@ class DrafterNeeds:
     emits_probs: bool = False
     emits_tree: bool = False
     usual_nodes: int | None = None
+    tree_depth: int | None = None
     own_cache: bool = False
     hidden_layers: tuple[int, ...] = ()
     target_inputs: bool = False

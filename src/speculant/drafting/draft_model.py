@@ -57,6 +57,7 @@ class ModelDrafter(StatelessDrafter):
             emits_probs=True,
             emits_tree=topology is not None,
             usual_nodes=nodes,
+            tree_depth=topology.depth if topology else None,
             own_cache=True,
             max_positions=model.max_positions,
             nodes_per_beam=NODES_PER_BEAM,

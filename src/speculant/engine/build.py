@@ -12,6 +12,7 @@ from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
+from speculant.engine.calibration import Calibration
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
@@ -61,14 +62,17 @@ def build_engine(config: EngineConfig) -> Runtime:
     verifiers, _ = build_verifiers(spec)
     drafters = build_drafters(config, target, tokenizer, memory.make)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
-    sampler = target.backend.sampler
+    sampler, cache = target.backend.sampler, memory.make_target()
+    measured = Calibration(
+        target.model, cache, sampler, drafters.known, limits, (str(config), target.kernels, str(target.folder))
+    )
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),
         target.model,
-        memory.make_target(),
+        cache,
         KeyedChances(sampler),
         verifiers,
-        _draft_length(spec, length),
+        _draft_length(spec, length, drafters, measured),
         drafters,
     )
     drafter = drafters.find(name) if name else None
@@ -112,7 +116,9 @@ def _method(name: str) -> Method:
     return method
 
 
-def _draft_length(spec: SpeculativeConfig | None, length: int) -> DraftLength:
+def _draft_length(
+    spec: SpeculativeConfig | None, length: int, drafters: Drafters, measured: Calibration
+) -> DraftLength:
     """Make the configured draft-length policy, by its name or by a mapping with its `policy` and its own keys."""
     given = spec.draft_length if spec else "fixed"
     options = dict(given) if isinstance(given, Mapping) else {"policy": given}
@@ -120,7 +126,9 @@ def _draft_length(spec: SpeculativeConfig | None, length: int) -> DraftLength:
         plugin = plugins.load(_LENGTHS, str(options.pop("policy", "fixed")))
     except ConfigError as error:
         raise ConfigError(f"draft_length={given!r} is unknown", error.fix) from None
-    policy: DraftLength = plugin.build(DraftLengthContext(length, options))
+    longest = spec.num_speculative_tokens if spec else None
+    context = DraftLengthContext(length, options, longest, measured.costs, drafters.tree)
+    policy: DraftLength = plugin.build(context)
     return policy
 
 

@@ -64,7 +64,8 @@ def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int
     accepted = min(len(verdict.path), committed)
     reached = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
     tested = max(accepted, min(reached, committed))
-    return DraftOutcome(request, drafted, _ones(tested, len(drafted)), _ones(accepted, len(drafted)))
+    path = verdict.path[:accepted]
+    return DraftOutcome(request, drafted, _ones(tested, len(drafted)), _ones(accepted, len(drafted)), path)
 
 
 def _ones(count: int, length: int) -> list[int]:

@@ -59,6 +59,18 @@ class Drafters:
         """The target layers whose hidden states a drafter asks for, in ascending order."""
         return tuple(sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.hidden_layers}))
 
+    @property
+    def known(self) -> Mapping[str, Drafter]:
+        """The drafters that were made so far, by method."""
+        return self._drafters
+
+    def tree(self, method: str) -> tuple[int, int] | None:
+        """Return nodes and depth of a method's usual tree; None if it drafts chains, or its nodes have scores."""
+        needs = self._drafters[method].needs if method in self._drafters else None
+        if needs is None or needs.usual_nodes is None or needs.tree_depth is None:
+            return None
+        return needs.usual_nodes, needs.tree_depth
+
     def __bool__(self) -> bool:
         """Whether there is any drafter."""
         return bool(self._drafters)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -73,7 +73,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
     outcomes = [each.outcome for each in committed if each.outcome is not None]
-    context.draft_length.observe(outcomes, timing)
+    context.draft_length.observe(outcomes, replace(timing, committed=time.perf_counter()))
     return committed, timing
 
 
@@ -86,7 +86,7 @@ def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     wishes, vocab_size = context.draft_length.choose(schedule), context.target.vocab_size
     bounds = [draft_bounds(context, request) for request in requests]
     limits = draft_limits(schedule, wishes, bounds, MOST_PROBS_BYTES // (8 * vocab_size))
-    drafts = context.drafters.propose(requests, limits, vocab_size)
+    drafts = context.draft_length.trim(requests, context.drafters.propose(requests, limits, vocab_size))
     if context.draft_length.keeps_up:
         context.drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
     each = zip(schedule.items, limits, drafts, strict=True)

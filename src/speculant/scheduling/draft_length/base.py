@@ -5,11 +5,12 @@ A policy is one module with a function `build(context) -> DraftLength`; the modu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from speculant.metrics import StepTiming
+from speculant.scheduling.costs import StepCosts
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
@@ -19,13 +20,27 @@ class DraftOutcome:
     """The outcome of one sequence's draft. Each list has an entry per depth, from the root's children on.
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
-    rejection or an end. accepted: 1 if a node was committed, else 0.
+    rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf.
     """
 
     request: Request
     drafted: Sequence[int]
     tested: Sequence[int]
     accepted: Sequence[int]
+    path: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class ScoredDraft:
+    """What a policy may see of a draft: its shape, and the drafter's scores (see `DraftTree`). There are no tokens.
+
+    It exists for deterministic drafts alone. Whether a drawn token is drafted must not depend on that token: with a
+    ratio rule the output would have another distribution.
+    """
+
+    request: Request
+    scores: Sequence[float]
+    parents: Sequence[int]
 
 
 class DraftLength(Protocol):
@@ -50,12 +65,25 @@ class DraftLength(Protocol):
         ...
 
 
+class TrimmingLength(DraftLength, Protocol):
+    """A policy that also cuts drafts by their scores."""
+
+    def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
+        """Return how many nodes of each deterministic draft with scores are kept, counted from its first."""
+        ...
+
+
 @dataclass(frozen=True)
 class DraftLengthContext:
     """The values that a policy is built from.
 
-    num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys.
+    num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
+    the configured length alone; None = the policy chooses. costs: measures those of this machine; None = can't. trees:
+    nodes and depth of the trees of methods that draft trees without scores.
     """
 
     num_speculative_tokens: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
+    costs: Callable[[], StepCosts | None] = lambda: None
+    trees: Callable[[str], tuple[int, int] | None] = lambda method: None

@@ -9,8 +9,9 @@ from operator import index
 
 from speculant.errors import DraftLengthError, Guard
 from speculant.metrics import StepTiming
-from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome
+from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.scheduling.scheduler import Schedule
+from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,20 @@ class GuardedLength:
         if self._guard.succeeds("the draft length policy", lambda: wishes.extend(self._checked(schedule))):
             return wishes
         return [0] * len(schedule.items)
+
+    def trim(self, requests: Sequence[Request], drafts: Sequence[DraftTree]) -> list[DraftTree]:
+        """Cut the deterministic drafts that have scores; whatever the policy does wrong keeps them whole."""
+        choose = getattr(self._policy, "trim", None)
+        places = [place for place, draft in enumerate(drafts) if draft.scores is not None and draft.probs is None]
+        if choose is None or not places:
+            return list(drafts)
+        seen = [ScoredDraft(requests[place], drafts[place].scores or (), drafts[place].parent_list) for place in places]
+        counts: list[int] = []
+        self._guard.succeeds("the draft length policy", lambda: counts.extend(map(index, choose(seen))))
+        cut = list(drafts)
+        for place, count in zip(places, counts, strict=False):
+            cut[place] = drafts[place].first(max(0, count))
+        return cut
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """Tell the policy what became of the drafts; the step is committed by now."""

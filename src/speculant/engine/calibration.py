@@ -1,0 +1,192 @@
+"""Measures what a target pass and a draft cost on this machine, for draft-length policies that ask for it.
+
+The measured curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The
+policy follows the real steps from then on, so a curve only has to have the right shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speculant import __version__
+from speculant.cache.base import KVCache
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.engine.runner import forward_target
+from speculant.kernels.base import Sampler
+from speculant.metrics import RequestMetrics, TimingMetrics
+from speculant.models.base import CausalLM
+from speculant.params import SamplingParams
+from speculant.sampling.distribution import Node, distribution
+from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.scheduler import Scheduled
+from speculant.types import DraftTree, Request
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 17, 20, 24, 32, 40, 48, 64, 96, 128)
+DEPTHS, SEQUENCES = (1, 2, 4, 8, 16), (1, 8)
+CONTEXT = 64  # tokens before the measured rows
+BUDGET_S = 1.5  # for the target, and for each method
+LEAST_ROUNDS, MOST_ROUNDS = 2, 15
+MOST_FILES = 64  # in the folder of kept curves
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is measured: the target with its cache, and the drafters by method.
+
+    identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
+    """
+
+    target: CausalLM
+    cache: KVCache
+    sampler: Sampler
+    drafters: Mapping[str, Drafter]
+    limits: Limits
+    identity: Sequence[str]
+
+    def costs(self) -> StepCosts:
+        """Return the curves, from disk if they were measured before."""
+        path = folder() / f"{self._key()}.json"
+        kept = read_curves(path)
+        if kept is None:
+            started = time.perf_counter()
+            kept = self._measure()
+            logger.info("measured the costs of passes and drafts in %.1f s", time.perf_counter() - started)
+            write_curves(path, kept)
+        drafts = {
+            method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
+            for method, curves in kept["drafts"].items()
+        }
+        return StepCosts(CostCurve(points(kept["passes"])), drafts)
+
+    def _key(self) -> str:
+        machine = (platform.processor(), platform.node(), str(os.cpu_count()), str(torch.get_num_threads()))
+        facts = (__version__, *machine, *self.identity, *sorted(self.drafters), str(self.limits))
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+    @torch.inference_mode()
+    def _measure(self) -> dict[str, Any]:
+        drafts: dict[str, dict[int, dict[int, float]]] = {}
+        for method, drafter in self.drafters.items():
+            counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
+            drafts[method] = {count: self._drafts(drafter, count) for count in counts}
+        return {"passes": self._passes(), "drafts": drafts}
+
+    def _passes(self) -> dict[int, float]:
+        """Return the seconds of a pass and its distributions, by rows."""
+        context = max(0, min(CONTEXT, self.limits.max_model_len // 2, self.limits.max_num_batched_tokens) - 1)
+        most = min(
+            self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
+        )
+        (request,) = requests(1, context + 1, self.target.vocab_size)
+        if context:
+            self._pass(Scheduled(request, 0, context), DraftTree.empty())
+        decoding = Scheduled(request, context, 1)
+
+        def one(rows: int) -> None:
+            self._pass(decoding, DraftTree.chain([1 % self.target.vocab_size] * (rows - 1)))
+            self.cache.truncate_to(request.seq_id, context)
+
+        try:
+            return timed(one, [rows for rows in ROWS if rows <= max(1, most)])
+        finally:
+            self.cache.release(request.seq_id)
+
+    def _pass(self, item: Scheduled, tree: DraftTree) -> None:
+        (output,) = forward_target(self.target, self.cache, [item], [tree])
+        if output.logits is not None:
+            nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
+            distribution(output.logits, nodes, self.sampler).argmax(-1).tolist()
+
+    def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
+        """Return the seconds of a draft for `count` sequences, by depth."""
+        drafting = requests(count, min(CONTEXT, self.limits.max_model_len // 2), self.target.vocab_size)
+        depths = [depth for depth in DEPTHS if depth <= self.limits.max_model_len // 2]
+        for request in drafting:
+            drafter.begin(request)
+        try:
+            return timed(lambda depth: drafter.propose(drafting, [depth] * count), depths)
+        finally:
+            for request in drafting:
+                drafter.end(request)
+
+
+def requests(count: int, length: int, vocab_size: int) -> list[Request]:
+    """Make greedy requests that no caller sees; their sequence ids are below all others."""
+    made = []
+    for index in range(count):
+        tokens = [(7 * place + index) % vocab_size for place in range(length)]
+        metrics = RequestMetrics(TimingMetrics(arrival=0.0))
+        made.append(Request(-index, "calibration", 0, tuple(tokens), GREEDY, 0, frozenset(), metrics, tokens=tokens))
+    return made
+
+
+def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
+    """Return the median seconds of `run` at each size, measured in turn within the time budget."""
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in (*sizes[-1:], *sizes[:1]):
+        run(size)  # the first call takes memory and fills caches
+    started = time.perf_counter()
+    for turn in range(MOST_ROUNDS):
+        for size in sizes:
+            begun = time.perf_counter()
+            run(size)
+            seconds[size].append(time.perf_counter() - begun)
+        spent = time.perf_counter() - started
+        if turn + 1 >= LEAST_ROUNDS and spent * (turn + 2) / (turn + 1) > BUDGET_S:
+            break
+    return {size: max(statistics.median(each), 1e-9) for size, each in seconds.items()}
+
+
+def folder() -> Path:
+    """Return where curves are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / "costs"
+
+
+def points(kept: Mapping[str, float]) -> dict[int, float]:
+    """Return a curve's points; JSON has text for its keys."""
+    return {int(size): float(seconds) for size, seconds in kept.items()}
+
+
+def read_curves(path: Path) -> dict[str, Any] | None:
+    """Return kept curves; None if there are none, or the file is damaged."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        curves = [kept["passes"], *(curve for each in kept["drafts"].values() for curve in each.values())]
+        sound = all(curve and all(0 < seconds < 1e6 for seconds in points(curve).values()) for curve in curves)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return kept if sound else None
+
+
+def write_curves(path: Path, curves: Mapping[str, Any]) -> None:
+    """Keep curves, whole or not at all; a folder that can't be written costs the next start its measurement."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(curves, file)
+        Path(file.name).replace(path)
+        drop_oldest(path.parent.glob("*.json"))
+
+
+def drop_oldest(files: Iterable[Path]) -> None:
+    """Delete all but the newest MOST_FILES files."""
+    for file in sorted(files, key=lambda each: each.stat().st_mtime)[:-MOST_FILES]:
+        file.unlink(missing_ok=True)

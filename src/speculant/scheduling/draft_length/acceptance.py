@@ -1,0 +1,110 @@
+"""Estimates of the probability that a drafted token is accepted once its predecessor is.
+
+They come from past steps alone: by depth for a method that gives no scores, by score for one that does, and each
+sequence's own rate in proportion.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from speculant.types import Request
+
+PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
+METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # what a test leaves of the tests before it
+SEQUENCE_PRIOR_TESTS = 15.0  # how many tests of its own outweigh what is known of its method
+HIGHEST = 0.995
+BUCKETS = 10  # of scores
+
+
+@dataclass
+class Rate:
+    """Accepted over tested, where older tests count less."""
+
+    prior: float = PRIOR
+    prior_tests: float = PRIOR_TESTS
+    accepted: float = 0.0
+    tested: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The estimate."""
+        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
+
+    def add(self, accepted: bool, memory: float) -> None:
+        """Count a test."""
+        self.accepted = memory * self.accepted + accepted
+        self.tested = memory * self.tested + 1
+
+    def forget(self, memory: float) -> None:
+        """Let the tests so far count less."""
+        self.accepted, self.tested = memory * self.accepted, memory * self.tested
+
+
+class MethodAcceptance:
+    """The estimates of one method."""
+
+    def __init__(self) -> None:
+        self._whole = Rate()
+        self._by_depth: list[Rate] = []
+        self._by_score = [Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS)]
+        self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
+
+    def survivals(self, request: Request, length: int) -> list[float]:
+        """Return the estimate that each token of a chain is accepted together with all before it."""
+        share, product, survivals = self._share(request), 1.0, []
+        for depth in range(length):
+            product *= min(HIGHEST, share * self._rate(depth))
+            survivals.append(product)
+        return survivals
+
+    def scored_survivals(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
+        """Return the estimate that each node of a tree with these scores is accepted."""
+        share, survivals = self._share(request), list[float]()
+        for score, parent in zip(scores, parents, strict=True):
+            before = survivals[parent] if parent >= 0 else 1.0
+            survivals.append(before * min(HIGHEST, share * self._by_score[bucket_of(score)].value))
+        return survivals
+
+    def observe(self, request: Request, tests: Sequence[bool], scores: Sequence[float | None]) -> None:
+        """Count the tests of a draft, from the root's child down, with the scores that the nodes had."""
+        own = self._by_sequence.setdefault(request, Rate(self._whole.value, SEQUENCE_PRIOR_TESTS))
+        for depth, (accepted, score) in enumerate(zip(tests, scores, strict=True)):
+            if depth == len(self._by_depth):
+                self._by_depth.append(Rate(self._rate(depth - 1) if depth else PRIOR))
+            self._by_depth[depth].add(accepted, METHOD_MEMORY)
+            self._whole.add(accepted, METHOD_MEMORY)
+            own.add(accepted, SEQUENCE_MEMORY)
+            if score is not None:
+                self._by_score[bucket_of(score)].add(accepted, METHOD_MEMORY)
+
+    def forget(self, request: Request) -> None:
+        """Let a sequence that is not drafted for return to its method's rate."""
+        if (own := self._by_sequence.get(request)) is not None:
+            own.forget(SEQUENCE_MEMORY)
+
+    def _rate(self, depth: int) -> float:
+        return self._by_depth[min(depth, len(self._by_depth) - 1)].value if self._by_depth else PRIOR
+
+    def _share(self, request: Request) -> float:
+        """Return a sequence's rate in proportion to its method's."""
+        own = self._by_sequence.get(request)
+        if own is None:
+            return 1.0
+        own.prior = self._whole.value
+        return own.value / self._whole.value
+
+
+def bucket_of(score: float) -> int:
+    """Return the bucket of a score from 0 to 1."""
+    return min(int(score * BUCKETS), BUCKETS - 1)
+
+
+class Acceptance(defaultdict[str, MethodAcceptance]):
+    """The estimates by method."""
+
+    def __init__(self) -> None:
+        super().__init__(MethodAcceptance)

@@ -1,0 +1,198 @@
+"""The lengths with the most expected tokens per second, from what was accepted and what steps cost on this machine.
+
+Estimates of acceptance (acceptance.py) and curves of costs (scheduling/costs.py) give the expected tokens per second of
+every number of draft nodes, 0 included, for the whole batch at once (joint.py). Where drafting does not pay, it is
+tried again now and then, less often after each failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from weakref import WeakKeyDictionary
+
+from speculant.errors import ConfigError, suggest
+from speculant.metrics import StepTiming
+from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
+from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
+from speculant.scheduling.draft_length.joint import Increment, chain, choose_jointly
+from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.tree import depths_of
+from speculant.types import Request
+
+LONGEST = 16  # nodes of a draft unless the user sets a number
+LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
+PROBE = 2  # nodes of a trial
+FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
+UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
+
+
+@dataclass
+class _Trials:
+    """When a method that does not pay is tried again."""
+
+    wait: int = FIRST_WAIT
+    since: int = 0
+    probing: bool = False
+
+    def due(self) -> bool:
+        """Count a step without drafts and return whether a trial is due."""
+        self.since += 1
+        return self.since >= self.wait
+
+    def start(self) -> None:
+        self.since, self.probing = 0, True
+
+    def end(self, accepted: bool) -> None:
+        """Wait longer after a failure; try again at once after a success."""
+        self.wait = 1 if accepted else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
+        self.probing = False
+
+
+@dataclass
+class _Planned:
+    """What the last choice was made from: the rows without drafts, and whether all items only decode."""
+
+    rows: int = 0
+    pure: bool = False
+    scores: WeakKeyDictionary[Request, ScoredDraft] = field(default_factory=WeakKeyDictionary)
+
+
+class Adaptive:
+    """See the module's docstring. longest: the most nodes of a draft; None = LONGEST, or a whole tree.
+
+    costs: None = nothing was measured. trees: nodes and depth of the trees of methods that draft whole trees.
+    """
+
+    keeps_up = False
+
+    def __init__(
+        self,
+        longest: int | None = None,
+        costs: StepCosts | None = None,
+        trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
+    ) -> None:
+        self._longest, self._trees = longest, trees
+        self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
+        self._acceptance, self._planned = Acceptance(), _Planned()
+        self._trials: dict[str, _Trials] = {}
+        self._scored: set[str] = set()  # methods whose drafts carry scores
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        """See `DraftLength.choose`."""
+        rows = sum(item.num_rows for item in schedule.items)
+        pure = all(item.decodes and item.request.search is None for item in schedule.items)
+        self._planned = _Planned(rows, pure)
+        lengths = {item.request.seq_id: 0 for item in schedule.items}
+        by_method: dict[str, list[Scheduled]] = {}
+        for item in schedule.items:
+            if item.request.search is not None:
+                lengths[item.request.seq_id] = self._most(item.request)
+            elif item.decodes and item.request.drafter is not None and self._most(item.request):
+                by_method.setdefault(item.request.drafter, []).append(item)
+        for method, items in by_method.items():
+            chosen = self._lengths(method, items, rows)
+            lengths.update(zip((item.request.seq_id for item in items), chosen, strict=True))
+        return [lengths[item.request.seq_id] for item in schedule.items]
+
+    def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
+        """See `TrimmingLength.trim`."""
+        offers = []
+        for draft in drafts:
+            self._scored.add(str(draft.request.drafter))
+            self._planned.scores[draft.request] = draft
+            method = self._acceptance[str(draft.request.drafter)]
+            survivals = method.scored_survivals(draft.request, draft.scores, draft.parents)
+            offers.append([Increment(*each) for each in zip(survivals, repeat(1), depths_of(draft.parents))])
+        passes, rest = self._costs.passes, self._costs.rest_s
+        counts = choose_jointly(
+            offers, len(offers), lambda nodes, depth, sequences: rest + passes.at(self._planned.rows + nodes)
+        )
+        return [count or self._probed(draft) for count, draft in zip(counts, drafts, strict=True)]
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """See `DraftLength.observe`."""
+        for outcome in outcomes:
+            method = str(outcome.request.drafter)
+            tests = [bool(accepted) for accepted in outcome.accepted[: sum(outcome.tested)]]
+            draft = self._planned.scores.get(outcome.request)
+            self._acceptance[method].observe(outcome.request, tests, tested_scores(draft, outcome, len(tests)))
+            trials = self._trials.get(method)
+            if trials is not None and trials.probing:
+                trials.end(any(tests))
+        if self._planned.pure:
+            self._follow(outcomes, timing)
+
+    def _most(self, request: Request) -> int:
+        asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else self._longest
+        tree = self._trees(str(request.drafter))
+        return asked if asked is not None else tree[0] if tree else LONGEST
+
+    def _lengths(self, method: str, items: Sequence[Scheduled], rows: int) -> list[int]:
+        """Choose the lengths of one method's sequences."""
+        most = [self._most(item.request) for item in items]
+        if method in self._scored:
+            return most  # its drafts are cut by their scores
+        acceptance, costs = self._acceptance[method], self._costs
+
+        def seconds(nodes: int, depth: int, sequences: int) -> float:
+            return costs.rest_s + costs.draft_s(method, sequences, depth) + costs.passes.at(rows + nodes)
+
+        tree = self._trees(method)
+        offers = [
+            chain(acceptance.survivals(item.request, longest))
+            if tree is None or longest < tree[0]
+            else [Increment(sum(acceptance.survivals(item.request, tree[1])), *tree)]
+            for item, longest in zip(items, most, strict=True)
+        ]
+        counts = choose_jointly(offers, len(items), seconds, LEAST_GAIN)
+        for item, count in zip(items, counts, strict=True):
+            if not count:
+                acceptance.forget(item.request)
+        trials = self._trials.setdefault(method, _Trials())
+        if any(counts):
+            trials.wait = FIRST_WAIT
+        elif trials.due():
+            trials.start()
+            hopes = [chain([HIGHEST] * longest) for longest in most]
+            if any(choose_jointly(hopes, len(items), seconds, LEAST_GAIN)):
+                return [min(PROBE, longest) for longest in most]
+        return counts
+
+    def _probed(self, draft: ScoredDraft) -> int:
+        """Return how many nodes of a scored draft are tried although they do not seem to pay."""
+        trials = self._trials.setdefault(str(draft.request.drafter), _Trials())
+        if not trials.due():
+            return 0
+        trials.start()
+        return min(PROBE, len(draft.scores))
+
+    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """Let the curves follow a step in which every sequence decodes."""
+        nodes = sum(sum(outcome.drafted) for outcome in outcomes)
+        self._costs.passes.observe(self._planned.rows + nodes, timing.verify_s)
+        self._costs.observe_rest(timing.rest_s)
+        methods = {str(outcome.request.drafter) for outcome in outcomes}
+        if len(methods) == 1:
+            depth = max(len(outcome.drafted) for outcome in outcomes)
+            self._costs.observe_draft(methods.pop(), len(outcomes), depth, timing.draft_s)
+
+
+def tested_scores(draft: ScoredDraft | None, outcome: DraftOutcome, count: int) -> list[float | None]:
+    """Return the scores of the first `count` tested nodes: the accepted ones, then the first sibling rejected there."""
+    if draft is None:
+        return [None] * count
+    path = list(outcome.path)
+    if len(path) < count:
+        parent = path[-1] if path else -1
+        path.append(next(node for node, each in enumerate(draft.parents) if each == parent))
+    return [draft.scores[node] for node in path[:count]]
+
+
+def build(context: DraftLengthContext) -> Adaptive:
+    """Make the policy; it has no options of its own."""
+    for key in context.options:
+        raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
+    return Adaptive(context.longest, context.costs(), context.trees)

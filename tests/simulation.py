@@ -1,0 +1,96 @@
+"""A simulated engine for draft-length policies: acceptance and costs are given, and time is what they add up to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from speculant.metrics import StepTiming
+from speculant.params import SamplingParams
+from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome, ScoredDraft
+from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.types import Request
+from tests.models import make_request
+
+LONG = SamplingParams(temperature=0, max_tokens=None)
+
+
+@dataclass
+class World:
+    """What a policy does not know.
+
+    pass_s: seconds of a pass by its rows. token_s: seconds per drafted token of a chain, however many sequences.
+    alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the
+    drafter says of it; None = nothing.
+    """
+
+    pass_s: Callable[[int], float]
+    token_s: float
+    alpha: Callable[[int], float]
+    score: Callable[[float], float] | None = None
+    noise: float = 0.0
+    seed: int = 0
+    time: float = 0.0
+    tokens: int = 0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def run(self, policy: DraftLength, batch: int, steps: int) -> float:
+        """Return tokens per second over some steps of a batch."""
+        requests = [make_request([1], [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)]
+        lengths = [0] * batch
+        for _ in range(steps):
+            items = [Scheduled(request, len(request.tokens) - 1, 1) for request in requests]
+            schedule = Schedule(items, None, 10**6, [], [])  # type: ignore[arg-type]
+            chosen = policy.choose(schedule)
+            alphas = [[self.alpha(lengths[i] + k) for k in range(n)] for i, n in enumerate(chosen)]
+            drafted_s = self.token_s * max(chosen)
+            chosen = self._trimmed(policy, requests, alphas)
+            verify_s = self.pass_s(batch + sum(chosen)) * (1 + self.noise * self._random.uniform(-1, 1))
+            outcomes = []
+            for index, (request, count) in enumerate(zip(requests, chosen, strict=True)):
+                accepted = self._accepted(alphas[index][:count])
+                lengths[index] += accepted + 1
+                self.tokens += accepted + 1
+                if count:
+                    outcomes.append(outcome_of(request, count, accepted))
+            self.time += drafted_s + verify_s
+            policy.observe(outcomes, StepTiming(0.0, drafted_s, drafted_s + verify_s, drafted_s + verify_s))
+        return self.tokens / self.time
+
+    def _trimmed(
+        self, policy: DraftLength, requests: Sequence[Request], alphas: Sequence[Sequence[float]]
+    ) -> list[int]:
+        counts = [len(each) for each in alphas]
+        if self.score is None or not hasattr(policy, "trim"):
+            return counts
+        places = [index for index, count in enumerate(counts) if count]
+        drafts = [
+            ScoredDraft(requests[index], [self.score(alpha) for alpha in alphas[index]], range(-1, counts[index] - 1))
+            for index in places
+        ]
+        for index, count in zip(places, policy.trim(drafts) if drafts else [], strict=True):
+            counts[index] = count
+        return counts
+
+    def _accepted(self, alphas: Sequence[float]) -> int:
+        for count, alpha in enumerate(alphas):
+            if self._random.random() >= alpha:
+                return count
+        return len(alphas)
+
+
+def outcome_of(request: Request, drafted: int, accepted: int) -> DraftOutcome:
+    """Return the outcome of a chain."""
+    tested = min(drafted, accepted + 1)
+    ones = [1] * drafted
+    return DraftOutcome(
+        request,
+        ones,
+        [1] * tested + [0] * (drafted - tested),
+        [1] * accepted + [0] * (drafted - accepted),
+        range(accepted),
+    )

@@ -1,0 +1,87 @@
+"""The adaptive length on simulated engines: never slower than plain decoding, and close to the best fixed length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.draft_length.adaptive import Adaptive
+from speculant.scheduling.draft_length.fixed import Fixed
+from tests.simulation import World
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128)
+DEPTHS, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 12)
+STEPS = 400
+
+
+def pass_s(rows: int) -> float:
+    """Cost a little more for each row, and a lot more from the ninth on."""
+    return 1.0 + 0.02 * (rows - 1) + (0.3 if rows > 8 else 0.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    alpha: Callable[[int], float]
+    token_s: float
+    score: Callable[[float], float] | None = None
+
+    def world(self) -> World:
+        return World(pass_s, self.token_s, self.alpha, self.score, noise=0.1)
+
+    def adaptive(self) -> Adaptive:
+        drafts = {count: CostCurve({depth: depth * self.token_s for depth in DEPTHS}) for count in (1, 8)}
+        return Adaptive(16, StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts}))
+
+
+USELESS = {
+    "random": Setting(lambda place: 0.0, 0.03),
+    "as large as the target": Setting(lambda place: 1.0, 1.0),
+    "costs more than it gains": Setting(lambda place: 0.3, 0.3),
+    "scores that promise too much": Setting(lambda place: 0.0, 0.0005, lambda alpha: 0.9),
+}
+GOOD = {
+    "good": Setting(lambda place: 0.85, 0.03),
+    "fair": Setting(lambda place: 0.6, 0.1),
+    "poor": Setting(lambda place: 0.3, 0.1),
+}
+CHANGING = {
+    "good and bad passages": Setting(lambda place: 0.9 if (place // 150) % 2 else 0.1, 0.05),
+    "short repetitions": Setting(lambda place: 0.95 if place % 25 > 15 else 0.1, 0.0005, lambda alpha: round(alpha, 1)),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("name", USELESS)
+def test_adaptive_is_never_slower_than_plain(name: str, batch: int) -> None:
+    plain = USELESS[name].world().run(Fixed(0), batch, STEPS)
+    assert USELESS[name].world().run(USELESS[name].adaptive(), batch, STEPS) >= 0.97 * plain
+
+
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.97), (4, 0.93)])
+@pytest.mark.parametrize("name", GOOD)
+def test_adaptive_reaches_the_best_fixed_length(name: str, batch: int, share: float) -> None:
+    best = max(GOOD[name].world().run(Fixed(length), batch, STEPS) for length in LENGTHS)
+    assert GOOD[name].world().run(GOOD[name].adaptive(), batch, STEPS) >= share * best
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_adaptive_follows_a_changing_text(name: str) -> None:
+    best = max(CHANGING[name].world().run(Fixed(length), 1, STEPS) for length in LENGTHS)
+    assert CHANGING[name].world().run(CHANGING[name].adaptive(), 1, STEPS) >= best
+
+
+def test_adaptive_returns_when_drafts_become_good() -> None:
+    setting = Setting(lambda place: 0.0 if place < 300 else 0.9, 0.03)
+    late = setting.world().run(setting.adaptive(), 1, 700)
+    assert late >= 1.5 * setting.world().run(Fixed(0), 1, 700)
+
+
+def test_adaptive_learns_from_costs_that_were_wrong() -> None:
+    setting = Setting(lambda place: 0.5, 0.1)
+    drafts = {1: CostCurve({depth: 0.001 * depth for depth in DEPTHS})}
+    wrong = Adaptive(16, StepCosts(CostCurve({1: 1.0, 64: 1.0}), {"some": drafts}))
+    best = max(setting.world().run(Fixed(length), 1, STEPS) for length in LENGTHS)
+    assert setting.world().run(wrong, 1, STEPS) >= 0.85 * best
