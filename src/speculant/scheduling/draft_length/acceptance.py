@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from speculant.scheduling.costs import Floats
+from speculant.scheduling.draft_length.base import ScoredDraft
 from speculant.types import Request
 
 PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
@@ -53,20 +57,20 @@ class MethodAcceptance:
         self._by_score = [Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS)]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
-    def survivals(self, request: Request, length: int) -> list[float]:
-        """Return the estimate that each token of a chain is accepted together with all before it."""
-        share, product, survivals = self._share(request), 1.0, []
-        for depth in range(length):
-            product *= min(HIGHEST, share * self._rate(depth))
-            survivals.append(product)
-        return survivals
+    def survivals(self, requests: Sequence[Request], length: int) -> Floats:
+        """Return estimates [n, length] that each token of a chain is accepted together with all before it."""
+        known = [rate.value for rate in self._by_depth[:length]] or [PRIOR]
+        rates = np.array(known + known[-1:] * (length - len(known)))
+        shares = np.array([self._share(request) for request in requests])
+        return np.cumprod(np.minimum(HIGHEST, shares[:, None] * rates), axis=1)
 
-    def scored_survivals(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
-        """Return the estimate that each node of a tree with these scores is accepted."""
-        share, survivals = self._share(request), list[float]()
-        for score, parent in zip(scores, parents, strict=True):
+    def scored_survivals(self, draft: ScoredDraft) -> list[float]:
+        """Return the estimate that each node of a draft with scores is accepted."""
+        share, survivals = self._share(draft.request), list[float]()
+        rates = [rate.value for rate in self._by_score]
+        for score, parent in zip(draft.scores, draft.parents, strict=True):
             before = survivals[parent] if parent >= 0 else 1.0
-            survivals.append(before * min(HIGHEST, share * self._by_score[bucket_of(score)].value))
+            survivals.append(before * min(HIGHEST, share * rates[bucket_of(score)]))
         return survivals
 
     def observe(self, request: Request, tests: Sequence[bool], scores: Sequence[float | None]) -> None:

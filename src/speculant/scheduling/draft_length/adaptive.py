@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from speculant.errors import ConfigError, suggest
 from speculant.metrics import StepTiming
-from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.costs import CostCurve, Floats, Integers, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
-from speculant.scheduling.draft_length.joint import Increment, chain, choose_jointly
+from speculant.scheduling.draft_length.joint import Offers, choose_jointly
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.tree import depths_of
 from speculant.types import Request
@@ -99,17 +100,15 @@ class Adaptive:
 
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
         """See `TrimmingLength.trim`."""
-        offers = []
         for draft in drafts:
             self._scored.add(str(draft.request.drafter))
             self._planned.scores[draft.request] = draft
-            method = self._acceptance[str(draft.request.drafter)]
-            survivals = method.scored_survivals(draft.request, draft.scores, draft.parents)
-            offers.append([Increment(*each) for each in zip(survivals, repeat(1), depths_of(draft.parents))])
-        passes, rest = self._costs.passes, self._costs.rest_s
-        counts = choose_jointly(
-            offers, len(offers), lambda nodes, depth, sequences: rest + passes.at(self._planned.rows + nodes)
-        )
+        gains = [self._acceptance[str(draft.request.drafter)].scored_survivals(draft) for draft in drafts]
+        depths = [depths_of(draft.parents) for draft in drafts]
+        owners = [[place] * len(own) for place, own in enumerate(gains)]
+        joined = [np.array([value for own in lists for value in own]) for lists in (gains, depths, owners)]
+        offers = Offers(joined[0], np.ones(len(joined[0]), dtype=np.int64), joined[1], joined[2], len(drafts))
+        counts = choose_jointly(offers, len(drafts), lambda nodes, depths, sequences: self._pass_s(nodes))
         return [count or self._probed(draft) for count, draft in zip(counts, drafts, strict=True)]
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
@@ -135,19 +134,12 @@ class Adaptive:
         most = [self._most(item.request) for item in items]
         if method in self._scored:
             return most  # its drafts are cut by their scores
-        acceptance, costs = self._acceptance[method], self._costs
 
-        def seconds(nodes: int, depth: int, sequences: int) -> float:
-            return costs.rest_s + costs.draft_s(method, sequences, depth) + costs.passes.at(rows + nodes)
+        def seconds(nodes: Integers, depths: Integers, sequences: Integers) -> Floats:
+            return self._pass_s(nodes) + self._costs.draft_s(method, sequences, depths)
 
-        tree = self._trees(method)
-        offers = [
-            chain(acceptance.survivals(item.request, longest))
-            if tree is None or longest < tree[0]
-            else [Increment(sum(acceptance.survivals(item.request, tree[1])), *tree)]
-            for item, longest in zip(items, most, strict=True)
-        ]
-        counts = choose_jointly(offers, len(items), seconds, LEAST_GAIN)
+        acceptance, requests = self._acceptance[method], [item.request for item in items]
+        counts = choose_jointly(self._offers(method, requests, most), len(items), seconds, LEAST_GAIN)
         for item, count in zip(items, counts, strict=True):
             if not count:
                 acceptance.forget(item.request)
@@ -156,10 +148,22 @@ class Adaptive:
             trials.wait = FIRST_WAIT
         elif trials.due():
             trials.start()
-            hopes = [chain([HIGHEST] * longest) for longest in most]
-            if any(choose_jointly(hopes, len(items), seconds, LEAST_GAIN)):
+            hopes = np.full((len(most), max(most)), HIGHEST)
+            if any(choose_jointly(Offers.chains(hopes, np.array(most)), len(items), seconds, LEAST_GAIN)):
                 return [min(PROBE, longest) for longest in most]
         return counts
+
+    def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
+        acceptance, tree = self._acceptance[method], self._trees(method)
+        if tree is None or min(most) < tree[0]:
+            return Offers.chains(acceptance.survivals(requests, max(most)), np.array(most))
+        gains, ones = acceptance.survivals(requests, tree[1]).sum(axis=1), np.ones(len(requests), dtype=np.int64)
+        return Offers(gains, tree[0] * ones, tree[1] * ones, np.arange(len(requests)), len(requests))
+
+    def _pass_s(self, nodes: Integers) -> Floats:
+        """Return the seconds of steps with so many nodes, without the time to draft them."""
+        rows = self._planned.rows + nodes
+        return self._costs.rest_s + self._costs.passes.up_to(int(rows[-1]))[rows]
 
     def _probed(self, draft: ScoredDraft) -> int:
         """Return how many nodes of a scored draft are tried although they do not seem to pay."""

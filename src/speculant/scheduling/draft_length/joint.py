@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+
+from speculant.scheduling.costs import Floats, Integers
+
+Seconds = Callable[[Integers, Integers, Integers], Floats]
 
 
 @dataclass(frozen=True)
-class Increment:
-    """Nodes that one sequence's draft could grow by; they come together.
+class Offers:
+    """What the drafts of a step could grow by, one entry per increment; a sequence's come in order, parents first.
 
-    gain: the expected number of tokens that they add. depth: that of the deepest of them, 1 for the root's children.
+    gains: the expected number of tokens that each adds. nodes: how many nodes it has. depths: that of its deepest node,
+    1 for the root's children. owners: the places of the sequences, from 0 to sequences - 1.
     """
 
-    gain: float
-    nodes: int
-    depth: int
+    gains: Floats
+    nodes: Integers
+    depths: Integers
+    owners: Integers
+    sequences: int
+
+    @classmethod
+    def chains(cls, survivals: Floats, most: Integers) -> Offers:
+        """Return chains, a node at a time: survivals [n, L] that each node is accepted, and the most nodes of each."""
+        sequences, longest = survivals.shape
+        depths = np.arange(1, longest + 1)
+        possible = (depths <= most[:, None]).ravel()
+        owners = np.repeat(np.arange(sequences), longest)[possible]
+        nodes = np.ones(len(owners), dtype=np.int64)
+        return cls(survivals.ravel()[possible], nodes, np.tile(depths, sequences)[possible], owners, sequences)
 
 
-def chain(survivals: Sequence[float]) -> list[Increment]:
-    """Return a chain's increments of a node each; survivals are the probabilities that each node is accepted."""
-    return [Increment(survival, 1, depth) for depth, survival in enumerate(survivals, 1)]
-
-
-def choose_jointly(
-    offers: Sequence[Sequence[Increment]],
-    tokens: int,
-    seconds: Callable[[int, int, int], float],
-    least_gain: float = 0.0,
-) -> list[int]:
+def choose_jointly(offers: Offers, tokens: int, seconds: Seconds, least_gain: float = 0.0) -> list[int]:
     """Choose how many nodes of each sequence's increments to draft; these are its first ones.
 
-    tokens: those that the step commits without drafts. seconds(nodes, depth, sequences): what the step takes with so
-    many nodes, in drafts of so many sequences that are so deep. Increments come in the order of their gain per node,
-    which falls along each sequence's. All numbers of nodes are compared, because costs have cliffs. Drafts must raise
-    the tokens per second by the share `least_gain`.
+    tokens: those that the step commits without drafts. seconds(nodes, depths, sequences): what steps take with so many
+    nodes, in drafts that are so deep of so many sequences. Increments come in the order of their gain per node, which
+    must fall along each sequence's. All numbers of them are compared, because costs have cliffs. Drafts must raise the
+    tokens per second by the share `least_gain`.
     """
-    order = sorted(
-        ((each.gain / each.nodes, -place, index) for index, own in enumerate(offers) for place, each in enumerate(own)),
-        reverse=True,
-    )
-    best, taken = tokens / seconds(0, 0, 0) * (1 + least_gain), 0
-    expected, nodes, depth = float(tokens), 0, 0
-    drafting = set[int]()
-    for count, (_, place, index) in enumerate(order, 1):
-        step = offers[index][-place]
-        expected, nodes, depth = expected + step.gain, nodes + step.nodes, max(depth, step.depth)
-        drafting.add(index)
-        if (rate := expected / seconds(nodes, depth, len(drafting))) > best:
-            best, taken = rate, count
-    counts = [0] * len(offers)
-    for _, place, index in order[:taken]:
-        counts[index] += offers[index][-place].nodes
+    order = np.argsort(-offers.gains / offers.nodes, kind="stable")
+    first = np.zeros(len(order), dtype=np.int64)
+    first[np.unique(offers.owners[order], return_index=True)[1]] = 1
+    expected = tokens + np.concatenate(([0.0], np.cumsum(offers.gains[order])))
+    nodes = np.concatenate(([0], np.cumsum(offers.nodes[order])))
+    depths = np.concatenate(([0], np.maximum.accumulate(offers.depths[order])))
+    rates = expected / seconds(nodes, depths, np.concatenate(([0], np.cumsum(first))))
+    rates[0] *= 1 + least_gain
+    taken = order[: int(np.argmax(rates))]
+    counts: list[int] = np.bincount(offers.owners[taken], offers.nodes[taken], offers.sequences).astype(int).tolist()
     return counts
