@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Never
 
@@ -315,6 +316,34 @@ def test_refuses_missing_shards(folder: Path) -> None:
     split_into_shards(folder)
     (folder / "model-2.safetensors").unlink()
     refused(folder, "model-2.safetensors", "index")
+
+
+def edit_shard(folder: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+def test_refuses_a_tensor_that_two_shards_hold(folder: Path) -> None:
+    """The index names one of the two files; a program that reads them in turn would keep the other tensor."""
+    split_into_shards(folder)
+    norm = {"model.norm.weight": torch.zeros(32)}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (other,) = {"model-1.safetensors", "model-2.safetensors"} - {index["weight_map"]["model.norm.weight"]}
+    edit_shard(folder, other, lambda tensors: tensors.update(norm))
+    refused(folder, "model.norm.weight", "index")
+
+
+def test_refuses_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None:
+    split_into_shards(folder)
+    file = folder / "model.safetensors.index.json"
+    weight_map = json.loads(file.read_text())["weight_map"]
+    (other,) = {"model-1.safetensors", "model-2.safetensors"} - {weight_map["model.norm.weight"]}
+    edit(file, weight_map={**weight_map, "model.norm.weight": other})
+    refused(folder, "model.norm.weight", "index")
+    del weight_map["model.norm.weight"]
+    edit(file, weight_map=weight_map)
+    refused(folder, "model.norm.weight", "index")
 
 
 def test_refuses_an_index_that_points_outside(folder: Path) -> None:
