@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.errors import ModelError
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.config import DecoderConfig, RopeConfig
@@ -190,3 +191,17 @@ def test_a_tree_has_no_bound_of_depth() -> None:
     assert torch.equal(logits[[0, *range(2, 622)]], chain[context - 1 : context + 620])
     cache.compact(1, context, range(1, 621))
     assert torch.equal(feed(native, cache, 1, tokens[context + 620 :], [1]), chain[-1:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, value: float) -> None:
+    """The number must be finite in the type that weights are rounded to first: 3.4e38 is infinite in bfloat16."""
+    decoder = make_decoder()
+    decoder.get_parameter(name)[3, 5] = value
+    kernels = open_kernels(SETS[0], 2)
+    assert kernels is not None
+    with pytest.raises(ModelError, match=f"{name} .*{quantization}"):
+        NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, kernels, QUANTIZED[quantization])
+    packed(decoder, kernels)
