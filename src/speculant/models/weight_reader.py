@@ -55,7 +55,7 @@ class WeightReader:
         return self.vector(*names) if any(self.prefix + name in self.weights.names() for name in names) else None
 
     def _read_matrix(self, type_: Type, name: str) -> Tensor:
-        """Read a matrix. Raises ModelError for NaN or infinity if it will be quantised, which would make them finite."""
+        """Read a matrix. Raises ModelError if it is to be quantised and not finite: quantised weights are finite."""
         matrix = self._read(name)
         if type_ in QUANTIZED.values() and not _is_finite(matrix, self.dtype):
             raise ModelError(
