@@ -205,3 +205,19 @@ def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, va
     with pytest.raises(ModelError, match=f"{name} .*{quantization}"):
         NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, kernels, QUANTIZED[quantization])
     packed(decoder, kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float32])
+def test_logits_take_hidden_states_of_every_type(dtype: torch.dtype) -> None:
+    native = make_native()
+    hidden = torch.randn(5, native.hidden_size).to(dtype)
+    expected = native.logits(hidden.float())
+    assert torch.equal(native.logits(hidden), expected)
+    assert torch.equal(native.logits(hidden.T.contiguous().T), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 31), (5, 33), (32,), (1, 5, 32), (0,)])
+def test_logits_refuse_hidden_states_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="hidden states are"):
+        make_native().logits(torch.zeros(shape))
+    assert make_native().logits(torch.zeros(0, 32)).shape == (0, 96)

@@ -111,12 +111,12 @@ def _check_numbers(config: TrainingConfig) -> None:
 
 
 def _check_memory(config: TrainingConfig) -> None:
-    """Refuse a network, or a step's logits, that no machine holds."""
+    """Refuse a network, or a step's logits, with over MOST_NUMBERS numbers."""
     layer = 4 * config.hidden * config.hidden + 3 * config.hidden * config.intermediate
-    weights, logits = config.vocab_size * config.hidden + config.layers * layer, config.batch * config.seq
+    weights, tokens = config.vocab_size * config.hidden + config.layers * layer, config.batch * config.seq
     for what, count, flags in (
         ("weights", weights, "--vocab-size, --hidden, --intermediate or --layers"),
-        ("logits in a step", logits * config.vocab_size, "--batch, --seq or --vocab-size"),
+        ("logits in a step", tokens * config.vocab_size, "--batch, --seq or --vocab-size"),
     ):
         if count > MOST_NUMBERS:
             raise ConfigError(f"this run has about {count:.1g} {what}, more than {MOST_NUMBERS:.1g}", f"lower {flags}.")
