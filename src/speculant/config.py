@@ -59,9 +59,9 @@ class EngineConfig:
         seed: object = self.seed
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
-        _check_name("model", self.model, os.PathLike)
+        _check_models(model=self.model)
         if self.draft_model is not None:
-            _check_name("draft_model", self.draft_model, os.PathLike)
+            _check_models(draft_model=self.draft_model)
         if self.speculative_config is not None:
             _check_mapping("speculative_config", self.speculative_config, '{"method": ...}')
         _check_choice("dtype", self.dtype, DTYPES)
@@ -143,7 +143,7 @@ class SpeculativeConfig:
             if name != "method" or value is not None:
                 _check_name(name, value)
         if self.model is not None:
-            _check_name("model", self.model, os.PathLike)
+            _check_models(model=self.model)
         if self.method is None and self.model is None:
             raise ConfigError(
                 "speculative_config names neither a method nor a model",
@@ -211,10 +211,16 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
 
 
-def _check_name(name: str, value: object, other: type | None = None) -> None:
-    """Check that a value is text and not empty, or of the other type."""
-    if not isinstance(value, str if other is None else str | other) or value == "":
+def _check_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or value == "":
         raise ConfigError(f"{name}={value!r} is not a name", f"set {name} to text that is not empty.")
+
+
+def _check_models(**named: object) -> None:
+    """Check that each value is the name of a model, or the path of its folder."""
+    for name, value in named.items():
+        if not isinstance(value, os.PathLike):
+            _check_name(name, value)
 
 
 def _check_mapping(name: str, value: object, example: str) -> None:
