@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,11 +59,11 @@ class EngineConfig:
         seed: object = self.seed
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
-        given: object = self.speculative_config
-        if not isinstance(given, Mapping | None):
-            raise ConfigError(
-                f"speculative_config={self.speculative_config!r} is not a mapping", 'use for example {"method": ...}.'
-            )
+        _check_models(model=self.model)
+        if self.draft_model is not None:
+            _check_models(draft_model=self.draft_model)
+        if self.speculative_config is not None:
+            _check_mapping("speculative_config", self.speculative_config, '{"method": ...}')
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
@@ -133,11 +134,16 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         _check_length("num_speculative_tokens", self.num_speculative_tokens)
-        given: tuple[object, ...] = self.draft_length, self.methods
-        if not isinstance(given[0], str | Mapping):
-            raise ConfigError(f"draft_length={self.draft_length!r} is not a policy", 'use for example "fixed".')
-        if isinstance(given[1], str) or not isinstance(given[1], Sequence):
+        if not isinstance(self.draft_length, str):
+            _check_mapping("draft_length", self.draft_length, '"fixed"')
+        if isinstance(self.methods, str) or not isinstance(self.methods, Sequence):
             raise ConfigError(f"methods={self.methods!r} is not a list", 'use for example ["ngram"].')
+        names = ("method", self.method), ("verification", self.verification), *(("methods", m) for m in self.methods)
+        for name, value in names:
+            if name != "method" or value is not None:
+                _check_name(name, value)
+        if self.model is not None:
+            _check_models(model=self.model)
         if self.method is None and self.model is None:
             raise ConfigError(
                 "speculative_config names neither a method nor a model",
@@ -203,6 +209,23 @@ def read_bytes(name: str, value: object) -> int:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
+
+
+def _check_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or value == "":
+        raise ConfigError(f"{name}={value!r} is not a name", f"set {name} to text that is not empty.")
+
+
+def _check_models(**named: object) -> None:
+    """Check that each value is the name of a model, or the path of its folder."""
+    for name, value in named.items():
+        if not isinstance(value, os.PathLike):
+            _check_name(name, value)
+
+
+def _check_mapping(name: str, value: object, example: str) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{name}={value!r} is not a mapping whose keys are text", f"use for example {example}.")
 
 
 def _check_flag(name: str, value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,25 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value is nested over MOST_DEPTH levels."""
+    return next(islice(_levels(value), MOST_DEPTH, None), None) is not None
+
+
 def _check(content: dict[str, Any], path: Path) -> None:
-    level: list[Any] = [content]
-    for _ in range(MOST_DEPTH):
-        level = [inner for value in level for inner in _inner(value)]
-        for value in level:
-            if isinstance(value, str) and not _is_encodable(value):
-                raise ModelError(f"{path} has text that is not valid Unicode: {value!r}", "correct it.")
-    if level:
+    if is_deep(content):
         raise ModelError(f"{path} is nested over {MOST_DEPTH} levels deep", "download the checkpoint again.")
+    for value in chain.from_iterable(_levels(content)):
+        if isinstance(value, str) and not _is_encodable(value):
+            raise ModelError(f"{path} has text that is not valid Unicode: {value!r}", "correct it.")
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values at each level of nesting, the outermost first."""
+    level = [value]
+    while level:
+        yield level
+        level = [inner for outer in level for inner in _inner(outer)]
 
 
 def _inner(value: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.errors import ModelError
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.config import DecoderConfig, RopeConfig
@@ -190,3 +191,33 @@ def test_a_tree_has_no_bound_of_depth() -> None:
     assert torch.equal(logits[[0, *range(2, 622)]], chain[context - 1 : context + 620])
     cache.compact(1, context, range(1, 621))
     assert torch.equal(feed(native, cache, 1, tokens[context + 620 :], [1]), chain[-1:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, value: float) -> None:
+    """The number must be finite in the type that weights are rounded to first: 3.4e38 is infinite in bfloat16."""
+    decoder = make_decoder()
+    decoder.get_parameter(name)[3, 5] = value
+    kernels = open_kernels(SETS[0], 2)
+    assert kernels is not None
+    with pytest.raises(ModelError, match=f"{name} .*{quantization}"):
+        NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, kernels, QUANTIZED[quantization])
+    packed(decoder, kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float32])
+def test_logits_take_hidden_states_of_every_type(dtype: torch.dtype) -> None:
+    native = make_native()
+    hidden = torch.randn(5, native.hidden_size).to(dtype)
+    expected = native.logits(hidden.float())
+    assert torch.equal(native.logits(hidden), expected)
+    assert torch.equal(native.logits(hidden.T.contiguous().T), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 31), (5, 33), (32,), (1, 5, 32), (0,)])
+def test_logits_refuse_hidden_states_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="hidden states are"):
+        make_native().logits(torch.zeros(shape))
+    assert make_native().logits(torch.zeros(0, 32)).shape == (0, 96)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams
+from speculant.models.weights import load_model
+from tests.models import write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,3 +40,14 @@ def test_a_ratio_rule_runs_on_the_device() -> None:
     [out] = llm.generate(PROMPTS[:1], SamplingParams(temperature=1.0, max_tokens=48))
     assert out.metrics.verification == "block"
     assert out.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+def test_a_float16_checkpoint_runs_in_float32_on_the_device(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    weights = load_file(f"{folder}/model.safetensors")
+    save_file({name: tensor.half() for name, tensor in weights.items()}, f"{folder}/model.safetensors")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
+    checkpoint = load_model(folder, device="cuda:0")
+    assert checkpoint.dtype == torch.float32
+    assert checkpoint.model.cache_shape.device == torch.device("cuda:0")

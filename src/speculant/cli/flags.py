@@ -17,6 +17,7 @@ import typer
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.files import MOST_DEPTH, is_deep
 from speculant.params import SamplingParams
 
 NEW_TOKENS = 128  # the command line's max_tokens; SamplingParams' 16 is meant for programs
@@ -197,8 +198,8 @@ def parse_mapping(flag: str, text: str) -> dict[str, Any]:
 
 def _parse_object(flag: str, text: str) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError as error:
+        value: dict[str, Any] = _parse_json(text)
+    except ValueError as error:
         raise ConfigError(
             f"{flag} is not valid JSON: {error}", "quote it for the shell, or write KEY=VALUE."
         ) from error
@@ -207,9 +208,21 @@ def _parse_object(flag: str, text: str) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return _parse_json(text)
+    except ValueError:
         return text
+
+
+def _parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError if it is invalid, or nested too deep to be printed in an error message."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        value = None
+    else:
+        if not is_deep(value):
+            return value
+    raise ValueError(f"it is nested over {MOST_DEPTH} levels deep")
 
 
 def parse_speculation(text: str) -> bool | dict[str, Any]:

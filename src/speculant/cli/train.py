@@ -42,7 +42,6 @@ class TrainingFlags(FlagGroup):
     """The model, the data and the length of a training run."""
 
     sets = TrainingConfig
-    panel = "Training"
 
     out: Annotated[Path, "The folder to write: the model, its card, and the checkpoint of the run."]
     minutes: Annotated[float, "End after this many minutes of training, at a learning rate of zero."]

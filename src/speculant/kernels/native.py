@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 import torch  # before the library: both use the threads of torch's libgomp
 from torch import Tensor
 
-from speculant.errors import ConfigError, suggest
+from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import SamplingSettings
 
 VERSION = 6
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
+_REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 NO_TOKEN = -1  # the draw of a row without a distribution
 
 
@@ -241,25 +242,36 @@ def _names(library: ctypes.CDLL) -> Iterator[str]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the library once; None if it was not built."""
+    """Load the library once; None if it was not built. Raises ConfigError if it is not the one of this version."""
     path = library_path()
     if path is None:
         return None
-    library = ctypes.CDLL(str(path))
-    for name, result, arguments in _FUNCTIONS:
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    if library.sp_version() != VERSION:
-        raise ConfigError(
-            f"{path} is version {library.sp_version()} of the native kernels and this package needs {VERSION}",
-            "install the package again.",
-        )
+    with Converts(ConfigError, f"{path} can't be loaded as the native kernels", _REINSTALL):
+        library = ctypes.CDLL(str(path))
+        _check_version(library, path)  # first: another version has other functions
+        for name, result, arguments in _FUNCTIONS:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     return library
 
 
+def _check_version(library: ctypes.CDLL, path: Path) -> None:
+    if library.sp_version() != VERSION:
+        raise ConfigError(
+            f"{path} is version {library.sp_version()} of the native kernels and this package needs {VERSION}",
+            _REINSTALL,
+        )
+
+
 def library_path() -> Path | None:
-    """Return the path of the library, None if it was not built; SPECULANT_LIBRARY names another build."""
-    path = Path(os.environ.get("SPECULANT_LIBRARY") or str(files("speculant.kernels") / "libspeculant.so"))
+    """Return the path of the library, None if it was not built; SPECULANT_LIBRARY names another build.
+
+    Raises ConfigError if SPECULANT_LIBRARY names no file.
+    """
+    named = os.environ.get("SPECULANT_LIBRARY")
+    path = Path(named or str(files("speculant.kernels") / "libspeculant.so"))
+    if named and not path.is_file():
+        raise ConfigError(f"SPECULANT_LIBRARY names {path}, which is no file", _REINSTALL)
     return path if path.is_file() else None
 
 

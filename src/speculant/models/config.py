@@ -115,7 +115,10 @@ _ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
 
 
 def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters)."""
+    """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
+
+    With both, rope_scaling replaces rope_parameters, as in transformers 5.
+    """
     scaling = _rope_settings(hf)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
@@ -136,13 +139,11 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
 
 
 def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("rope_parameters", "rope_scaling"):
-        value = hf.get(key)
+    given = {key: hf.get(key) for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
         if value is not None and not isinstance(value, dict):
             raise ModelError(f"config.json has {key} = {show(value)}, not an object", "correct config.json.")
-        if value:
-            return value
-    return {}
+    return given["rope_scaling"] or given["rope_parameters"] or {}
 
 
 def _original_positions(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_positions: int) -> int:

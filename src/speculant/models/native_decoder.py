@@ -132,8 +132,10 @@ class NativeDecoder:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM.logits`; float32."""
-        hidden = hidden.contiguous()
+        """See `CausalLM.logits`; float32. Raises ValueError for rows of another width."""
+        if hidden.shape[1:] != (self.hidden_size,):
+            raise ValueError(f"hidden states are {list(hidden.shape)}, and the model's are [r, {self.hidden_size}]")
+        hidden = hidden.float().contiguous()  # copies nothing if it is both already
         out = torch.empty(len(hidden), self.vocab_size)
         ops = (Op * 1)(linear(self._weights.head, hidden, out))
         self.kernels.run(ops, Pass(rows=len(hidden)))

@@ -43,11 +43,15 @@ class TensorFiles:
 
     @classmethod
     def open(cls, folder: Path) -> TensorFiles:
-        """Read the headers of the folder's safetensors files. Raises ModelError."""
-        entries: dict[str, Entry] = {}
-        for file in _find_files(folder):
-            entries.update(_read_header(file))
-        return cls(entries, folder)
+        """Read the headers of the folder's safetensors files.
+
+        Raises ModelError, also for a tensor that is in two files, or not in the file that the index names.
+        """
+        single, index = folder / _SINGLE, folder / _INDEX
+        if not single.exists() and index.exists():
+            return cls(_read_shards(index), folder)
+        _check_exists(single)
+        return cls(_read_header(single), folder)
 
     def common_dtype(self) -> torch.dtype:
         """Return the type that most tensors are stored in."""
@@ -93,11 +97,11 @@ def check_tensors(found: TensorFiles, wanted: Mapping[str, tuple[int, ...]]) -> 
     _check_kinds(found)
 
 
-def _find_files(folder: Path) -> list[Path]:
-    if (folder / _SINGLE).exists():
-        return [folder / _SINGLE]
-    if (folder / _INDEX).exists():
-        return _find_shards(folder)
+def _check_exists(single: Path) -> None:
+    """Raise ModelError if the folder has no weights that can be read."""
+    if single.exists():
+        return
+    folder = single.parent
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise ModelError(
@@ -109,15 +113,33 @@ def _find_files(folder: Path) -> list[Path]:
     )
 
 
-def _find_shards(folder: Path) -> list[Path]:
-    weight_map = read_json(folder / _INDEX).get("weight_map")
-    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not shards or any(not isinstance(name, str) or not _SHARD.fullmatch(name) for name in shards):
-        raise ModelError(f"{folder / _INDEX} has no usable weight_map", "download the checkpoint again.")
-    missing = sorted(name for name in set(shards) if not (folder / name).is_file())
+def _read_shards(index: Path) -> dict[str, Entry]:
+    """Read the headers of the files that an index lists, and check that it says which tensor is in which file."""
+    weight_map = _read_weight_map(index)
+    headers = [_read_header(index.parent / file) for file in sorted(set(weight_map.values()))]
+    found = [(name, entry) for header in headers for name, entry in header.items() if not _is_harmless(name)]
+    wrong = sorted(name for name, entry in found if weight_map.get(name) != entry.file.name)
+    if wrong:
+        raise ModelError(
+            f"{index.parent} has tensors in files where {_INDEX} does not list them ({_listed(wrong)})",
+            "download the checkpoint again.",
+        )
+    return dict(found)
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor. Raises ModelError if the map is unusable, or a file is missing."""
+    found = read_json(index).get("weight_map")
+    weight_map: dict[str, str] = found if isinstance(found, dict) else {}
+    files: list[object] = [*weight_map.values()]
+    if not files or any(not isinstance(file, str) or not _SHARD.fullmatch(file) for file in files):
+        raise ModelError(f"{index} has no usable weight_map", "download the checkpoint again.")
+    missing = sorted(file for file in set(weight_map.values()) if not (index.parent / file).is_file())
     if missing:
-        raise ModelError(f"{folder} lacks {_listed(missing)}, which {_INDEX} lists", "download the checkpoint again.")
-    return [folder / name for name in sorted(set(shards))]
+        raise ModelError(
+            f"{index.parent} lacks {_listed(missing)}, which {_INDEX} lists", "download the checkpoint again."
+        )
+    return weight_map
 
 
 def _read_header(file: Path) -> dict[str, Entry]:

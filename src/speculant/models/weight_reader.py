@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Kernels, Type, Weight
+from speculant.errors import ModelError
+from speculant.kernels.native import QUANTIZED, Kernels, Type, Weight
 from speculant.kernels.packing import Lane, allocate
 from speculant.models.weight_source import WeightSource, read_plain
 
@@ -26,22 +27,22 @@ class WeightReader:
         return replace(self, prefix=self.prefix + part)
 
     def matrix(self, type_: Type, *names: str) -> Weight:
-        """Pack matrices of the same depth k, concatenated along their rows."""
+        """Pack matrices of the same depth k, concatenated along their rows. Raises ModelError; see `_read_matrix`."""
         shapes = [self.weights.shape(self.prefix + name) for name in names]
         packed = allocate(self.kernels, type_, sum(n for n, _ in shapes), shapes[0][1])
         lane = Lane(self.kernels, packed, self.dtype)
         for name in names:
-            lane.write(self._read(name))
+            lane.write(self._read_matrix(type_, name))
         lane.close()
         return packed
 
     def interleaved(self, type_: Type, *names: str) -> Weight:
-        """Pack matrices of the same shape, interleaved panel by panel."""
+        """Pack matrices of the same shape, interleaved panel by panel. Raises ModelError; see `_read_matrix`."""
         n, k = self.weights.shape(self.prefix + names[0])
         packed = allocate(self.kernels, type_, n, k, len(names))
         for index, name in enumerate(names):
             lane = Lane(self.kernels, packed, self.dtype, index, len(names))
-            lane.write(self._read(name))
+            lane.write(self._read_matrix(type_, name))
             lane.close()
         return packed
 
@@ -53,5 +54,21 @@ class WeightReader:
         """Return vectors in float32, concatenated; None if the model has none of them."""
         return self.vector(*names) if any(self.prefix + name in self.weights.names() for name in names) else None
 
+    def _read_matrix(self, type_: Type, name: str) -> Tensor:
+        """Read a matrix. Raises ModelError if it is to be quantised and not finite: quantised weights are finite."""
+        matrix = self._read(name)
+        if type_ in QUANTIZED.values() and not _is_finite(matrix, self.dtype):
+            raise ModelError(
+                f"{self.prefix + name} has weights that are NaN or infinite in {str(self.dtype).removeprefix('torch.')}"
+                f" and can't be rounded to {type_.name.lower()}",
+                "download the checkpoint again, or load it without quantization to look at it.",
+            )
+        return matrix
+
     def _read(self, name: str) -> Tensor:
         return read_plain(self.weights, self.prefix + name)
+
+
+def _is_finite(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all numbers of a matrix are finite in `dtype`; rounding keeps their order, so the extremes decide."""
+    return all(bool(extreme.to(dtype).isfinite()) for extreme in matrix.aminmax())

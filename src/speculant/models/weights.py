@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,12 +62,14 @@ def load_model(
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None.
 
-    dtype "auto" takes the checkpoint's type; float16 becomes float32 on the CPU. Code and pickles of a
-    checkpoint are never run. Raises ModelError for a checkpoint that can't be used, ConfigError for a
-    wrong dtype or device, or a backend that can't compute the model.
+    dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
+    "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
+    for a checkpoint that can't be used, ConfigError for a wrong dtype or device, or a backend that can't
+    compute the model.
     """
     started = time.perf_counter()
-    _check_choices(dtype, device)
+    _check_dtype(dtype)
+    place = _read_device(device)
     folder = resolve_source(source, role, revision)
     config = read_json(folder / "config.json")
     _check_family(config)
@@ -77,10 +80,10 @@ def load_model(
     check_tensors(tensors, shapes)
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
-    chosen = _choose_dtype(dtype, config, tensors, device)
-    backend, description = choose_backend(kernels, quantization, decoder, chosen, torch.device(device))
+    chosen = _choose_dtype(dtype, config, tensors)
+    backend, description = choose_backend(kernels, quantization, decoder, chosen, place)
     weights = CheckedWeights(tensors, shapes.keys())
-    model = backend.load(decoder, weights, chosen, torch.device(device), quantization)
+    model = backend.load(decoder, weights, chosen, place, quantization)
     weights.check(backend.name)
     check_needs(model.needs)
     name, seconds = _name(source, role, folder), time.perf_counter() - started
@@ -88,15 +91,23 @@ def load_model(
     return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, description, backend)
 
 
-def _check_choices(dtype: str, device: str) -> None:
+def _check_dtype(dtype: str) -> None:
     if dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not supported", suggest(dtype, ("auto", *_DTYPES)))
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is unknown", "use 'cpu' or 'cuda'.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for but torch sees no CUDA device", "use device='cpu'.")
+
+
+def _read_device(device: str) -> torch.device:
+    """Return the device that a name stands for. Raises ConfigError if models can't run on it, or it does not exist."""
+    hit = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", str(device))
+    if not hit:
+        raise ConfigError(f"device {device!r} is unknown", "use 'cpu', 'cuda', or 'cuda:1' for the second CUDA device.")
+    there = torch.cuda.device_count() if hit[1] == "cuda" else 1
+    if int(hit[2] or 0) >= there:
+        raise ConfigError(
+            f"device {device!r} was asked for but torch sees {there} devices of this kind",
+            "use device='cpu'" + (f", or an index below {there}." if there else "."),
+        )
+    return torch.device(device)
 
 
 def _check_family(config: Mapping[str, Any]) -> None:
@@ -124,12 +135,12 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles, device: str) -> torch.dtype:
+def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles) -> torch.dtype:
     if dtype != "auto":
         return _DTYPES[dtype]
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     stored = _STORED.get(named, tensors.common_dtype())
-    return torch.float32 if stored == torch.float16 and device == "cpu" else stored
+    return torch.float32 if stored == torch.float16 else stored
 
 
 def _name(source: str, role: str, folder: Path) -> str:

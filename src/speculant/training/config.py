@@ -9,6 +9,28 @@ from speculant.errors import ConfigError
 from speculant.training.schedule import Schedule
 
 MIN_VOCABULARY = 257  # every byte, and the end of text
+MOST_NUMBERS = 2**34  # weights of a network, or logits of a step: 64 GiB in float32
+_OPTIONAL = ("minutes", "steps")
+_WHOLE_NUMBERS = {
+    "steps": (1, 10**9),
+    "vocab_size": (1, 10**7),
+    "hidden": (1, 10**5),
+    "intermediate": (1, 10**6),
+    "layers": (1, 10**4),
+    "heads": (1, 10**4),
+    "kv_heads": (1, 10**4),
+    "max_positions": (1, 10**9),
+    "seq": (1, 10**7),
+    "batch": (1, 10**7),
+    "warmup": (1, 10**9),
+    "seed": (0, 2**63 - 1),
+}
+_NUMBERS = {
+    "minutes": (1e-6, 1e7),
+    "save_minutes": (1e-6, 1e7),
+    "matrix_lr": (1e-12, 1e3),
+    "embedding_lr": (1e-12, 1e3),
+}
 
 
 @dataclass(frozen=True)
@@ -38,8 +60,9 @@ class TrainingConfig:
     save_minutes: float = 5.0
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        _check_numbers(self)
         _check_network(self)
+        _check_memory(self)
         if self.vocab_size < MIN_VOCABULARY:
             raise ConfigError(
                 f"a vocabulary of {self.vocab_size} can't hold all 256 bytes and the end of text",
@@ -69,13 +92,34 @@ def _formatted(value: object) -> list[str]:
     return [value.name if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else str(value)]
 
 
-def _check_positive(config: TrainingConfig) -> None:
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, int | float) and field.name != "seed" and value <= 0:
+def _check_numbers(config: TrainingConfig) -> None:
+    """Check kinds and ranges; NaN is in no range."""
+    for name in (*_WHOLE_NUMBERS, *_NUMBERS):
+        value, whole = getattr(config, name), name in _WHOLE_NUMBERS
+        if value is None and name in _OPTIONAL:
+            continue
+        least, most = _WHOLE_NUMBERS[name] if whole else _NUMBERS[name]
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if whole else int | float)
+            or not least <= value <= most
+        ):
             raise ConfigError(
-                f"--{field.name.replace('_', '-')} is {value}", "give a number above zero, or leave it out."
+                f"--{name.replace('_', '-')} is {value}",
+                f"give a {'whole ' * whole}number from {least} to {most}, or leave it out.",
             )
+
+
+def _check_memory(config: TrainingConfig) -> None:
+    """Refuse a network, or a step's logits, with over MOST_NUMBERS numbers."""
+    layer = 4 * config.hidden * config.hidden + 3 * config.hidden * config.intermediate
+    weights, tokens = config.vocab_size * config.hidden + config.layers * layer, config.batch * config.seq
+    for what, count, flags in (
+        ("weights", weights, "--vocab-size, --hidden, --intermediate or --layers"),
+        ("logits in a step", tokens * config.vocab_size, "--batch, --seq or --vocab-size"),
+    ):
+        if count > MOST_NUMBERS:
+            raise ConfigError(f"this run has about {count:.1g} {what}, more than {MOST_NUMBERS:.1g}", f"lower {flags}.")
 
 
 def _check_network(config: TrainingConfig) -> None:

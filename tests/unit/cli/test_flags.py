@@ -145,6 +145,19 @@ def test_broken_mappings_name_the_flag(text: str) -> None:
         parse_mapping("--flag", text)
 
 
+@pytest.mark.parametrize("depth", [33, 900, 50_000])
+@pytest.mark.parametrize("end", ["", "1"])
+def test_a_mapping_that_is_nested_too_deep_is_refused(depth: int, end: str) -> None:
+    text = '{"a":' * depth + end + "}" * depth if end else '{"a":' * depth
+    with pytest.raises(ConfigError, match="--logit-bias(.|\n)*JSON"):
+        parse_mapping("--logit-bias", text)
+
+
+@pytest.mark.parametrize("value", ["[" * 50_000, "[" * 900 + "]" * 900, "9" * 5000])
+def test_a_value_that_json_cannot_hold_is_text(value: str) -> None:
+    assert parse_mapping("--flag", f"a={value}") == {"a": value}
+
+
 def test_speculation_is_a_switch_or_values() -> None:
     assert parse_speculation("on") is True
     assert parse_speculation("off") is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,12 @@ BAD: dict[str, list[Any]] = {
     "max_model_len": [0, -1, 1.5],
     "spec_length": [0, -1, 1.5, "5", True],
     "seed": ["x", 1.5, None, True],
-    "speculative_config": [{"num_speculative_tokens": 3}, {"method": "m", "num_speculative_tokens": 0}, "ngram", [1]],
+    "speculative_config": [
+        *({"num_speculative_tokens": 3}, {"method": "m", "num_speculative_tokens": 0}, {"method": "m", 5: 1}),
+        *("ngram", [1]),
+    ],
+    "model": ["", None, 5, ["m"]],
+    "draft_model": ["", 5, ["m"], b"m"],
     "use_speculative_decoding": [True, "off", 0],  # True: with nothing to draft with
     "enable_prefix_caching": ["no", 1, None],
 }
@@ -31,9 +37,32 @@ BAD: dict[str, list[Any]] = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_a_bad_value_is_refused_with_a_fix(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        EngineConfig(model="m", **{name: value})
+        EngineConfig(**{"model": "m", name: value})
     assert caught.value.fix
     assert name in caught.value.problem or "num_speculative_tokens" in caught.value.problem
+
+
+BAD_SPECULATION: dict[str, list[Any]] = {
+    "method": [5, "", ["ngram"], {}, True],
+    "model": [5, "", ["m"]],
+    "verification": [5, "", None, ["match"], {}],
+    "methods": ["ngram", 5, None, [5], [None], [["ngram"]], [""], {"ngram"}],
+    "draft_length": [5, None, ["fixed"], {5: 1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD_SPECULATION.items() for value in values]
+)
+def test_a_speculative_value_of_another_kind_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=") as caught:
+        EngineConfig(model="m", speculative_config={"method": "m", name: value})
+    assert caught.value.fix
+
+
+def test_a_model_may_be_a_path() -> None:
+    config = EngineConfig(model=Path("m"), draft_model=Path("d"))  # type: ignore[arg-type]
+    assert config.speculative() == SpeculativeConfig(model=Path("d"))  # type: ignore[arg-type]
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from speculant.errors import ModelError
 from speculant.models import llama, mistral, qwen2, qwen3
@@ -37,6 +39,23 @@ from tests.unit.models.families import LLAMA3, SMALL
 def test_old_and_new_rotary_settings(old: dict[str, Any], new: dict[str, Any]) -> None:
     shared = {**SMALL, "model_type": "llama"}
     assert llama.read_config({**shared, **old}) == llama.read_config({**shared, **new})
+
+
+@pytest.mark.parametrize("scaling", [None, {}, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+@pytest.mark.parametrize("parameters", [None, {}, {"rope_type": "default", "rope_theta": 5e5}, LLAMA3])
+def test_rope_scaling_replaces_rope_parameters(parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
+    both = {"rope_theta": 3e4, "rope_parameters": parameters, "rope_scaling": scaling}
+    theirs = LlamaConfig(**copy.deepcopy({**SMALL, **both})).rope_parameters
+    ours = llama.read_config({**SMALL, "model_type": "llama", **both}).rope
+    expected = theirs["rope_type"], theirs["rope_theta"], theirs.get("factor", 1.0)
+    assert (ours.kind, ours.theta, ours.factor) == expected
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_both_forms_of_rotary_settings_are_checked(key: str) -> None:
+    both = {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3, key: [1]}
+    with pytest.raises(ModelError, match=key):
+        llama.read_config({**SMALL, "model_type": "llama", **both})
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Never
 
@@ -317,6 +319,34 @@ def test_refuses_missing_shards(folder: Path) -> None:
     refused(folder, "model-2.safetensors", "index")
 
 
+def edit_shard(folder: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+def test_refuses_a_tensor_that_two_shards_hold(folder: Path) -> None:
+    """The index names one of the two files; a program that reads them in turn would keep the other tensor."""
+    split_into_shards(folder)
+    norm = {"model.norm.weight": torch.zeros(32)}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (other,) = {"model-1.safetensors", "model-2.safetensors"} - {index["weight_map"]["model.norm.weight"]}
+    edit_shard(folder, other, lambda tensors: tensors.update(norm))
+    refused(folder, "model.norm.weight", "index")
+
+
+def test_refuses_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None:
+    split_into_shards(folder)
+    file = folder / "model.safetensors.index.json"
+    weight_map = json.loads(file.read_text())["weight_map"]
+    (other,) = {"model-1.safetensors", "model-2.safetensors"} - {weight_map["model.norm.weight"]}
+    edit(file, weight_map={**weight_map, "model.norm.weight": other})
+    refused(folder, "model.norm.weight", "index")
+    del weight_map["model.norm.weight"]
+    edit(file, weight_map=weight_map)
+    refused(folder, "model.norm.weight", "index")
+
+
 def test_refuses_an_index_that_points_outside(folder: Path) -> None:
     split_into_shards(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
@@ -375,6 +405,25 @@ def test_refuses_an_unknown_dtype(folder: Path, dtype: str, advice: str) -> None
         load_model(str(folder), dtype=dtype)
 
 
-def test_refuses_an_unknown_device(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="quantum"):
-        load_model(str(folder), device="quantum")
+DEVICES = ["quantum", "", "meta", "xpu", "mps", "cpu:", "cpu:-1", "cpu:x", "cuda:1:1", "CPU", None, 0, ["cpu"]]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_refuses_a_device_that_models_cannot_run_on(folder: Path, device: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"device {device!r} is unknown")):
+        load_model(str(folder), device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu:1", "cpu:99", "cuda:99", "cuda:999"])
+def test_refuses_a_device_that_is_not_there(folder: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"{device}(.|\n)*torch sees [0-9]+ devices(.|\n)*device='cpu'"):
+        load_model(str(folder), device=device)
+
+
+def test_a_device_with_an_index_is_the_same_device(folder: Path) -> None:
+    """Also for float16, which becomes float32 on every device."""
+    edit_tensors(folder, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
+    edit(folder / "config.json", dtype="float16")
+    plain, indexed = (load_model(str(folder), device=device) for device in ("cpu", "cpu:0"))
+    assert plain.dtype == indexed.dtype == torch.float32
+    assert torch.equal(Session(plain.model).extend(PROMPT), Session(indexed.model).extend(PROMPT))

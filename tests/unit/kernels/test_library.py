@@ -1,0 +1,75 @@
+"""A native library of another version, or a file that is none, is refused with the fix."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from numpy._core import _multiarray_umath
+
+from speculant.errors import ConfigError
+from speculant.kernels import native
+from speculant.kernels.native import load_library
+
+
+class Library:
+    """A library whose only function is `sp_version`."""
+
+    def __init__(self, version: int) -> None:
+        self.sp_version: Callable[[], int] = lambda: version
+
+
+@pytest.fixture(autouse=True)
+def _loaded_anew() -> Iterator[None]:
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setenv("SPECULANT_LIBRARY", str(path))
+
+
+def refused(*words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_library()
+    assert "install the package again" in caught.value.fix
+    assert all(word in caught.value.problem for word in words), caught.value.problem
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is refused by its version, before functions are looked for that it does not have."""
+    (tmp_path / "old.so").touch()
+    use(monkeypatch, tmp_path / "old.so")
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Library(native.VERSION - 1))
+    refused("old.so", f"is version {native.VERSION - 1}", f"needs {native.VERSION}")
+
+
+def test_a_library_that_lacks_a_function_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "part.so").touch()
+    use(monkeypatch, tmp_path / "part.so")
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Library(native.VERSION))
+    refused("part.so", "sp_name")
+
+
+def test_a_library_of_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Path(_multiarray_umath.__file__))
+    refused("sp_version")
+
+
+def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "text.so").write_text("not a library")
+    use(monkeypatch, tmp_path / "text.so")
+    refused("text.so can't be loaded")
+
+
+def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use(monkeypatch, tmp_path / "none.so")
+    refused("SPECULANT_LIBRARY", "none.so")
+
+
+def test_the_library_of_this_version_is_loaded() -> None:
+    library = load_library()
+    assert library is None or library.sp_version() == native.VERSION
