@@ -90,10 +90,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was measured. `chosen` is the precision, of which `length` was measured.
+    """All that was measured.
 
-    verification: the costs of a pass by its tokens, without drafting, in seconds. predicted: the speed of `length` on
-    the texts whose speed was measured.
+    `predictions` are by the type of the draft's weights. The speed was measured with those of `chosen`, at `length`;
+    predicted: that speed as predicted, on the same texts.
     """
 
     target: Model

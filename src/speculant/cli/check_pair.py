@@ -21,7 +21,7 @@ from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.bench.measuring import Spread
-    from speculant.bench.pair import Findings, Prediction
+    from speculant.bench.pair import Findings, Notify, Prediction
     from speculant.bench.step_costs import StepCosts
 
 EXAMPLES = examples(
@@ -99,7 +99,7 @@ def check_pair(
         _show(results(), value)
 
 
-def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Any) -> Findings:
+def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
     from speculant.bench.pair import check_pair
 
     return check_pair(config, workload, params, notify)
