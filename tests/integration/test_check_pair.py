@@ -30,7 +30,7 @@ from speculant.params import SamplingParams
 from speculant.theory.curve import FLAT
 from speculant.theory.speedup import speedups, step_costs, survival
 from speculant.theory.texts import expected_costs
-from tests.models import ALPHABET, Checkpoints, write_checkpoint
+from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 TOP = {
@@ -182,12 +182,20 @@ def test_prediction_is_the_formulas_for_one_rate() -> None:
     assert (found.best_length, found.best_draft) == (0, 1)
 
 
-def test_texts_without_tokens_to_draft_are_refused(checkpoints: Checkpoints) -> None:
+def test_texts_are_the_targets_own(checkpoints: Checkpoints) -> None:
     _, [own] = pair.load_pair(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))
     workload = Workload("test", [[65, 66]], [0.0])
-    with pytest.raises(SpeculantError, match="after their first token"):
-        pair.write_texts(own.runtime, workload, SamplingParams(temperature=0.0, max_tokens=1))
     assert pair.write_texts(own.runtime, workload, GREEDY) == [Text([65, 66], pair_output(own, [65, 66]))]
+
+
+def test_text_that_would_end_at_once_is_measured(tmp_path: Path) -> None:
+    """All tokens but one end a text, so it goes no further than it has to."""
+    ends = [token for token in range(264) if token != 65]
+    target = write_checkpoint(tmp_path / "target", Shape(end=ends))
+    draft = write_checkpoint(tmp_path / "draft", Shape(end=ends, noise=0.1))
+    value = _json(target, draft, *SMALL)
+    assert 8 <= value["precisions"]["none"]["alpha"]["tokens"] <= 16
+    assert value["measured"]["speed"]["median"] > 0
 
 
 def pair_output(candidate: pair.Candidate, prompt: list[int]) -> Sequence[int]:

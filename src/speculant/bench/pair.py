@@ -17,7 +17,6 @@ from speculant.bench.step_costs import StepCosts, measure_steps
 from speculant.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
-from speculant.errors import RequestError
 from speculant.models.weights import Checkpoint, load_model, tensor_shapes
 from speculant.params import SamplingParams
 from speculant.theory.speedup import best_length
@@ -33,6 +32,7 @@ NUM_PROMPTS = 8  # of built-in code
 COST_SECONDS = 6.0  # for measuring steps
 SPEED_SECONDS = 8.0  # for measuring speed
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+FEWEST_TOKENS = 2  # per text: the first one comes with the prompt and is never drafted
 UNCHANGED = "none"  # the precision of a draft that is not quantised
 
 
@@ -124,6 +124,7 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     config names both models; its limits are replaced by those of one sequence. Raises PairError if the vocabularies
     differ, ModelError, ConfigError or RequestError for what can't be loaded or run.
     """
+    params = replace(params, min_tokens=FEWEST_TOKENS)
     notify("Loading the models")
     target, candidates = load_pair(config)
     workload = make_workload(prompts, candidates[0].runtime, NUM_PROMPTS)
@@ -165,10 +166,8 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
 
 
 def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:
-    """Return the target's own texts. Raises RequestError if none has a token after the first."""
+    """Return the target's own texts."""
     outputs = Bench(runtime).run(workload, Mode(params, sequential=True)).outputs
-    if all(len(output) < 2 for output in outputs):
-        raise RequestError("all texts end after their first token", "use other --prompts.")
     return [Text(prompt, output) for prompt, output in zip(workload.prompts, outputs, strict=True)]
 
 
