@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from rich.table import Table
 from speculant.bench.workloads import code_prompt
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, print_json, progress, results
+from speculant.cli.terminal import examples, print_json, progress, progress_of_parts, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 
@@ -108,7 +107,7 @@ def check_lossless(
     fetch(config)
     with progress("Loading the models"):
         runtime = _build(config)
-    with _shown_parts() as notify:
+    with progress_of_parts() as notify:
         report = _check(config, runtime, prompts, params, cases, texts, notify)
     if as_json:
         print_json(report.to_dict())
@@ -137,18 +136,6 @@ def _build(config: EngineConfig) -> Runtime:
     from speculant.engine.build import build_engine
 
     return build_engine(config)
-
-
-@contextmanager
-def _shown_parts() -> Iterator[Tell]:
-    """Yield a function that is called at the start of each part and shows its name while it runs."""
-    with ExitStack() as shown:
-
-        def notify(part: str) -> None:
-            shown.close()
-            shown.enter_context(progress(part))
-
-        yield notify
 
 
 def _check(

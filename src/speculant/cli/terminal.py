@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -52,3 +52,15 @@ def progress(doing: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextmanager
+def progress_of_parts() -> Iterator[Callable[[str], None]]:
+    """Yield a function that is called at the start of each part and shows its name while it runs."""
+    with ExitStack() as shown:
+
+        def notify(part: str) -> None:
+            shown.close()
+            shown.enter_context(progress(part))
+
+        yield notify

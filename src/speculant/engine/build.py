@@ -54,6 +54,11 @@ def build_engine(config: EngineConfig) -> Runtime:
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
     )
+    return build_around(config, target)
+
+
+def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
+    """Build an engine around a target that is loaded; several engines may share one."""
     tokenizer = Tokenizer.from_folder(target.folder)
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative()

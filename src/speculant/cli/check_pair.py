@@ -1,0 +1,251 @@
+"""`speculant check-pair`: whether a draft model pays for a target on this machine, and with which settings."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speculant.bench.workloads import CODE, WorkloadConfig
+from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.generate import fetch
+from speculant.cli.terminal import examples, print_json, progress_of_parts, results
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.params import SamplingParams
+
+if TYPE_CHECKING:
+    from speculant.bench.measuring import Spread
+    from speculant.bench.pair import Findings, Notify, Prediction
+    from speculant.bench.step_costs import StepCosts
+
+EXAMPLES = examples(
+    "speculant check-pair demo demo",
+    "speculant check-pair ./llama ./llama-small --prompts prompts.txt --tokens 128",
+    "speculant check-pair ./llama ./llama-small --temperature 0.8 --top-p 0.95 --dtype bfloat16",
+    "speculant check-pair demo demo --json > pair.json",
+    "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve pair.json",
+)
+FEWEST_TOKENS = 8
+SHOWN = (1, 2, 3, 5, 9, 17)  # tokens of a pass whose cost is printed
+VERDICTS = {True: "bold green", False: "bold red", None: "bold yellow"}  # styles
+BEST = "bold green"
+
+
+class PairFlags(EngineFlags):
+    """How both models are computed; those that the result names are left out."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """See `FlagGroup.names`."""
+        return ["dtype", "device", "kernels", "quantization"]
+
+
+class DistributionFlags(SamplingFlags):
+    """The flags that determine distributions; greedy by default."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """See `FlagGroup.names`."""
+        return ["temperature", "top_k", "top_p", "min_p"]
+
+    @classmethod
+    def _default_text(cls, name: str) -> str:
+        return " [default: 0]" if name == "temperature" else super()._default_text(name)
+
+
+Target = Annotated[str, typer.Argument(help="The target: a folder, a Hugging Face id, or demo.")]
+Draft = Annotated[str, typer.Argument(help="The model that drafts: a folder, a Hugging Face id, or demo.")]
+Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
+Tokens = Annotated[int, typer.Option(help="Tokens that the target generates for each prompt.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
+
+
+@accepts_flags
+def check_pair(
+    target: Target,
+    draft: Draft,
+    prompts: Prompts = CODE,
+    tokens: Tokens = 64,
+    as_json: AsJson = False,
+    *,
+    sampling: DistributionFlags,
+    engine: PairFlags,
+) -> None:
+    """Measure whether a draft model pays for a target, and say which flags to use.
+
+    Compares the tokenizers and sizes. Lets the target write texts and measures how often the draft's tokens are
+    accepted, what steps with drafts of different lengths cost, and all of that for the draft in each type of
+    weights that the kernels have. Predicts the speed of each length from it, and measures the best one against
+    plain decoding. The embedded pair takes about 20 seconds.
+    """
+    if tokens < FEWEST_TOKENS:
+        raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
+    config = EngineConfig.from_arguments(model=target, draft_model=draft, **engine.parsed())
+    params = replace(sampling.params(SamplingParams(temperature=0.0)), max_tokens=tokens)
+    workload = WorkloadConfig(prompts)
+    fetch(config)
+    with progress_of_parts() as notify:
+        findings = _check(config, workload, params, notify)
+    value = document(config, findings)
+    if as_json:
+        print_json(value)
+    else:
+        _show(results(), value)
+
+
+def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
+    from speculant.bench.pair import check_pair
+
+    return check_pair(config, workload, params, notify)
+
+
+def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
+    """Return the findings as `--json` prints them; `verify_curve` is what `speculant plan` reads."""
+    usual, chosen = findings.predictions["none"].costs, findings.predictions[findings.chosen]
+    costs = [time / usual.other_s[0] for time in usual.other_s]
+    tokens = [length + 1 for length in usual.lengths]
+    overhead = chosen.costs.overhead
+    flags = _flags(config, findings)
+    return {
+        "target": asdict(findings.target),
+        "draft": asdict(findings.draft),
+        "size_ratio": findings.draft.parameters / findings.target.parameters,
+        "sampling": {name: getattr(findings.params, name) for name in DistributionFlags.names()},
+        "texts": findings.num_texts,
+        "step_ms": 1e3 * usual.plain_s,
+        "verification": {"tokens": tokens, "cost": costs},
+        "verify_curve": {"tokens": tokens, "cost": [costs[0], *(cost + overhead for cost in costs[1:])]},
+        "precisions": {name: _prediction(each) for name, each in findings.predictions.items()},
+        "best": {"precision": findings.chosen, "length": findings.length},
+        "measured": _measured(findings),
+        "pays": findings.pays,
+        "verdict": _verdict(config, findings, flags),
+        "flags": flags,
+    }
+
+
+def _prediction(each: Prediction) -> dict[str, Any]:
+    costs: StepCosts = each.costs
+    return {
+        "alpha": asdict(each.alpha),
+        "cost_ratio": costs.cost_ratio,
+        "draft_overhead": costs.overhead,
+        "draft_ms": {str(length): 1e3 * time for length, time in zip(costs.lengths, costs.draft_s, strict=True)},
+        "lengths": [
+            {"length": length, "tokens_per_pass": float(tokens), "speed": float(speed)}
+            for length, (tokens, speed) in enumerate(zip(each.tokens, each.speeds, strict=True))
+        ],
+        "best_length": each.best_length,
+        "best_speed": float(each.speeds[each.best_length]),
+    }
+
+
+def _measured(findings: Findings) -> dict[str, Any]:
+    from speculant.bench.measuring import PLAIN, SPECULATIVE
+
+    case = findings.case
+    return {
+        "speed": asdict(findings.speed),
+        "predicted": findings.predicted,
+        "prompts": len(case.workload.prompts),
+        "rounds": len(case.runs[PLAIN]),
+        "tokens_per_s": {mode: asdict(case.spreads(mode)["request_tokens_per_s"]) for mode in case.runs},
+        "outputs": case.num_outputs,
+        "identical_outputs": case.num_identical(SPECULATIVE) if case.comparable else None,
+    }
+
+
+def _flags(config: EngineConfig, findings: Findings) -> str:
+    """Return the flags for the measured setting."""
+    given = {"model": config.model, "draft-model": config.draft_model, "spec-length": findings.length}
+    usual = EngineConfig(config.model)
+    for name in PairFlags.names():
+        if getattr(config, name) != getattr(usual, name):
+            given[name] = getattr(config, name)
+    if findings.chosen != "none":
+        given["draft-quantization"] = findings.chosen
+    return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given.items())
+
+
+def _verdict(config: EngineConfig, findings: Findings, flags: str) -> str:
+    speed = findings.speed
+    if findings.pays:
+        return f"it pays: {speed.median:.2f} times the speed of plain decoding with {flags}"
+    if findings.pays is None:
+        return f"it makes no clear difference: {_range(speed)} times the speed of plain decoding with {flags}"
+    return (
+        f"it does not pay: {speed.median:.2f} times the speed of plain decoding at the best length, {findings.length}; "
+        f"use --model {shlex.quote(config.model)} without this draft model"
+    )
+
+
+def _range(speed: Spread) -> str:
+    return f"{speed.median:.2f} ({speed.q1:.2f}-{speed.q3:.2f})"
+
+
+def _show(console: Console, value: Mapping[str, Any]) -> None:
+    for role in ("target", "draft"):
+        model = value[role]
+        size = f"{model['parameters'] / 1e6:.4g} million parameters"
+        console.print(f"{role}: {model['name']}, {size}, {model['dtype']}, kernels: {model['kernels']}")
+    console.print(f"the vocabularies are the same; the draft has {value['size_ratio']:.3g} of the target's parameters")
+    _show_acceptance(console, value)
+    _show_lengths(console, value)
+    measured = value["measured"]
+    speed = measured["speed"]
+    console.print(
+        f"\nmeasured: {speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f}) times the speed of plain decoding, "
+        f"{measured['rounds']} rounds of {measured['prompts']} prompts; predicted: {measured['predicted']:.2f}"
+    )
+    if measured["identical_outputs"] is not None:
+        console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
+    console.print(value["verdict"], style=VERDICTS[value["pays"]])
+
+
+def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
+    """Print alpha and the costs of drafting by type of the draft's weights, and the costs of verification."""
+    first = next(iter(value["precisions"].values()))["alpha"]
+    greedy = value["sampling"]["temperature"] == 0
+    kind = "greedy" if greedy else f"at temperature {value['sampling']['temperature']:g}"
+    console.print(f"\n{value['texts']} texts of the target, {kind}, {first['tokens']} tokens", style="bold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("draft weights")
+    for heading in ("alpha (95%)", "per token", "per draft", "best", "predicted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, each in value["precisions"].items():
+        alpha = each["alpha"]
+        table.add_row(
+            value["draft"]["dtype"] if name == "none" else name,
+            f"{alpha['mean']:.3f} ({alpha['low']:.3f}-{alpha['high']:.3f})",
+            f"{each['cost_ratio']:.3f}",
+            f"{each['draft_overhead']:.3f}",
+            str(each["best_length"]),
+            f"{each['best_speed']:.2f}",
+        )
+    console.print(table)
+    by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
+    shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN)
+    console.print(
+        f"costs are in steps of plain decoding, {value['step_ms']:.2f} ms; a step by tokens of its pass: {shown}"
+    )
+
+
+def _show_lengths(console: Console, value: Mapping[str, Any]) -> None:
+    best = value["best"]
+    weights = value["draft"]["dtype"] if best["precision"] == "none" else best["precision"]
+    console.print(f"\nPredicted with {weights} draft weights", style="bold")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("length", "tokens/pass", "speed", ""):
+        table.add_column(heading, justify="right")
+    chosen = value["precisions"][best["precision"]]
+    for row in chosen["lengths"]:
+        is_best = row["length"] == chosen["best_length"]
+        figures = (f"{row['tokens_per_pass']:.2f}", f"{row['speed']:.2f}")
+        table.add_row(str(row["length"]), *figures, "best" if is_best else "", style=BEST if is_best else None)
+    console.print(table)

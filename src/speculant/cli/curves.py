@@ -1,0 +1,80 @@
+"""Reads verification curves, the costs of target passes by their number of tokens, from JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculant.theory.curve import VerificationCurve
+
+LARGEST = 1e9  # of counts and costs
+FORMS = 'write {"1": 1.0, "2": 1.03, ...} or {"tokens": [1, 2, ...], "cost": [1.0, 1.03, ...]}.'
+
+
+def read_curve(path: Path | None) -> VerificationCurve:
+    """Read a verification curve; None = a pass costs the same whatever its tokens. Raises ConfigError.
+
+    The file has an object of costs by number of tokens, or one of two lists `tokens` and `cost`, or either of them
+    under the key `verify_curve`. Costs may be in any unit.
+    """
+    from speculant.theory.curve import FLAT, VerificationCurve
+
+    if path is None:
+        return FLAT
+    content = _read_object(path)
+    tokens, costs = _points(path, content.get("verify_curve", content))
+    try:
+        return VerificationCurve(tuple(tokens), tuple(costs))
+    except ValueError as error:
+        problem, _, fix = str(error).partition("; ")
+        raise _error(path, f"can't be used: {problem}", f"{fix}.") from error
+
+
+def _error(path: Path, problem: str, fix: str = FORMS) -> ConfigError:
+    return ConfigError(f"the verification curve {path} {problem}", fix)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _error(path, f"can't be read: {error}", "check the path.") from error
+    except (ValueError, RecursionError) as error:
+        raise _error(path, f"is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _error(path, "holds no JSON object")
+    return content
+
+
+def _points(path: Path, points: Any) -> tuple[list[int], list[float]]:
+    """Return numbers of tokens and their costs; those that are keys of an object are put in order."""
+    if not isinstance(points, dict):
+        raise _error(path, "has a verify_curve that is no JSON object")
+    if not {"tokens", "cost"} & points.keys():
+        pairs = sorted(((_read_key(path, key), cost) for key, cost in points.items()), key=lambda pair: pair[0])
+        points = {"tokens": [count for count, _ in pairs], "cost": [cost for _, cost in pairs]}
+    tokens, costs = points.get("tokens"), points.get("cost")
+    if set(points) != {"tokens", "cost"} or not isinstance(tokens, list) or not isinstance(costs, list):
+        raise _error(path, "does not have two lists, tokens and cost, and nothing else")
+    for count in tokens:
+        if not _is_number(count) or count != int(count):
+            raise _error(path, f"has {count!r}, which is no number of tokens")
+    for cost in costs:
+        if not _is_number(cost):
+            raise _error(path, f"has {cost!r}, which is no cost")
+    return [int(count) for count in tokens], [float(cost) for cost in costs]
+
+
+def _read_key(path: Path, key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise _error(path, f"has the key {key!r}, which is no number of tokens") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

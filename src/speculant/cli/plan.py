@@ -1,0 +1,202 @@
+"""`speculant plan`: which draft length pays, from an acceptance rate and the costs of draft and verification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speculant.cli.curves import read_curve
+from speculant.cli.terminal import examples, print_json, results
+from speculant.errors import ConfigError
+from speculant.params import MAX_SPECULATIVE_TOKENS
+
+if TYPE_CHECKING:
+    from speculant.theory.curve import VerificationCurve
+
+EXAMPLES = examples(
+    "speculant plan --alpha 0.8 --cost-ratio 0.05",
+    "speculant plan --alpha 0.9,0.85,0.8 --cost-ratio 0.1 --max-length 8 --json",
+    "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve curve.json --batch 8",
+    "speculant check-pair demo demo --json > pair.json",
+    "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve pair.json",
+)
+BAR = 32  # characters of the longest bar
+BEST = "bold green"  # style
+
+Alpha = Annotated[str | None, typer.Option(help="Acceptance rate, 0 to 1; or one per depth: 0.9,0.8,0.7.")]
+CostRatio = Annotated[float | None, typer.Option(help="Time of a draft pass / a target pass of one row.")]
+Curve = Annotated[
+    Path | None,
+    typer.Option(help="JSON file: cost of a target pass by its tokens. Without it, more tokens cost nothing."),
+]
+Batch = Annotated[int, typer.Option(help="Sequences that step together; the target's pass has this many rows or more.")]
+MaxLength = Annotated[int, typer.Option(help="The longest draft in the table.")]
+OperationsRatio = Annotated[
+    float | None,
+    typer.Option(help="Operations per token, draft / target [default: the cost ratio]."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan is computed from. alpha: acceptance rates by depth, the last one for all greater depths."""
+
+    alpha: Sequence[float]
+    cost_ratio: float
+    operations_ratio: float
+    batch: int
+    max_length: int
+    verify_curve: str | None
+
+    def __post_init__(self) -> None:
+        if not self.alpha or not all(0 <= rate <= 1 for rate in self.alpha):
+            raise ConfigError(f"alpha={list(self.alpha)} is not between 0 and 1", "use for example --alpha 0.8.")
+        for name in ("cost_ratio", "operations_ratio"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{name}={value} is not a number from 0 on", "use for example 0.05.")
+        if self.batch < 1:
+            raise ConfigError(f"batch={self.batch} is not above 0", "use --batch 1 or more.")
+        if not 1 <= self.max_length <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"max_length={self.max_length} is not between 1 and {MAX_SPECULATIVE_TOKENS}", "use --max-length 16."
+            )
+
+
+def plan(
+    alpha: Alpha = None,
+    cost_ratio: CostRatio = None,
+    verify_curve: Curve = None,
+    batch: Batch = 1,
+    max_length: MaxLength = 16,
+    operations_ratio: OperationsRatio = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the best draft length, its speed and its extra operations.
+
+    Speed is that over plain decoding, tokens per pass / (length x cost ratio + cost of the pass). The oracle
+    knows what will be accepted: no choice of lengths is faster. `speculant check-pair` measures alpha, the cost
+    ratio and the curve of two models on this machine; its JSON output can be given as --verify-curve.
+    """
+    if alpha is None or cost_ratio is None:
+        missing = "acceptance rate" if alpha is None else "cost ratio"
+        raise ConfigError(
+            f"no {missing} was given",
+            "add --alpha 0.8 --cost-ratio 0.05; `speculant check-pair TARGET DRAFT` measures both.",
+        )
+    operations = cost_ratio if operations_ratio is None else operations_ratio
+    file = None if verify_curve is None else str(verify_curve)
+    given = Assumptions(read_rates(alpha), cost_ratio, operations, batch, max_length, file)
+    value = document(given, read_curve(verify_curve))
+    if as_json:
+        print_json(value)
+    else:
+        _show(results(), value)
+
+
+def read_rates(text: str) -> list[float]:
+    """Read a number, or numbers separated by commas."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--alpha {text!r} is not a number", "use --alpha 0.8, or one per depth: 0.9,0.8.") from None
+
+
+def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
+    """Return the plan as `--json` prints it."""
+    from speculant.theory.oracle import oracle_speedup
+    from speculant.theory.speedup import (
+        best_length,
+        expected_tokens,
+        least_acceptance,
+        operations,
+        speedups,
+        step_costs,
+        survival,
+    )
+
+    reached = survival(given.alpha, given.max_length)
+    costs = step_costs(given.cost_ratio, curve, given.max_length, given.batch)
+    speeds, tokens, extra = (
+        speedups(reached, costs),
+        expected_tokens(reached),
+        operations(reached, given.operations_ratio),
+    )
+    ahead = survival(given.alpha, MAX_SPECULATIVE_TOKENS)
+    best = best_length(speeds)
+    return {
+        "settings": asdict(given),
+        "lengths": [
+            {
+                "length": length,
+                "tokens_per_pass": float(tokens[length]),
+                "cost": float(costs[length]),
+                "speed": float(speeds[length]),
+                "operations": float(extra[length]),
+            }
+            for length in range(given.max_length + 1)
+        ],
+        "best_length": best,
+        "best_speed": float(speeds[best]),
+        "oracle_speed": oracle_speedup(ahead, given.cost_ratio, curve, given.batch),
+        "least_alpha": least_acceptance(costs),
+        "notes": ["the best length is the longest in this table: raise --max-length"]
+        if best == given.max_length
+        else [],
+    }
+
+
+def _show(console: Console, value: Mapping[str, Any]) -> None:
+    console.print(_heading(value["settings"]), style="bold")
+    console.print(_table(value))
+    for line in _conclusions(value):
+        console.print(line)
+    for note in value["notes"]:
+        console.print(f"note: {note}", style="yellow")
+
+
+def _heading(settings: Mapping[str, Any]) -> str:
+    rates = ", ".join(f"{rate:g}" for rate in settings["alpha"])
+    together = "" if settings["batch"] == 1 else f", {settings['batch']} sequences together"
+    curve = settings["verify_curve"]
+    verifying = f"verification as in {curve}" if curve else "verification as fast as one token"
+    return f"alpha {rates}; a draft pass costs {settings['cost_ratio']:g} target passes; {verifying}{together}"
+
+
+def _table(value: Mapping[str, Any]) -> Table:
+    """Return a row per length, with a bar as long as its speed."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("length", "tokens/pass", "speed", "operations"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    table.add_column("", no_wrap=True)
+    unit = BAR / value["best_speed"]
+    for row in value["lengths"]:
+        is_best = row["length"] == value["best_length"]
+        figures = [f"{row[name]:.2f}" for name in ("tokens_per_pass", "speed", "operations")]
+        bar = "#" * max(1, round(unit * row["speed"]))
+        table.add_row(str(row["length"]), *figures, "best" if is_best else "", bar, style=BEST if is_best else None)
+    return table
+
+
+def _conclusions(value: Mapping[str, Any]) -> list[str]:
+    length, least = value["best_length"], value["least_alpha"]
+    best = value["lengths"][length]
+    choice = (
+        f"best length: {length}, {best['speed']:.2f} times the speed of plain decoding, "
+        f"{best['operations']:.2f} times its operations"
+    )
+    nothing = "best length: 0; no draft of these lengths is faster than plain decoding"
+    never = "drafts would not pay even if all tokens were accepted"
+    return [
+        choice if length else nothing,
+        never if least is None else f"drafts pay where alpha is above {least:.3f}",
+        f"oracle: {value['oracle_speed']:.2f} times, if it were known what will be accepted",
+    ]

@@ -1,0 +1,257 @@
+"""`speculant check-pair`, as it is typed, with tiny random models and the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from speculant.bench import pair
+from speculant.bench.acceptance import Acceptance, Text
+from speculant.bench.measuring import SPECULATIVE, both_ways
+from speculant.bench.runs import Bench
+from speculant.bench.step_costs import StepCosts
+from speculant.bench.workloads import Workload
+from speculant.cli.main import app
+from speculant.config import EngineConfig
+from speculant.errors import ModelError, PairError, SpeculantError
+from speculant.kernels.native import usable_sets
+from speculant.params import SamplingParams
+from speculant.theory.curve import FLAT
+from speculant.theory.speedup import speedups, step_costs, survival
+from speculant.theory.texts import expected_costs
+from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
+
+SMALL = ("--tokens", "12", "--kernels", "reference")
+TOP = {
+    "target", "draft", "size_ratio", "sampling", "texts", "step_ms", "verification", "verify_curve", "precisions",
+    "best", "measured", "pays", "verdict", "flags",
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+@pytest.fixture(autouse=True)
+def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "COST_SECONDS", 0.01)
+    monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.txt"
+    path.write_text("def read(path):\nimport os\n")
+    return str(path)
+
+
+def _invoke(*arguments: str, **env: str) -> Result:
+    result = CliRunner().invoke(app, ["check-pair", *arguments], catch_exceptions=False, env=env)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def _json(*arguments: str) -> dict[str, Any]:
+    return dict(json.loads(_invoke(*arguments, "--json").stdout))
+
+
+def test_json_has_all_that_was_measured(checkpoints: Checkpoints, prompts: str) -> None:
+    value = _json(checkpoints.target, checkpoints.far, *SMALL, "--prompts", prompts)
+    assert set(value) == TOP
+    assert value["target"]["parameters"] > value["draft"]["parameters"] > 10_000
+    assert value["size_ratio"] == value["draft"]["parameters"] / value["target"]["parameters"]
+    assert value["target"]["dtype"] == "float32"
+    assert value["texts"] == 2
+    assert value["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert value["verification"]["tokens"] == [*range(1, 12), 13, 17]
+    assert value["verification"]["cost"][0] == 1.0
+    assert list(value["precisions"]) == ["none"], "the reference kernels round no weights"
+    own = value["precisions"]["none"]
+    assert own["alpha"]["tokens"] == 2 * 11
+    assert own["alpha"]["low"] <= own["alpha"]["mean"] <= own["alpha"]["high"]
+    assert [row["length"] for row in own["lengths"]] == list(range(11))
+    assert own["lengths"][0] == {"length": 0, "tokens_per_pass": 1.0, "speed": 1.0}
+    assert own["best_speed"] == max(row["speed"] for row in own["lengths"])
+    measured = value["measured"]
+    assert set(measured["speed"]) == {"q1", "median", "q3"}
+    assert set(measured["tokens_per_s"]) == {"plain", "speculative"}
+    assert measured["rounds"] == 3
+    assert measured["predicted"] > 0
+    assert measured["outputs"] == measured["identical_outputs"] == 3 * measured["prompts"]
+    assert value["best"]["length"] >= 1
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+def test_every_precision_of_the_kernels_is_compared(checkpoints: Checkpoints, prompts: str) -> None:
+    value = _json(checkpoints.target, checkpoints.near, "--tokens", "12", "--prompts", prompts)
+    assert set(value["precisions"]) == {"none", "int8", "int4"}
+    assert len({each["alpha"]["mean"] for each in value["precisions"].values()}) > 1
+    best = {name: max(row["speed"] for row in each["lengths"][1:]) for name, each in value["precisions"].items()}
+    assert value["best"]["precision"] == max(best, key=lambda name: best[name])
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9", "--top-k", "40")], ids=["greedy", "sampled"])
+def test_text_ends_with_a_verdict_and_flags(checkpoints: Checkpoints, prompts: str, sampling: Sequence[str]) -> None:
+    shown = _invoke(checkpoints.target, checkpoints.near, *SMALL, "--prompts", prompts, *sampling).stdout
+    for part in ("target: target", "draft: near", "alpha (95%)", "tokens/pass", "measured: ", "predicted: "):
+        assert part in shown
+    assert ("outputs identical to plain" in shown) == (not sampling)
+    assert shown.splitlines()[-1].startswith(("it pays: ", "it does not pay: ", "it makes no clear difference: "))
+    assert "\x1b[" not in shown
+
+
+def test_verdict_follows_the_measured_speed(checkpoints: Checkpoints) -> None:
+    """A draft as large as the target can't pay: one of its passes costs as much as it saves."""
+    value = _json(checkpoints.target, checkpoints.target, *SMALL)
+    assert value["precisions"]["none"]["alpha"]["mean"] == 1.0
+    speed = value["measured"]["speed"]
+    expected = None if speed["q1"] <= 1 <= speed["q3"] else speed["median"] > 1
+    assert value["pays"] is expected
+
+
+def test_flags_are_those_of_generate(checkpoints: Checkpoints, prompts: str) -> None:
+    value = _json(checkpoints.target, checkpoints.near, "--tokens", "12", "--prompts", prompts, "--dtype", "float32")
+    assert "--dtype float32" in value["flags"]
+    assert f"--spec-length {value['best']['length']}" in value["flags"]
+    assert ("--draft-quantization" in value["flags"]) == (value["best"]["precision"] != "none")
+    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
+    assert result.exit_code == 0, result.output
+
+
+def test_plan_reads_the_curve(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
+    value = _json(checkpoints.target, checkpoints.near, *SMALL, "--prompts", prompts)
+    path = tmp_path / "pair.json"
+    path.write_text(json.dumps(value))
+    own = value["precisions"]["none"]
+    arguments = [
+        "plan",
+        "--alpha",
+        "0.5",
+        "--cost-ratio",
+        str(own["cost_ratio"]),
+        "--verify-curve",
+        str(path),
+        "--json",
+    ]
+    plan = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    overhead = own["draft_overhead"]
+    expected = value["verification"]["cost"][3] + overhead + 3 * own["cost_ratio"]
+    assert plan["lengths"][3]["cost"] == pytest.approx(expected)
+
+
+def test_embedded_pair_is_called_demo() -> None:
+    value = _json("demo", "demo", "--tokens", "16")
+    assert (value["target"]["name"], value["draft"]["name"]) == ("demo/target", "demo/draft")
+    assert 0.1 < value["size_ratio"] < 0.3
+    assert 0.4 < value["precisions"]["none"]["alpha"]["mean"] < 0.95
+    assert "--model demo --draft-model demo" in value["flags"]
+
+
+def test_passes_are_those_of_the_engine(checkpoints: Checkpoints) -> None:
+    """Greedy acceptance along a text says exactly how many passes each length takes."""
+    config = EngineConfig(checkpoints.target, checkpoints.near, dtype="float64")
+    target, [own] = pair.load_pair(config)
+    workload = Workload("test", [[65 + start, 66, 67] for start in range(4)], [0.0] * 4)
+    texts = pair.write_texts(own.runtime, workload, GREEDY)
+    acceptance = pair._acceptance(target, [own], texts, GREEDY)["none"]
+    bench = Bench(own.runtime)
+    for length in (1, 2, 4, 9):
+        params = SamplingParams(temperature=0.0, max_tokens=40, speculation={"num_speculative_tokens": length})
+        run = bench.run(workload, both_ways(params, speculating=True, sequential=True)[SPECULATIVE])
+        passes = sum(expected_costs(each.given, np.ones(length + 1))[length] for each in acceptance)
+        assert run.steps == len(texts) + passes, "a step for each prompt, and the passes"
+
+
+def test_prediction_is_the_formulas_for_one_rate() -> None:
+    lengths = tuple(range(11))
+    costs = StepCosts(lengths, [0.2 * length for length in lengths], [1.0] * 11)
+    found = pair.predict([Acceptance(np.full(3000, 0.8), np.full(3000, 0.8))], costs, costs)
+    assert found.alpha.mean == pytest.approx(0.8)
+    assert found.speeds == pytest.approx(speedups(survival(0.8, 10), step_costs(0.2, FLAT, 10)), rel=5e-3)
+    assert found.best_length == found.best_draft == int(np.argmax(found.speeds))
+    slow = StepCosts(lengths, [2.0 * length for length in lengths], [1.0] * 11)
+    found = pair.predict([Acceptance(np.full(300, 0.8), np.full(300, 0.8))], slow, slow)
+    assert (found.best_length, found.best_draft) == (0, 1)
+
+
+def test_texts_are_the_targets_own(checkpoints: Checkpoints) -> None:
+    _, [own] = pair.load_pair(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))
+    workload = Workload("test", [[65, 66]], [0.0])
+    assert pair.write_texts(own.runtime, workload, GREEDY) == [Text([65, 66], pair_output(own, [65, 66]))]
+
+
+def test_text_that_would_end_at_once_is_measured(tmp_path: Path) -> None:
+    """All tokens but one end a text, so it goes no further than it has to."""
+    ends = [token for token in range(264) if token != 65]
+    target = write_checkpoint(tmp_path / "target", Shape(end=ends))
+    draft = write_checkpoint(tmp_path / "draft", Shape(end=ends, noise=0.1))
+    value = _json(target, draft, *SMALL)
+    assert 8 <= value["precisions"]["none"]["alpha"]["tokens"] <= 16
+    assert value["measured"]["speed"]["median"] > 0
+
+
+def pair_output(candidate: pair.Candidate, prompt: list[int]) -> Sequence[int]:
+    engine = candidate.runtime.engine
+    [request] = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=40, speculation=False), "plain")
+    while engine.has_unfinished():
+        engine.step()
+    return request.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "problem", "fix"),
+    [
+        (["--tokens", "3"], SpeculantError, "tokens=3", "--tokens 8"),
+        (["--prompts", "/nowhere.txt"], SpeculantError, "can't be read", "UTF-8"),
+        (["--temperature", "-1"], SpeculantError, "temperature=-1", "range"),
+        (["--tokens", "400"], SpeculantError, "max_model_len=256", "max_tokens"),
+        (["--kernels", "reference", "--quantization", "int8"], SpeculantError, "quantization='int8'", "native"),
+    ],
+)
+def test_mistakes_are_explained(
+    checkpoints: Checkpoints, arguments: list[str], kind: type[SpeculantError], problem: str, fix: str
+) -> None:
+    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, checkpoints.near, *arguments]).exception
+    assert isinstance(error, kind)
+    assert problem in str(error)
+    assert fix in str(error)
+
+
+def test_other_tokenizer_is_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", tokens=ALPHABET[::-1])
+    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, other]).exception
+    assert isinstance(error, PairError)
+    assert "ids differ" in error.problem
+    missing = CliRunner().invoke(app, ["check-pair", checkpoints.target, "/nowhere"]).exception
+    assert isinstance(missing, ModelError)
+
+
+def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints, prompts: str) -> None:
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    pair_ = (checkpoints.target, checkpoints.near, *SMALL, "--prompts", prompts)
+    result = _invoke(*pair_, "--json", **terminal)
+    assert set(json.loads(result.stdout)) == TOP
+    assert "Measuring acceptance" in result.stderr
+    colours = re.compile(r"\x1b\[(?:\d+;)*3\d")
+    assert colours.search(_invoke(*pair_, **terminal).stdout)
+    assert not colours.search(_invoke(*pair_, **terminal, NO_COLOR="1").stdout)
+
+
+def test_help_has_examples_and_needs_no_torch() -> None:
+    shown = _invoke("--help", COLUMNS="200").stdout
+    assert "Examples:" in shown
+    assert "speculant check-pair demo demo" in shown
+    assert "[default: 0]" in shown
+    code = (
+        "import sys\nfrom speculant.cli.main import app\n"
+        "app(['check-pair', '--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=dict(os.environ))
