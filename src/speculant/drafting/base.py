@@ -34,12 +34,17 @@ class Method:
     uses_model: the method needs a draft model; any other method refuses one.
     preferred: the method that is used when a draft model is given without a method.
     learns: earlier requests make its later drafts better.
+    accepts_model: a draft model may be named, and need not be.
+    lookup_rank: a method that looks drafts up in text and needs no model has one. Methods that combine others take all
+    of these unless the user names some, in ascending order; None = not among them.
     """
 
     default_length: int
     uses_model: bool = False
     preferred: bool = False
     learns: bool = False
+    accepts_model: bool = False
+    lookup_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,11 @@ class Drafter(Protocol):
         """The KV caches that it owns."""
         ...
 
+    @property
+    def errors(self) -> int:
+        """How many errors of drafters within it have cost drafts so far, without an error of its own."""
+        ...
+
     def begin(self, request: Request) -> None:
         """Start a new sequence."""
         ...
@@ -106,6 +116,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """Forget the tokens `dropped`, which were the last of `request.tokens` and are no longer there.
+
+        Only another drafter calls it: in the requests that it passes on, drafted tokens follow the committed ones.
+        """
+        ...
+
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of `request.tokens` the target may take over from the prefix index.
 
@@ -123,6 +140,7 @@ class StatelessDrafter:
 
     needs = DrafterNeeds()
     caches: Sequence[KVCache] = ()
+    errors: int = 0
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -133,6 +151,11 @@ class StatelessDrafter:
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
 
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """See `Drafter.roll_back`: the sequence begins anew, and the next `propose` catches up with all of it."""
+        self.end(request)
+        self.begin(request)
+
     def match_prefix(self, request: Request) -> int:
         """See `Drafter.match_prefix`."""
         return len(request.tokens)
@@ -141,7 +164,7 @@ class StatelessDrafter:
         """See `Drafter.end`."""
 
 
-_CALLS = ("caches", "begin", "propose", "catch_up", "observe", "match_prefix", "end")
+_CALLS = ("caches", "errors", "begin", "propose", "catch_up", "observe", "roll_back", "match_prefix", "end")
 
 
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
