@@ -206,8 +206,8 @@ DRAFTING = [
     Mutant(
         "drafts drawn from a neighbour's row",
         CHAINS,
-        "hidden[[end for _, end in drawing]]",
-        "hidden[[end for _, end in drawing[::-1]]]",
+        "self._draw(drawing, hidden[rows])",
+        "self._draw(drawing, hidden[rows[::-1]])",
         DRAFTS.format("paged"),
     ),
 ]
