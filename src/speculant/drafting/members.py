@@ -31,12 +31,16 @@ class Member:
 class CompositeDrafter(StatelessDrafter):
     """Passes every call but `propose` to its members. An error of one costs its own drafts and counts in `errors`.
 
-    vocab_size: the target's; members' drafts are checked as the engine checks drafts.
+    vocab_size: the target's; members' drafts are checked as the engine checks drafts. count: receives numbers of errors
+    too.
     """
 
-    def __init__(self, members: Sequence[Member], vocab_size: int) -> None:
+    def __init__(
+        self, members: Sequence[Member], vocab_size: int, count: Callable[[int], None] = lambda errors: None
+    ) -> None:
         guard = Guard(logger, "and the step goes on without its draft")
         self.members = [GuardedDrafter(each.method, each.drafter, guard, self._count) for each in members]
+        self._report = count
         self.needs = combine(members)
         self.caches = tuple(cache for each in members for cache in each.drafter.caches)
         self._vocab_size = vocab_size
@@ -80,6 +84,7 @@ class CompositeDrafter(StatelessDrafter):
 
     def _count(self, errors: int) -> None:
         self.errors += errors
+        self._report(errors)
 
 
 def combine(members: Sequence[Member]) -> DrafterNeeds:
