@@ -61,8 +61,8 @@ def is_{noun}(value):
     except ValueError:
         return False
 '''
-VERBS = ("read", "parse", "check", "write", "merge", "split", "update", "remove", "format", "copy")
-NOUNS = ("line", "file", "token", "value", "header", "record", "message", "field", "name", "item", "block", "node")
+VERBS = tuple("read parse check write merge split update remove format copy".split())
+NOUNS = tuple("line file token value header record message field name item block node".split())
 
 
 @dataclass(frozen=True)

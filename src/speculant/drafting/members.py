@@ -99,7 +99,7 @@ def combine(members: Sequence[Member]) -> DrafterNeeds:
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         target_inputs=any(each.target_inputs for each in needs),
         max_positions=_largest([each.max_positions for each in needs]),
-        nodes_per_beam=max((each.nodes_per_beam or 0 for each in needs)) or None,
+        nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,
     )
 
 

@@ -60,7 +60,9 @@ class MergeDrafter(CompositeDrafter):
         merges = {request.seq_id: Merge() for request in requests}
         pairs = list(zip(requests, limits, strict=True))
         for member in self.members:
-            own = [(request, limit) for request, limit in pairs if not self._is_drawn(member.needs.emits_probs, request)]
+            own = [
+                (request, limit) for request, limit in pairs if not self._is_drawn(member.needs.emits_probs, request)
+            ]
             for seq_id, tree in self.ask(member, own).items():
                 merges[seq_id].add(tree)
         return [merges[request.seq_id].tree(limit) for request, limit in pairs]

@@ -66,7 +66,7 @@ class Predictor:
             self.seen += 1
 
     def remove(self, kept: Sequence[int], dropped: Sequence[int]) -> None:
-        """Undo the update with the last tokens seen, `dropped`, which followed `kept`: counts and ties are as before."""
+        """Undo the update with the last tokens seen: `dropped`, which followed `kept`."""
         for end in range(len(dropped) - 1, -1, -1):
             before = [*kept[1 - self._options.max_order :], *dropped[:end]]
             for order, table in self._tables.items():

@@ -94,7 +94,7 @@ def test_ngram_removal_undoes_an_update(kept: list[int], dropped: list[int], add
 def _tables(predictor: Predictor) -> list[list[tuple[int, ...]]]:
     """Return the counts of each order as (context, place, token, count)."""
     return [
-        sorted(((context, place, *each) for context, counts in table.items() for place, each in enumerate(counts.items())))
+        sorted((context, place, *each) for context, counts in table.items() for place, each in enumerate(counts.items()))
         for table in predictor._tables.values()
     ]
 
