@@ -4,7 +4,8 @@ A drafter is asked for the sequences that those before it have nothing for, all 
 whether a drafter has a draft does not depend on the tokens that it would draw, and a draft without probs is a point
 mass at each node under every rule. A sampled request uses a ratio rule if any of the drafters emits probs.
 
-Memory: that of the drafters. Cost: that of the drafters that are asked, and 10 microseconds per sequence and drafter.
+Memory: that of the drafters. Cost: that of the drafters that are asked, and at most 10 microseconds per step and per
+sequence and drafter.
 """
 
 from __future__ import annotations

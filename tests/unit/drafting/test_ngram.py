@@ -92,9 +92,9 @@ def test_ngram_removal_undoes_an_update(kept: list[int], dropped: list[int], add
 
 
 def _tables(predictor: Predictor) -> list[list[tuple[int, ...]]]:
-    """Return the counts of each order as (context, place, token, count)."""
+    """Return the counts of each order as context, token, count, token, count, ..."""
     return [
-        sorted((context, place, *each) for context, counts in table.items() for place, each in enumerate(counts.items()))
+        sorted((context, *(value for count in counts.items() for value in count)) for context, counts in table.items())
         for table in predictor._tables.values()
     ]
 
