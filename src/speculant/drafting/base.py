@@ -52,7 +52,8 @@ class DrafterNeeds:
     """A drafter's capabilities and requirements, as data.
 
     max_nodes: the most nodes it can propose for one sequence; None = any number.
-    emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them.
+    emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them; a tree without
+    is deterministic under any rule.
     emits_tree: its trees may branch.
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     own_cache: it owns KV caches; they are its `caches`.

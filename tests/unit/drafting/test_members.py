@@ -298,6 +298,19 @@ def test_composites_serve_requests_of_one_llm(checkpoints: Checkpoints) -> None:
     llm.engine.check()
 
 
+def test_fallback_drafts_for_beam_searches(checkpoints: Checkpoints) -> None:
+    """Only members that announce it are asked; the beams are those of plain decoding."""
+    params = SamplingParams(beam_width=3, n=3, max_tokens=12)
+    (plain,) = LLM(checkpoints.target, dtype="float64").generate("class A:", params)
+    llm = LLM(
+        checkpoints.target, dtype="float64", draft_model=checkpoints.near, speculative_config={"method": "fallback"}
+    )
+    (result,) = llm.generate("class A:", params)
+    assert [beam.token_ids for beam in result.outputs] == [beam.token_ids for beam in plain.outputs]
+    assert result.metrics.speculative_decoding.num_draft_tokens > 0
+    assert llm.engine.metrics.drafter_errors == 0
+
+
 def test_a_model_may_be_named_for_a_composite(checkpoints: Checkpoints) -> None:
     llm = LLM(checkpoints.target, draft_model=checkpoints.near, speculative_config={"method": "fallback"})
     assert llm.speculation.startswith("fallback")
