@@ -61,8 +61,8 @@ def is_{noun}(value):
     except ValueError:
         return False
 '''
-VERBS = ("read", "parse", "check", "write", "merge", "split", "update", "remove", "format", "copy")
-NOUNS = ("line", "file", "token", "value", "header", "record", "message", "field", "name", "item", "block", "node")
+VERBS = "read parse check write merge split update remove format copy"
+NOUNS = "line file token value header record message field name item block node"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> 
 
 
 def _fill(template: str, generator: random.Random) -> str:
-    verb, noun, number = generator.choice(VERBS), generator.choice(NOUNS), generator.randrange(1, 1000)
+    verb, noun = generator.choice(VERBS.split()), generator.choice(NOUNS.split())
+    number = generator.randrange(1, 1000)
     return template.format(verb=verb, Verb=verb.title(), noun=noun, Noun=noun.title(), NOUN=noun.upper(), number=number)
 
 

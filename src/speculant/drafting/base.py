@@ -36,6 +36,9 @@ class Method:
     learns: earlier requests make its later drafts better.
     on_request: a request may name it although the configuration does not; it then keeps nothing across requests, or
     keeps it apart by cache salt and within a bound.
+    accepts_model: a draft model may be named, and need not be.
+    lookup_rank: a method that looks drafts up in text and needs no model has one. Methods that combine others take all
+    of these unless the user names some, in ascending order; None = not among them.
     """
 
     default_length: int
@@ -43,6 +46,8 @@ class Method:
     preferred: bool = False
     learns: bool = False
     on_request: bool = True
+    accepts_model: bool = False
+    lookup_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class DrafterNeeds:
     """A drafter's capabilities and requirements, as data.
 
     max_nodes: the most nodes it can propose for one sequence; None = any number.
-    emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them.
+    emits_probs: its trees carry the distributions they were drawn from where a ratio rule needs them; a tree without
+    is deterministic under any rule.
     emits_tree: its trees may branch.
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
@@ -89,6 +95,11 @@ class Drafter(Protocol):
         """The KV caches that it owns."""
         ...
 
+    @property
+    def errors(self) -> int:
+        """How many errors of drafters within it have cost drafts so far, without an error of its own."""
+        ...
+
     def begin(self, request: Request) -> None:
         """Start a new sequence."""
         ...
@@ -111,6 +122,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """Forget the tokens `dropped`, which were the last of `request.tokens` and are no longer there.
+
+        Only another drafter calls it: in the requests that it passes on, drafted tokens follow the committed ones.
+        """
+        ...
+
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of `request.tokens` the target may take over from the prefix index.
 
@@ -128,6 +146,7 @@ class StatelessDrafter:
 
     needs = DrafterNeeds()
     caches: Sequence[KVCache] = ()
+    errors: int = 0
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -138,6 +157,11 @@ class StatelessDrafter:
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
 
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """See `Drafter.roll_back`: the sequence begins anew, and the next `propose` catches up with all of it."""
+        self.end(request)
+        self.begin(request)
+
     def match_prefix(self, request: Request) -> int:
         """See `Drafter.match_prefix`."""
         return len(request.tokens)
@@ -146,7 +170,7 @@ class StatelessDrafter:
         """See `Drafter.end`."""
 
 
-_CALLS = ("caches", "begin", "propose", "catch_up", "observe", "match_prefix", "end")
+_CALLS = ("caches", "errors", "begin", "propose", "catch_up", "observe", "roll_back", "match_prefix", "end")
 
 
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:

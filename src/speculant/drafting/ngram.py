@@ -15,7 +15,7 @@ from speculant.drafting.base import DrafterContext, Method, StatelessDrafter, re
 from speculant.errors import ConfigError
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=4)  # docs/references.md, n-gram tables
+METHOD = Method(default_length=4, lookup_rank=30)  # docs/references.md, n-gram tables
 _FNV_OFFSET = 14695981039346656037
 _FNV_PRIME = 1099511628211
 _MASK = (1 << 64) - 1
@@ -65,6 +65,16 @@ class Predictor:
             self._history.append(token)
             self.seen += 1
 
+    def remove(self, kept: Sequence[int], dropped: Sequence[int]) -> None:
+        """Undo the update with the last tokens seen: `dropped`, which followed `kept`."""
+        for end in range(len(dropped) - 1, -1, -1):
+            before = [*kept[1 - self._options.max_order :], *dropped[:end]]
+            for order, table in self._tables.items():
+                if len(before) >= order - 1:
+                    _uncount(table, context_hash(before[len(before) - order + 1 :]), dropped[end])
+        self._history = deque(kept[-self._options.history :], self._options.history)
+        self.seen -= len(dropped)
+
     def predict(self, limit: int) -> list[int]:
         """Return up to `limit` likely next tokens, fewer when no context is known."""
         recent = self._context(self._options.max_order)
@@ -87,6 +97,15 @@ class Predictor:
                 if counts:
                     return max(counts, key=counts.__getitem__)
         return None
+
+
+def _uncount(table: dict[int, dict[int, int]], context: int, token: int) -> None:
+    counts = table[context]
+    counts[token] -= 1
+    if not counts[token]:
+        del counts[token]
+    if not counts:
+        del table[context]
 
 
 def context_hash(tokens: Sequence[int]) -> int:
@@ -118,6 +137,13 @@ class NgramDrafter(StatelessDrafter):
         predictor = self._predictors[request.seq_id]
         predictor.update(request.tokens[predictor.seen :])
         return DraftTree.chain(predictor.predict(limit))
+
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """See `Drafter.roll_back`."""
+        predictor = self._predictors[request.seq_id]
+        seen = predictor.seen - len(request.tokens)
+        if seen > 0:
+            predictor.remove(request.tokens, dropped[:seen])
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""

@@ -109,7 +109,7 @@ def method_name(spec: SpeculativeConfig) -> str:
     name = spec.method or next(n for n in plugins.names(_DRAFTERS) if _method(n).preferred)
     if _method(name).uses_model and spec.model is None:
         raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")
-    if spec.model is not None and not _method(name).uses_model:
+    if spec.model is not None and not (_method(name).uses_model or _method(name).accepts_model):
         raise ConfigError(
             f"method {name!r} uses no model, but draft model {spec.model!r} is named", "leave out one of the two."
         )
@@ -154,10 +154,10 @@ def build_drafters(
         compare_vocabularies(tokenizer, Tokenizer.from_folder(draft.folder))
         return draft.model
 
-    def build(method: str, options: Mapping[str, Any]) -> Drafter:
+    def build(method: str, options: Mapping[str, Any], model: str | None = spec.model if spec else None) -> Drafter:
         context = DrafterContext(
             options=options,
-            model=spec.model if spec else None,
+            model=model,
             vocab_size=target.model.vocab_size,
             device=target.model.cache_shape.device,
             chances=KeyedChances(target.backend.sampler),
@@ -176,7 +176,7 @@ def build_drafters(
                 f"method {method!r} was not loaded with the engine, and a request can't load it",
                 'name it in speculative_config, as "method" or in the list "methods".',
             )
-        return build(method, {})
+        return build(method, {}, model=None)
 
     drafters: dict[str, Drafter] = {}
     if spec is not None:

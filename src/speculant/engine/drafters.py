@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
-from operator import index
-
-from torch import Tensor
+from functools import cached_property
 
 from speculant.cache.base import KVCache
-from speculant.drafting.base import Drafter, DrafterNeeds, complete
-from speculant.errors import DraftError, Guard
+from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.drafting.checks import Proposals
+from speculant.drafting.checks import check_draft as check_draft
+from speculant.drafting.checks import check_extends as check_extends
+from speculant.drafting.guarded import GuardedDrafter
+from speculant.errors import Guard
 from speculant.metrics import EngineMetrics
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
-
-SUM_TOLERANCE = 1e-4  # of a row of a draft's probs, which may be float32
-
-Proposals = dict[int, DraftTree]  # by sequence id
 
 
 class Drafters:
@@ -38,10 +34,9 @@ class Drafters:
         make: Callable[[str], Drafter] | None = None,
         usual_length: Callable[[str], int] = lambda method: 1,
     ) -> None:
-        self._drafters, self.default = {name: complete(each) for name, each in (drafters or {}).items()}, default
-        self._make, self.usual_length = make, usual_length
-        self._begun: dict[int, Drafter] = {}
+        self.default, self._make, self.usual_length = default, make, usual_length
         self._guard = Guard(logger, "and the step goes on without its draft")
+        self._drafters = {name: self._guarded(name, each) for name, each in (drafters or {}).items()}
         self.metrics = EngineMetrics()  # replaced by the engine's own
 
     @classmethod
@@ -52,7 +47,7 @@ class Drafters:
     @property
     def caches(self) -> tuple[KVCache, ...]:
         """The caches of all drafters."""
-        return tuple(cache for drafter in self._drafters.values() for cache in drafter.caches)
+        return tuple(cache for each in self._drafters.values() for cache in each.drafter.caches)
 
     @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -62,7 +57,7 @@ class Drafters:
     @property
     def known(self) -> Mapping[str, Drafter]:
         """The drafters that were made so far, by method."""
-        return self._drafters
+        return {method: each.drafter for method, each in self._drafters.items()}
 
     def tree(self, method: str) -> tuple[int, int] | None:
         """Return nodes and depth of a method's usual tree; None if it drafts chains, or its nodes have scores."""
@@ -79,9 +74,9 @@ class Drafters:
         """Return a method's drafter; raises ConfigError if it can't be made."""
         if method not in self._drafters:
             assert self._make is not None, f"nothing makes the drafter {method!r}"
-            self._drafters[method] = complete(self._make(method))
+            self._drafters[method] = self._guarded(method, self._make(method))
             vars(self).pop("hidden_layers", None)
-        return self._drafters[method]
+        return self._drafters[method].drafter
 
     def needs(self, request: Request) -> DrafterNeeds | None:
         """Return what the drafter of a sequence announces; None if it has none."""
@@ -90,167 +85,46 @@ class Drafters:
     def begin(self, requests: Sequence[Request]) -> None:
         """Begin the sequences that have not begun."""
         for request in requests:
-            if request.drafter is not None and request.seq_id not in self._begun:
-                drafter = self._drafters[request.drafter]
-                if self._succeeds(request.drafter, partial(drafter.begin, request)):
-                    self._begun[request.seq_id] = drafter
+            if request.drafter is not None:
+                self._drafters[request.drafter].begin(request)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int], vocab_size: int) -> list[DraftTree]:
         """Return a checked draft for each sequence; an empty one where there is no drafter or it fails."""
         proposed: Proposals = {}
         pairs = list(zip(requests, limits, strict=True))
         for method, drafter in self._drafters.items():
-            own = [(request, limit) for request, limit in pairs if self._has_begun(request, method)]
-            if own:
-                proposed.update(self._propose_with(method, drafter, own, vocab_size))
+            own = [(request, limit) for request, limit in pairs if request.drafter == method]
+            proposed.update(drafter.propose(own, vocab_size))
         return [proposed.get(request.seq_id, DraftTree.empty()) for request in requests]
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Let drafters process what they have not seen of these sequences."""
         for method, drafter in self._drafters.items():
-            own = [request for request in requests if self._has_begun(request, method)]
-            if own:
-                self._catch_up_with(method, drafter, own)
+            drafter.catch_up([request for request in requests if request.drafter == method])
 
     def observe(self, request: Request, rows: Callable[[], CommittedRows]) -> None:
         """Pass on what was committed; `rows` makes it if the sequence has a drafter."""
-        drafter = self._begun.get(request.seq_id)
-        if drafter is not None and not self._succeeds(
-            str(request.drafter), lambda: drafter.observe(request, self._own_layers(drafter, rows()))
-        ):
-            self._restart([request])
-
-    def _own_layers(self, drafter: Drafter, rows: CommittedRows) -> CommittedRows:
-        """Return rows with the hidden states of the layers that a drafter announces."""
-        if not rows.hidden:
-            return rows
-        layers = self.hidden_layers
-        return replace(rows, hidden=tuple(rows.hidden[layers.index(layer)] for layer in drafter.needs.hidden_layers))
+        for drafter in self._drafters.values():
+            drafter.observe(request, rows, self.hidden_layers)
 
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of a sequence's tokens may be taken over from the prefix index."""
-        matched = [len(request.tokens)]
-        if request.drafter is not None:
-            drafter = self._drafters[request.drafter]
-            self._succeeds(request.drafter, lambda: matched.append(max(0, index(drafter.match_prefix(request)))))
-        return min(matched)
+        if request.drafter is None:
+            return len(request.tokens)
+        return self._drafters[request.drafter].match_prefix(request)
 
     def end(self, request: Request) -> None:
         """End a sequence if it has begun."""
-        drafter = self._begun.pop(request.seq_id, None)
-        if drafter is not None:
-            self._succeeds(str(request.drafter), lambda: drafter.end(request))
+        for drafter in self._drafters.values():
+            drafter.end(request)
 
     def check(self) -> None:
         """Assert the integrity of the drafters' caches."""
         for cache in self.caches:
             cache.check()
 
-    def _has_begun(self, request: Request, method: str) -> bool:
-        return request.drafter == method and request.seq_id in self._begun
+    def _guarded(self, method: str, drafter: Drafter) -> GuardedDrafter:
+        return GuardedDrafter(method, drafter, self._guard, self._count)
 
-    def _restart(self, requests: Sequence[Request]) -> None:
-        """End sequences after an error; they begin anew in the next step."""
-        for request in requests:
-            self.end(request)
-
-    def _catch_up_with(self, method: str, drafter: Drafter, requests: Sequence[Request]) -> None:
-        """Let one drafter catch up; if that fails, for each sequence alone, so that only those at fault restart."""
-        if self._succeeds(method, partial(drafter.catch_up, requests)):
-            return
-        if len(requests) == 1:
-            self._restart(requests)
-            return
-        for request in requests:
-            self._catch_up_with(method, drafter, [request])
-
-    def _propose_with(
-        self, method: str, drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab_size: int
-    ) -> Proposals:
-        """Ask one drafter; if that fails, ask it for each sequence alone, so that the others keep their drafts."""
-        proposals: Proposals = {}
-        if self._succeeds(method, lambda: proposals.update(checked_drafts(drafter, pairs, vocab_size))):
-            return proposals
-        if len(pairs) == 1:
-            self._restart([pairs[0][0]])
-            return {}
-        alone = [self._propose_with(method, drafter, [pair], vocab_size) for pair in pairs]
-        return {seq_id: tree for each in alone for seq_id, tree in each.items()}
-
-    def _succeeds(self, method: str, call: Callable[[], object]) -> bool:
-        """Make a call of a drafter; count an error and say whether there was none."""
-        succeeds = self._guard.succeeds(f"drafter {method!r}", call)
-        self.metrics.drafter_errors += not succeeds
-        return succeeds
-
-
-def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab_size: int) -> Proposals:
-    """Return a drafter's proposals for sequences with a limit each; raises DraftError if one breaks the contract."""
-    trees = drafter.propose([request for request, _ in pairs], [limit for _, limit in pairs])
-    if len(trees) != len(pairs):
-        raise DraftError(f"{len(trees)} drafts came for {len(pairs)} sequences", "return one for each.")
-    for (request, limit), tree in zip(pairs, trees, strict=True):
-        if request.search is None:
-            check_draft(tree, limit, vocab_size, drafter.needs.emits_tree)
-        else:
-            live = request.search.beams.live_tree
-            check_draft(tree, live.size + limit, vocab_size, branches=True)
-            check_extends(tree, live)
-    return {request.seq_id: tree for (request, _), tree in zip(pairs, trees, strict=True)}
-
-
-def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> None:
-    """Raise DraftError unless a draft keeps to the contract of `Drafter.propose`.
-
-    most: the nodes it may have. branches: whether it may have siblings.
-    """
-    if not isinstance(tree, DraftTree):
-        raise DraftError(f"a draft is a {type(tree).__name__}", "return a DraftTree.")
-    if tree.size == 0:
-        return
-    tokens, parents = tree.token_list, tree.parent_list
-    if len(tokens) != len(parents) or len(tokens) > most:
-        raise DraftError(
-            f"a draft has {len(tokens)} tokens and {len(parents)} parents for a limit of {most} nodes",
-            "stay within the limit.",
-        )
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise DraftError(
-            f"a draft has the tokens {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}", "use known ids."
-        )
-    if not all(-1 <= parent < node for node, parent in enumerate(parents)):
-        raise DraftError("a draft has a node before its parent", "put parents before their children.")
-    if not (branches or tree.is_chain):
-        raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
-    if tree.scores is not None and (len(tree.scores) != tree.size or not all(0 <= score <= 1 for score in tree.scores)):
-        raise DraftError(
-            f"a draft of {tree.size} nodes has the scores {tree.scores!r}", "give one from 0 to 1 for each."
-        )
-    if tree.probs is not None:
-        check_probs(tree, tree.probs, vocab_size)
-
-
-def check_probs(tree: DraftTree, probs: Tensor, vocab_size: int) -> None:
-    """Raise DraftError unless each row is a distribution that gives the node's own token a chance."""
-    if tuple(probs.shape) != (tree.size, vocab_size) or not probs.is_floating_point():
-        raise DraftError(
-            f"a draft of {tree.size} nodes has probs of shape {list(probs.shape)} and type {probs.dtype}",
-            f"give [{tree.size}, {vocab_size}] floating-point numbers, one row per node.",
-        )
-    totals: list[float] = probs.sum(-1).tolist()
-    if not all(abs(total - 1) <= SUM_TOLERANCE for total in totals) or probs.min().item() < 0:
-        raise DraftError(
-            "a draft has probs that are not distributions", "give the distribution that each token was drawn from."
-        )
-    if not probs.gather(1, tree.tokens.to(probs.device).unsqueeze(1)).min().item() > 0:
-        raise DraftError(
-            "a draft has a token of probability 0", "give the distribution that each token was drawn from."
-        )
-
-
-def check_extends(tree: DraftTree, live: DraftTree) -> None:
-    """Raise DraftError unless a beam search's draft is empty or begins with the tree of its live hypotheses."""
-    if tree.size and (
-        tree.token_list[: live.size] != live.token_list or tree.parent_list[: live.size] != live.parent_list
-    ):
-        raise DraftError("a draft of a beam search does not begin with its live hypotheses", "extend `live_tree`.")
+    def _count(self, errors: int) -> None:
+        self.metrics.drafter_errors += errors

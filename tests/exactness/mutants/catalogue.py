@@ -139,20 +139,19 @@ DISTRIBUTIONS = [
     Mutant(
         "q reported raw while drafts are drawn after top-k",
         CHAINS,
-        "            chain.probs = token_probs[None]",
-        "            token_probs = torch.softmax(logits[chains.index(chain)].double(), -1)\n"
-        "            chain.probs = token_probs[None]",
+        "drawn = probs[[first + 1 + node for node in path]]",
+        "drawn = torch.softmax(logits[[first + 1 + node for node in path]].double(), -1)",
         TRANSFORM.format("top_k"),
     ),
     Mutant(
         "unlikely drafts thrown away before a ratio test",
         CHAINS,
-        "torch.cat([chain.probs, token_probs[None]])\n",
+        "        path.append(node)\n",
         (
-            "torch.cat([chain.probs, token_probs[None]])\n"
-            "            if token_probs[chain.tokens[-1]] < 0.4:\n"
-            "                chain.tokens, chain.probs = chain.tokens[:-1], chain.probs[:-1]\n"
-            "                chain.limit = len(chain.tokens)\n"
+            "        if probs[1 + node][chain.tokens[-1]] < 0.4:\n"
+            "            chain.tokens = chain.tokens[:-1]\n"
+            "            return path, False\n"
+            "        path.append(node)\n"
         ),
         "test_distributions.py::test_rejection_keeps_the_distribution[2-1]",
     ),
@@ -166,7 +165,7 @@ DISTRIBUTIONS = [
     Mutant(
         "draft distribution blind to drafted ancestors",
         CHAINS,
-        "Node(chain.request, chain.tokens)",
+        "Node(chain.request, [*chain.tokens, *tree.tokens_to(node)])",
         "Node(chain.request, [])",
         TRANSFORM.format("frequency"),
     ),

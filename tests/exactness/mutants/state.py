@@ -21,6 +21,7 @@ from tests.exactness.mutants.mutant import (
 )
 
 DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain-{}]"
+CASCADES = "test_cascades.py::test_cascade_drafts_are_the_model_s[reference-float64-paged-{}]"
 KNOWN = "test_draft_cache.py::test_a_draft_goes_on_from_a_known_prefix[0]"
 LEFT_BEHIND = "test_prefixes.py::test_an_earlier_text_leaves_only_committed_tokens_behind[{}]"
 SALTS = "test_prefixes.py::test_salts_keep_prompts_apart[{}]"
@@ -206,9 +207,30 @@ DRAFTING = [
     Mutant(
         "drafts drawn from a neighbour's row",
         CHAINS,
-        "hidden[[end for _, end in drawing]]",
-        "hidden[[end for _, end in drawing[::-1]]]",
+        "self._draw(drawing, hidden[rows])",
+        "self._draw(drawing, hidden[rows[::-1]])",
         DRAFTS.format("paged"),
+    ),
+    Mutant(
+        "rejected guesses stay in a cascade's cache",
+        CHAINS,
+        "self.cache.length(seq_id) - tree.size, path[1:])",
+        "self.cache.length(seq_id) - tree.size, range(tree.size))",
+        CASCADES.format("lookup"),
+    ),
+    Mutant(
+        "a cascade keeps another branch of a guess",
+        CHAINS,
+        "self.cache.length(seq_id) - tree.size, path[1:])",
+        "self.cache.length(seq_id) - tree.size, range(len(path) - 1))",
+        CASCADES.format("tree"),
+    ),
+    Mutant(
+        "a cascade accepts what it was told",
+        CHAINS,
+        "child = tree.child(node, chain.tokens[-1])",
+        "child = next(iter(tree.children(node)), None)",
+        CASCADES.format("wrong"),
     ),
 ]
 

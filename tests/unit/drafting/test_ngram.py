@@ -72,6 +72,33 @@ def test_it_predicts_what_the_description_says(chunks: list[list[int]], limit: i
     assert ours.seen == sum(map(len, chunks))
 
 
+@given(
+    kept=st.lists(st.integers(0, 3), max_size=12),
+    dropped=st.lists(st.integers(0, 3), max_size=6),
+    added=st.lists(st.integers(0, 3), max_size=6),
+    history=st.sampled_from([4, 6, 512]),
+)
+def test_ngram_removal_undoes_an_update(kept: list[int], dropped: list[int], added: list[int], history: int) -> None:
+    """Counts, the order of first appearance that decides ties, and the window."""
+    rolled_back, fresh = Predictor(Options(history=history)), Predictor(Options(history=history))
+    rolled_back.update([*kept, *dropped])
+    rolled_back.remove(kept, dropped)
+    fresh.update(kept)
+    for predictor in (rolled_back, fresh):
+        predictor.update(added)
+    assert rolled_back.seen == fresh.seen
+    assert _tables(rolled_back) == _tables(fresh)
+    assert rolled_back.predict(6) == fresh.predict(6)
+
+
+def _tables(predictor: Predictor) -> list[list[tuple[int, ...]]]:
+    """Return the counts of each order as context, token, count, token, count, ..."""
+    return [
+        sorted((context, *(value for count in counts.items() for value in count)) for context, counts in table.items())
+        for table in predictor._tables.values()
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("", 0xCBF29CE484222325), ("a", 0xAF63DC4C8601EC8C), ("foobar", 0x85944171F73967E8)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,26 +16,43 @@ from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, k
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree
 
+# For each chain, a tree of tokens that it may draw next, of fewer nodes than it has tokens to draw.
+Guess = Callable[[Sequence[Chain]], Sequence[DraftTree]]
+
+
+def guess_nothing(chains: Sequence[Chain]) -> list[DraftTree]:
+    """Return empty trees: every pass draws one token."""
+    return [DraftTree.empty()] * len(chains)
+
 
 def grow(
-    model: CausalLM, chains: Sequence[Chain], cache: KVCache, vocab_size: int, sampler: Sampler = REFERENCE
+    model: CausalLM,
+    chains: Sequence[Chain],
+    cache: KVCache,
+    vocab_size: int,
+    sampler: Sampler = REFERENCE,
+    guess: Guess | None = None,
 ) -> None:
     """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
 
-    On row-invariant kernels a chain's tokens and distributions do not depend on the rest of the batch.
+    On row-invariant kernels a chain's tokens and distributions do not depend on the rest of the batch, nor on `guess`:
+    each pass computes the rows of a guess too, and a token that was guessed needs no pass of its own (arXiv 2211.17192,
+    section 6). Every token is drawn by the chain's own chance from the model's own distribution.
     """
-    others = model.grow(chains, cache, vocab_size)
-    _Stepwise(model, cache, vocab_size, sampler).grow([(chain, chain.input_tokens) for chain in others])
+    others = chains if guess else model.grow(chains, cache, vocab_size)
+    stepwise = _Stepwise(model, cache, vocab_size, sampler, guess or guess_nothing)
+    stepwise.grow([(chain, chain.input_tokens) for chain in others])
 
 
 @dataclass(frozen=True)
 class _Stepwise:
-    """One pass per token; `CausalLM.grow` must give the same result."""
+    """Passes that draw at least one token for each chain; `CausalLM.grow` must give the same result."""
 
     model: CausalLM
     cache: KVCache
     vocab_size: int
     sampler: Sampler
+    guess: Guess
 
     def grow(self, growing: list[tuple[Chain, list[int]]]) -> None:
         """Draw until every chain is complete."""
@@ -43,34 +60,71 @@ class _Stepwise:
             growing = self._step(growing)
 
     def _step(self, growing: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
-        """Run a pass over the chains' input tokens and draw one token for each; return the next pass's chains."""
-        size = self.model.vocab_size
-        inputs = [
-            SequenceInput(chain.request.seq_id, known(tokens, size), DraftTree.empty()) for chain, tokens in growing
-        ]
+        """Run a pass over the chains' input tokens and guesses; return the next pass's chains."""
+        trees, size = self.guess([chain for chain, _ in growing]), self.model.vocab_size
+        inputs, drawing, rows, end = list[SequenceInput](), list[tuple[Chain, DraftTree]](), list[int](), 0
+        for (chain, tokens), tree in zip(growing, trees, strict=True):
+            inputs.append(SequenceInput(chain.request.seq_id, known(tokens, size), _known_tree(tree, size)))
+            root, end = end + len(tokens) - 1, end + len(tokens) + tree.size
+            if chain.limit:
+                drawing.append((chain, tree))
+                rows += range(root, end)
         batch = build_batch(inputs, self.cache, self.model.cache_shape.device)
         hidden = self.model.forward(batch, self.cache.storage).last
-        last = -1
-        ends = [last := last + len(tokens) for _, tokens in growing]
-        drawing = [(chain, end) for (chain, _), end in zip(growing, ends, strict=True) if chain.limit]
-        if not drawing:
-            return []
-        drawn = self._draw([chain for chain, _ in drawing], hidden[[end for _, end in drawing]])
-        return [(chain, chain.tokens[-1:]) for chain in drawn if len(chain.tokens) < chain.limit]
+        drawn = self._draw(drawing, hidden[rows]) if drawing else []
+        return [(chain, chain.tokens[-1:]) for chain in drawn]
 
-    def _draw(self, chains: Sequence[Chain], hidden: Tensor) -> list[Chain]:
-        """Draw a token per chain; return the chains that got one: a row that is no distribution ends its chain."""
+    def _draw(self, drawing: Sequence[tuple[Chain, DraftTree]], hidden: Tensor) -> list[Chain]:
+        """Draw along the guesses, drop the rest of them from the cache and return the chains that go on.
+
+        hidden has the rows of each guess's root and nodes.
+        """
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
-        probs = distribution(logits, [Node(chain.request, chain.tokens) for chain in chains], self.sampler)
-        drawn = []
-        for chain, token_probs, total in zip(chains, probs, probs.sum(-1).tolist(), strict=True):
-            if not 0 < total < math.inf:
-                continue
-            if not chain.request.shared_noise:
-                chain.probs = token_probs[None] if chain.probs is None else torch.cat([chain.probs, token_probs[None]])
-            chain.tokens = [*chain.tokens, chain.chance.draw(token_probs)]
-            drawn.append(chain)
-        return drawn
+        nodes = [
+            Node(chain.request, [*chain.tokens, *tree.tokens_to(node)])
+            for chain, tree in drawing
+            for node in range(-1, tree.size)
+        ]
+        probs = distribution(logits, nodes, self.sampler)
+        totals, unfinished, first = probs.sum(-1).tolist(), list[Chain](), 0
+        for chain, tree in drawing:
+            end = first + 1 + tree.size
+            path, goes_on = draw_along(chain, tree, probs[first:end], totals[first:end])
+            if path and not chain.request.shared_noise:
+                drawn = probs[[first + 1 + node for node in path]]
+                chain.probs = drawn if chain.probs is None else torch.cat([chain.probs, drawn])
+            if tree.size:
+                seq_id = chain.request.seq_id
+                self.cache.compact(seq_id, self.cache.length(seq_id) - tree.size, path[1:])
+            if goes_on:
+                unfinished.append(chain)
+            first = end
+        return unfinished
+
+
+def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[float]) -> tuple[list[int], bool]:
+    """Draw a chain's tokens after the root of a guess and after each node that is drawn.
+
+    probs [n + 1, V] and their sums `totals` are those after the root and after each node. Returns the nodes after which
+    a token was drawn, -1 = the root, and whether the chain goes on: a row that is no distribution ends it.
+    """
+    path, node = list[int](), -1
+    while 0 < totals[1 + node] < math.inf:
+        chain.tokens = [*chain.tokens, chain.chance.draw(probs[1 + node])]
+        path.append(node)
+        if len(chain.tokens) == chain.limit:
+            return path, False
+        child = tree.child(node, chain.tokens[-1])
+        if child is None:
+            return path, True
+        node = child
+    return path, False
+
+
+def _known_tree(tree: DraftTree, vocab_size: int) -> DraftTree:
+    """Return a tree as a model of `vocab_size` tokens can read it: see `known`."""
+    tokens = known(tree.token_list, vocab_size)
+    return tree if tokens == tree.token_list else DraftTree.of(tokens, tree.parent_list)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

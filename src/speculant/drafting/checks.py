@@ -1,0 +1,87 @@
+"""Checks of drafts: whatever a drafter proposes, only trees that keep to the contract get any further."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from speculant.drafting.base import Drafter
+from speculant.errors import DraftError
+from speculant.types import DraftTree, Request
+
+SUM_TOLERANCE = 1e-4  # of a row of a draft's probs, which may be float32
+
+Proposals = dict[int, DraftTree]  # by sequence id
+
+
+def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab_size: int) -> Proposals:
+    """Return a drafter's proposals for sequences with a limit each; raises DraftError if one breaks the contract."""
+    trees = drafter.propose([request for request, _ in pairs], [limit for _, limit in pairs])
+    if len(trees) != len(pairs):
+        raise DraftError(f"{len(trees)} drafts came for {len(pairs)} sequences", "return one for each.")
+    for (request, limit), tree in zip(pairs, trees, strict=True):
+        if request.search is None:
+            check_draft(tree, limit, vocab_size, drafter.needs.emits_tree)
+        else:
+            live = request.search.beams.live_tree
+            check_draft(tree, live.size + limit, vocab_size, branches=True)
+            check_extends(tree, live)
+    return {request.seq_id: tree for (request, _), tree in zip(pairs, trees, strict=True)}
+
+
+def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> None:
+    """Raise DraftError unless a draft keeps to the contract of `Drafter.propose`.
+
+    most: the nodes it may have. branches: whether it may have siblings.
+    """
+    if not isinstance(tree, DraftTree):
+        raise DraftError(f"a draft is a {type(tree).__name__}", "return a DraftTree.")
+    if tree.size == 0:
+        return
+    tokens, parents = tree.token_list, tree.parent_list
+    if len(tokens) != len(parents) or len(tokens) > most:
+        raise DraftError(
+            f"a draft has {len(tokens)} tokens and {len(parents)} parents for a limit of {most} nodes",
+            "stay within the limit.",
+        )
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise DraftError(
+            f"a draft has the tokens {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}", "use known ids."
+        )
+    if not all(-1 <= parent < node for node, parent in enumerate(parents)):
+        raise DraftError("a draft has a node before its parent", "put parents before their children.")
+    if not (branches or tree.is_chain):
+        raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
+    if tree.scores is not None and (len(tree.scores) != tree.size or not all(0 <= score <= 1 for score in tree.scores)):
+        raise DraftError(
+            f"a draft of {tree.size} nodes has the scores {tree.scores!r}", "give one from 0 to 1 for each."
+        )
+    if tree.probs is not None:
+        check_probs(tree, tree.probs, vocab_size)
+
+
+def check_probs(tree: DraftTree, probs: Tensor, vocab_size: int) -> None:
+    """Raise DraftError unless each row is a distribution that gives the node's own token a chance."""
+    if tuple(probs.shape) != (tree.size, vocab_size) or not probs.is_floating_point():
+        raise DraftError(
+            f"a draft of {tree.size} nodes has probs of shape {list(probs.shape)} and type {probs.dtype}",
+            f"give [{tree.size}, {vocab_size}] floating-point numbers, one row per node.",
+        )
+    totals: list[float] = probs.sum(-1).tolist()
+    if not all(abs(total - 1) <= SUM_TOLERANCE for total in totals) or probs.min().item() < 0:
+        raise DraftError(
+            "a draft has probs that are not distributions", "give the distribution that each token was drawn from."
+        )
+    if not probs.gather(1, tree.tokens.to(probs.device).unsqueeze(1)).min().item() > 0:
+        raise DraftError(
+            "a draft has a token of probability 0", "give the distribution that each token was drawn from."
+        )
+
+
+def check_extends(tree: DraftTree, live: DraftTree) -> None:
+    """Raise DraftError unless a beam search's draft is empty or begins with the tree of its live hypotheses."""
+    if tree.size and (
+        tree.token_list[: live.size] != live.token_list or tree.parent_list[: live.size] != live.parent_list
+    ):
+        raise DraftError("a draft of a beam search does not begin with its live hypotheses", "extend `live_tree`.")

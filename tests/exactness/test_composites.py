@@ -1,0 +1,149 @@
+"""Drafters made of others keep the output's distribution, and greedy and seeded text, beside any other drafter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from speculant import SamplingParams
+from speculant.config import Limits, SpeculativeConfig
+from speculant.drafting.base import Drafter
+from speculant.engine.drafters import Drafters
+from speculant.exactness import speculation
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.exactness.drafts import of_method
+from speculant.exactness.tables import TableModel
+from speculant.sampling.chance import Chances, KeyedChances
+from speculant.types import Request
+from tests.exactness.speculation import Case, MakeDrafter, enumerate_case
+from tests.exactness.test_constraints import Case as ConstrainedCase
+from tests.exactness.test_constraints import Constrained
+from tests.fakes import ROOMY, MakeCache, build_rig, known_verifiers, paged, slotted
+
+LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
+BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches]
+PROMPT = (0, 1, 2, 0)
+UNKNOWN_LAST = (0, 1, 3)  # n-grams have no draft after it
+MIXED = ["ngram", "draft_model"]
+TREES = {"method": "draft_model", "tree": [2, 1]}
+CHAINS: dict[str, dict[str, Any]] = {
+    "cascade": {"method": "cascade"},
+    "cascade of models": {"method": "cascade", "inner": {"method": "draft_model", "model": "another"}},
+    "fallback": {"method": "fallback", "members": MIXED},
+    "fallback to a cascade": {"method": "fallback", "members": [{"method": "ngram", "min_order": 4}, "cascade"]},
+}
+TREED: dict[str, dict[str, Any]] = {
+    "merge": {"method": "merge", "members": MIXED},
+    "merge of lookups": {"method": "merge", "members": ["ngram", {"method": "ngram", "max_order": 2}], "model": None},
+    "fallback to trees": {"method": "fallback", "members": ["ngram", TREES]},
+    "cascade of trees": {"method": "cascade", "inner": {**TREES, "model": "another"}},
+}
+
+
+def made_by(config: dict[str, Any], cache: MakeCache = slotted) -> MakeDrafter:
+    """Return a maker of the configured drafter; its models are tables."""
+    spec = SpeculativeConfig.from_mapping({"model": "table", **config})
+
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        return of_method(spec)(pair, chances, limits, lambda shape: cache(shape, limits))
+
+    return make
+
+
+def assert_exact(case: Case) -> float:
+    found = enumerate_case(case)
+    assert found.deviation() <= EXACT, case
+    return found.mean_accepted
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_composite_chains_keep_the_distribution(name: str, verifier: str) -> None:
+    accepted = 0.0
+    for seed in range(2):
+        pair, make = Pair(40 + seed, 3), made_by(CHAINS[name])
+        accepted += assert_exact(
+            Case(pair, 2, verification=verifier, prompt=PROMPT, make_drafter=make, idle=1, width=8)
+        )
+    assert accepted > 0.1
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("name", ["cascade", "fallback"])
+def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
+    """The second step may have another member's draft than the first: what n-grams know depends on what was drawn."""
+    for seed in range(2):
+        make, pair = made_by(CHAINS[name]), Pair(60 + seed, 4)
+        assert_exact(
+            Case(pair, 1, verification=verifier, prompt=UNKNOWN_LAST, make_drafter=make, steps=2, idle=1, width=8)
+        )
+
+
+@pytest.mark.parametrize("verifier", BRANCHING)
+@pytest.mark.parametrize("name", TREED)
+def test_composite_trees_keep_the_distribution(name: str, verifier: str) -> None:
+    for seed in range(2):
+        make, pair = made_by(TREED[name]), Pair(70 + seed, 3)
+        assert_exact(Case(pair, 3, verification=verifier, prompt=PROMPT, make_drafter=make, idle=1, width=8))
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 2, "temperature": 0.7}, {"repetition_penalty": 1.4, "frequency_penalty": 0.5}]
+)
+@pytest.mark.parametrize("name", ["cascade", "fallback"])
+def test_composite_chains_apply_every_parameter(name: str, params: dict[str, Any]) -> None:
+    case = Case(
+        Pair(81, 4, FULL_SUPPORT), 2, SamplingParams(max_tokens=None, **params), "block", PROMPT, idle=1,
+        make_drafter=made_by(CHAINS[name]),
+    )  # fmt: skip
+    assert_exact(case)
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("name", ["cascade", "fallback"])
+def test_constrained_composites_keep_the_distribution(name: str, verifier: str) -> None:
+    case = ConstrainedCase(
+        Pair(2, 4, FULL_SUPPORT), 2, verification=verifier, prompt=PROMPT, make_drafter=made_by(CHAINS[name]), idle=1,
+        width=8,
+    )  # fmt: skip
+    found = speculation.enumerate_case(case, functools.partial(Constrained, case))
+    assert found.deviation() <= EXACT, case
+
+
+LIMITS = Limits(max_model_len=48, max_num_seqs=4, max_num_batched_tokens=48)
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 3},
+    {"seed": 4, "temperature": 1.4, "repetition_penalty": 1.2},
+    {"seed": 5, "top_k": 2},
+]
+METHODS = {**CHAINS, **TREED}
+
+
+def outputs(method_of: Sequence[str | None], budget: int) -> tuple[list[list[int]], int]:
+    """Run requests with a method each in one engine; return their texts, and how many drafts were accepted."""
+    pair, limits = Pair(5, 5, FULL_SUPPORT), ROOMY if budget == 0 else LIMITS
+    made = {name: made_by(METHODS[name], paged)(pair, KeyedChances(), limits) for name in method_of if name}
+    rig = build_rig(TableModel(pair.target, 5), Drafters(made), length=4, limits=limits)
+    requests: list[Request] = []
+    for index, name in enumerate(method_of):
+        wanted = {"speculation": {"method": name}} if name else {}
+        params = SamplingParams(max_tokens=14, **PARAMS[index % len(PARAMS)], **wanted)
+        requests += rig.add((index % 5, 1, 2, 1, 2, index % 3), params, str(index))
+    rig.finish()
+    return [request.output for request in requests], sum(
+        request.metrics.speculative_decoding.num_accepted_draft_tokens for request in requests
+    )
+
+
+@pytest.mark.parametrize("budget", [48, 0], ids=["many at a time", "alone"])
+def test_composites_in_one_batch_change_no_text(budget: int) -> None:
+    """Every composite beside every other one and beside requests without a draft."""
+    names = [*METHODS, None] * 2
+    plain, _ = outputs([None] * len(names), budget)
+    drafted, accepted = outputs(names, budget)
+    assert drafted == plain
+    assert accepted > 30

@@ -1,0 +1,66 @@
+"""Fallback: per sequence and step, the first member that has a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from speculant.drafting.base import DrafterNeeds
+from speculant.drafting.fallback import FallbackDrafter
+from speculant.drafting.members import Member
+from speculant.types import DraftTree, Request
+from tests.fakes import ScriptedDrafter
+from tests.models import make_request
+
+V = 20
+
+
+class Knowing(ScriptedDrafter):
+    """Has a draft for some sequences; notes whom each call asks for."""
+
+    def __init__(self, drafts: dict[int, list[int]], needs: DrafterNeeds | None = None) -> None:
+        super().__init__(lambda request: drafts.get(request.seq_id, []), needs)
+        self.asked: list[list[tuple[int, int]]] = []
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        self.asked.append([(request.seq_id, limit) for request, limit in zip(requests, limits, strict=True)])
+        return super().propose(requests, limits)
+
+
+def fallback(*members: ScriptedDrafter) -> FallbackDrafter:
+    return FallbackDrafter([Member("scripted", each, 4) for each in members], V)
+
+
+def proposed(drafter: FallbackDrafter, limits: Sequence[int]) -> list[list[int]]:
+    requests = [make_request([1, 2], seq_id=seq_id) for seq_id in range(1, len(limits) + 1)]
+    for request in requests:
+        drafter.begin(request)
+    return [tree.token_list for tree in drafter.propose(requests, limits)]
+
+
+def test_fallback_takes_the_first_draft_of_each_sequence() -> None:
+    """One call per member, over the sequences that have no draft yet and may have one."""
+    first, second = Knowing({1: [5], 3: [6, 7]}), Knowing({1: [8], 2: [9, 10], 4: [11]})
+    assert proposed(fallback(first, second), [3, 1, 2, 0, 4]) == [[5], [9], [6, 7], [], []]
+    assert first.asked == [[(1, 3), (2, 1), (3, 2), (5, 4)]]
+    assert second.asked == [[(2, 1), (5, 4)]]
+
+
+def test_fallback_asks_nobody_when_all_have_drafts() -> None:
+    first, second = Knowing({1: [5]}), Knowing({1: [6]})
+    assert proposed(fallback(first, second), [2]) == [[5]]
+    assert second.asked == []
+
+
+def test_fallback_asks_each_member_within_its_own_limit() -> None:
+    first, second = Knowing({1: [5, 6, 7]}, DrafterNeeds(max_nodes=2)), Knowing({}, DrafterNeeds(max_nodes=9))
+    drafter = fallback(first, second)
+    assert drafter.needs.max_nodes == 9
+    assert proposed(drafter, [5]) == [[5, 6]]
+
+
+def test_fallback_leaves_trees_as_they_are() -> None:
+    tree = DraftTree.of([5, 6], [-1, -1], scores=[0.7, 0.2])
+    drafter = fallback(ScriptedDrafter(lambda request: tree, DrafterNeeds(emits_tree=True)))
+    request = make_request([1, 2])
+    drafter.begin(request)
+    assert drafter.propose([request], [4]) == [tree]
