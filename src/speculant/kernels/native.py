@@ -24,7 +24,7 @@ from torch import Tensor
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import SamplingSettings
 
-VERSION = 6
+VERSION = 7
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 NO_TOKEN = -1  # the draw of a row without a distribution
