@@ -13,7 +13,7 @@ Proposing and observing take about 15 microseconds a token, whatever the history
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from speculant.drafting.base import DrafterContext, Method, read_options
@@ -94,14 +94,15 @@ def scores_of(found: Continuation) -> list[float]:
 class SuffixDrafter(ReadingDrafter):
     """One `SuffixReader` per sequence, and a store that learns from every request that finishes."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(
+        self, options: Options, open_index: Callable[[SuffixSettings], SuffixIndex] = open_suffix_index
+    ) -> None:
         settings = options.settings
-        most_recent = settings.depth - 1
         most_texts, most_tokens = options.suffix_decoding_max_cached_requests, options.suffix_decoding_corpus_tokens
-        self._most_recent = most_recent
-        self.store = SuffixStore(most_texts, most_tokens, lambda: open_suffix_index(settings))
+        self._most_recent = most_recent = settings.depth - 1
+        self.store = SuffixStore(most_texts, most_tokens, lambda: open_index(settings))
         super().__init__(
-            lambda request: SuffixReader(open_suffix_index(settings), self.store, request.cache_salt, most_recent)
+            lambda request: SuffixReader(open_index(settings), self.store, request.cache_salt, most_recent)
         )
 
     def end(self, request: Request) -> None:
