@@ -35,7 +35,7 @@ from speculant.text.tokenizer import Tokenizer
 from speculant.types import CommittedRows, Request
 
 HISTORIES, STEPS, VOCABULARY = (1024, 8192, 32768), 400, 128_000
-REQUESTS, OUTPUT = 20_000, 64  # that the store gets, and tokens of each
+REQUESTS, TEXT = 20_000, 48  # that the store gets, and tokens of each
 PREDICTED = (
     "At 32k tokens of code a step takes 20 us with ngram, 10 with prompt_lookup, 20 with suffix, 45 without the native "
     "library, within 1.5 times those at 1k. The store's 524,288 tokens take 60 MB of its 95 MiB."
@@ -117,8 +117,8 @@ def stock(drafter: SuffixDrafter, tokens: Sequence[int], requests: int) -> dict[
     before, ends = resident_bytes(), list[float]()
     generator, most = random.Random(0), 0
     for number in range(requests):
-        start = generator.randrange(len(tokens) - OUTPUT)
-        request = make_request(number, tokens[start : start + 8], tokens[start + 8 : start + OUTPUT])
+        start = generator.randrange(len(tokens) - TEXT)
+        request = make_request(number, tokens[start : start + 8], tokens[start + 8 : start + TEXT])
         drafter.begin(request)
         request.finish_reason = "stop"
         started = time.perf_counter()
