@@ -126,6 +126,19 @@ void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, 
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance);
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read the memory once; returns seconds */
 
+/* A suffix automaton with counts: src/speculant/kernels/suffix_index.py says what it computes. It belongs to one thread at a time.
+ * Token ids are below 2^31. After a call that ran out of memory (NULL or 0) an index may only be deleted. */
+typedef struct SpSuffix SpSuffix;
+SpSuffix *sp_suffix_new(int64_t depth, double factor, double min_prob);
+void sp_suffix_delete(SpSuffix *index);
+void sp_suffix_begin(SpSuffix *index); /* the next tokens begin another text */
+int sp_suffix_extend(SpSuffix *index, const int64_t *tokens, int64_t n);
+/* The number of tokens of the best continuation of context[n], at most `limit`, with their ratios. tokens and ratios have room for
+ * 2 depth items. *matched = the number of tokens that matched. */
+int64_t sp_suffix_continuation(SpSuffix *index, const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
+                               int64_t *matched);
+int64_t sp_suffix_bytes(const SpSuffix *index);
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

@@ -95,6 +95,7 @@ class Request:
     cache_salt: str = ""  # only requests of the same salt share prefixes
     constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output
+    num_drafted: int = 0  # tokens at the end that are not committed; only in what one drafter passes on to another
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on

@@ -47,8 +47,9 @@ ALLOWED: dict[str, frozenset[str]] = {
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.
 NATIVE = frozenset(
     {"kernels.native", "kernels.native_sampler", "kernels.packing", "models.native_decoder", "models.decoder_program"}
-    | {"models.weight_reader", "models.replay", "models.backends.native"}
+    | {"models.weight_reader", "models.replay", "models.backends.native", "kernels.native_suffix_index"}
 )
+CHOOSERS = frozenset({"kernels.suffix_indexes"})  # takes what is native where it was built, else the reference
 INSPECTORS = frozenset({"cli.machine", "cli.probes"})  # `speculant doctor` measures the library itself
 OUTSIDE_OF_THEORY = frozenset({"numpy"})
 
@@ -87,7 +88,7 @@ def layer_violations(module: Module) -> list[str]:
 
 def native_violations(module: Module) -> list[str]:
     """Say where a module that is not native itself imports what is."""
-    if module.name in NATIVE | INSPECTORS:
+    if module.name in NATIVE | CHOOSERS | INSPECTORS:
         return []
     names = [(node, name.removeprefix(PACKAGE + ".")) for node, name in imported_names(module) if _is_ours(name)]
     return [

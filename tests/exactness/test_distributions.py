@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,13 +17,17 @@ import torch
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.drafting.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.suffix import Options as SuffixOptions
+from speculant.drafting.suffix import SuffixDrafter
 from speculant.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import mean_accepted
-from tests.exactness.speculation import Case, draft_model, enumerate_case
+from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
 from tests.fakes import ScriptedDrafter, few_blocks
+from tests.models import make_request
 
 # (vocabulary, draft length) -> random pairs; together at least 500
 SIZES = {(2, 1): 60, (2, 2): 60, (2, 3): 60, (3, 1): 70, (3, 2): 90, (3, 3): 40, (4, 1): 60, (4, 2): 60, (4, 3): 20}
@@ -166,6 +171,28 @@ def test_ngram_drafts(verifier: str) -> None:
         case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), make_drafter=ngram, width=8)
         assert_exact(case)
         assert_exact(Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2, make_drafter=ngram))
+
+
+def lookup(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    return LookupDrafter(LookupOptions())
+
+
+def suffix(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    """Draft from the own text and from a finished request's, whose text goes on differently."""
+    drafter, taught = SuffixDrafter(SuffixOptions()), make_request((0, 1), (0, 0, 1, 1, 0), finish_reason="stop")
+    drafter.begin(taught)
+    drafter.end(taught)
+    return drafter
+
+
+@pytest.mark.parametrize("make_drafter", [lookup, suffix])
+@pytest.mark.parametrize("verifier", ["auto", "rejection"])
+def test_copied_drafts(verifier: str, make_drafter: MakeDrafter) -> None:
+    for seed in range(5):
+        case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), width=8)
+        assert_exact(replace(case, make_drafter=make_drafter))
+        short = Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2)
+        assert_exact(replace(short, make_drafter=make_drafter))
 
 
 def scripted_chain(pair: Pair, chances: Chances, limits: Limits) -> Drafter:

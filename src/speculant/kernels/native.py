@@ -24,7 +24,7 @@ from torch import Tensor
 from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import SamplingSettings
 
-VERSION = 6
+VERSION = 7
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.drafting.ngram import METHOD, Options, Predictor, context_hash
+from speculant.cache.base import CacheShape
+from speculant.cache.factory import paged_cache
+from speculant.drafting.ngram import METHOD, NgramDrafter, Options, Predictor, context_hash
+from speculant.drafting.readers import match_score
 from speculant.errors import ConfigError
+from speculant.models.base import SequenceInput, build_batch
+from speculant.sampling.chance import KeyedChances
+from speculant.types import CommittedRows, DraftTree, Verdict
+from speculant.verification.match import Match
+from tests.models import make_request
 
 
 class LiteralPredictor:
@@ -70,33 +80,6 @@ def test_it_predicts_what_the_description_says(chunks: list[list[int]], limit: i
             literal.update(token)
         assert ours.predict(limit) == literal.predict(limit)
     assert ours.seen == sum(map(len, chunks))
-
-
-@given(
-    kept=st.lists(st.integers(0, 3), max_size=12),
-    dropped=st.lists(st.integers(0, 3), max_size=6),
-    added=st.lists(st.integers(0, 3), max_size=6),
-    history=st.sampled_from([4, 6, 512]),
-)
-def test_ngram_removal_undoes_an_update(kept: list[int], dropped: list[int], added: list[int], history: int) -> None:
-    """Counts, the order of first appearance that decides ties, and the window."""
-    rolled_back, fresh = Predictor(Options(history=history)), Predictor(Options(history=history))
-    rolled_back.update([*kept, *dropped])
-    rolled_back.remove(kept, dropped)
-    fresh.update(kept)
-    for predictor in (rolled_back, fresh):
-        predictor.update(added)
-    assert rolled_back.seen == fresh.seen
-    assert _tables(rolled_back) == _tables(fresh)
-    assert rolled_back.predict(6) == fresh.predict(6)
-
-
-def _tables(predictor: Predictor) -> list[list[tuple[int, ...]]]:
-    """Return the counts of each order as context, token, count, token, count, ..."""
-    return [
-        sorted((context, *(value for count in counts.items() for value in count)) for context, counts in table.items())
-        for table in predictor._tables.values()
-    ]
 
 
 @pytest.mark.parametrize(
@@ -176,3 +159,111 @@ def test_the_seed_s_numbers_are_the_defaults() -> None:
 def test_impossible_options_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Fix"):
         Options(**values)
+
+
+# The worked examples of docs/references.md, n-gram tables.
+THE, CAT, SAT, ON, DOWN, AND, MAT, STOP = range(8)
+
+
+def example(*counted: tuple[list[int], int, int]) -> Predictor:
+    """Return a predictor whose tables have counts of (context, token, count), at the end of "the cat sat"."""
+    predictor = Predictor(Options())
+    predictor.update([THE, CAT, SAT])
+    for context, token, count in counted:
+        table = predictor._tables[len(context) - 1]
+        for _ in range(count):
+            table.add(context_hash(context), token, predictor.seen)
+    return predictor
+
+
+def test_ngram_tables_count_each_order() -> None:
+    """One token is counted behind one, two and three tokens of context."""
+    predictor = Predictor(Options())
+    predictor.update([THE, CAT, SAT, ON])
+    for context in ([SAT], [CAT, SAT], [THE, CAT, SAT]):
+        assert predictor.count(context, ON) == 1
+        assert predictor.count(context, DOWN) == 0
+    predictor.update([THE, CAT, SAT, ON, CAT, SAT, DOWN])
+    assert [predictor.count([THE, CAT, SAT][start:], ON) for start in (2, 1, 0)] == [2, 2, 2]
+    assert [predictor.count([THE, CAT, SAT][start:], DOWN) for start in (2, 1, 0)] == [1, 1, 0]
+
+
+def test_ngram_table_of_the_example() -> None:
+    context = [THE, CAT, SAT]
+    predictor = example((context, ON, 47), (context, DOWN, 3), (context, AND, 1))
+    assert [predictor.count(context, token) for token in (ON, DOWN, AND)] == [47, 3, 1]
+    tree = predictor.draft(1)
+    assert tree.token_list == [ON]
+    assert tree.scores == pytest.approx([47 / 51 * match_score(3)])
+
+
+def test_ngram_chain_and_back_off_of_the_example() -> None:
+    """Three tokens by their three predecessors; behind "on the mat" nothing is known, behind "the mat" there is."""
+    predictor = example(
+        ([THE, CAT, SAT], ON, 47), ([CAT, SAT, ON], THE, 31), ([SAT, ON, THE], MAT, 23), ([THE, MAT], STOP, 5)
+    )  # fmt: skip
+    tree = predictor.draft(4)
+    assert tree.token_list == [ON, THE, MAT, STOP]
+    assert tree.scores == pytest.approx([match_score(3)] * 3 + [match_score(2)])
+
+
+def test_ngram_backs_off_to_one_token_and_then_stops() -> None:
+    predictor = example(([SAT], DOWN, 2))
+    assert predictor.predict(4) == [DOWN]
+
+
+def test_ngram_score_is_the_share_of_the_context() -> None:
+    predictor = Predictor(Options())
+    predictor.update([1, 2, 0, 1, 3, 0, 1, 2, 4, 1])
+    tree = predictor.draft(1)
+    assert tree.token_list == [2]
+    assert tree.scores == pytest.approx([2 / 3 * match_score(1)])
+
+
+def test_ngram_draft_is_packed_behind_its_token() -> None:
+    """The known token and four drafts are five rows; three drafts stand, so that one pass gives four tokens."""
+    known, quick, brown, fox, jumps, jumped, over = range(50, 57)
+    cache = paged_cache(CacheShape(1, 1, 2, torch.float32, torch.device("cpu")), 16, 4)
+    predictor = Predictor(Options())
+    predictor.update([known, quick, brown, fox, jumps, *range(36), known])
+    tree = predictor.draft(4)
+    cache.reserve(1, 42)
+    batch = build_batch([SequenceInput(1, [known], tree)], cache, torch.device("cpu"))
+    assert batch.tokens.tolist() == [known, quick, brown, fox, jumps]
+    assert batch.positions.tolist() == [42, 43, 44, 45, 46]
+    p = torch.eye(64, dtype=torch.float64)[[quick, brown, fox, jumped, over]]
+    chance = KeyedChances().verify(make_request([known]))
+    assert Match().verify(tree, p, chance) == Verdict((0, 1, 2), jumped)
+    cache.compact(1, 43, [0, 1, 2])
+    assert cache.length(1) == 42 + 4, "pos + keep"
+
+
+def test_ngram_window_bounds_contexts_and_not_counts() -> None:
+    """The last 512 tokens are all that contexts can be of; three of them ever are."""
+    predictor = Predictor(Options(history=512))
+    predictor.update([1, 2, 3, 4])
+    predictor.update(range(1000, 1600))
+    assert predictor.count([1, 2, 3], 4) == 1
+    assert len(predictor._history) == 3
+
+
+@given(tokens=st.lists(st.integers(0, 3), max_size=40))
+def test_ngram_ties_go_to_the_first_seen(tokens: list[int]) -> None:
+    predictor, counts = Predictor(Options(max_order=2)), dict[int, dict[int, int]]()
+    for before, token in pairwise(tokens):
+        behind = counts.setdefault(before, {})
+        behind[token] = behind.get(token, 0) + 1
+    predictor.update(tokens)
+    known = counts.get(tokens[-1], {}) if tokens else {}
+    assert predictor.predict(1) == ([max(known, key=known.__getitem__)] if known else [])
+
+
+def test_ngram_reads_what_is_observed_before_it_drafts() -> None:
+    drafter, request = NgramDrafter(Options()), make_request([5, 6, 7, 5])
+    drafter.begin(request)
+    drafter.observe(request, CommittedRows(0, [5, 6]))
+    assert drafter._readers[request.seq_id].seen == 2
+    (tree,) = drafter.propose([request], [2])
+    assert tree.token_list == [6, 7]
+    assert drafter._readers[request.seq_id].seen == 4
+    assert drafter.propose([request], [0]) == [DraftTree.empty()]

@@ -76,6 +76,7 @@ class ShadowedDrafter:
             return self._committed(chain.request)
         shadow = self._shadows[chain.request.seq_id]
         shadow.extend(chain.tokens[len(shadow.tokens) - len(chain.request.tokens) :])
+        shadow.num_drafted = len(chain.tokens)
         return shadow
 
     def _committed(self, request: Request) -> Shadow:
@@ -90,6 +91,6 @@ class ShadowedDrafter:
             shadow.shorten(keep)
             self.drafter.roll_back(shadow, dropped)
         shadow.extend(request.tokens[keep:])
-        shadow.agreed, shadow.rounds = len(request.tokens), request.rounds
+        shadow.agreed, shadow.rounds, shadow.num_drafted = len(request.tokens), request.rounds, 0
         shadow.finish_reason = request.finish_reason
         return shadow

@@ -1,0 +1,259 @@
+// The suffix automaton of src/speculant/kernels/suffix_index.py, with the same results.
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "speculant.h"
+
+namespace {
+
+const int32_t NONE = -1, ROOT = 0;
+
+// A growing array of plain values; large ones grow without being copied.
+template <typename T>
+struct Array {
+  T *items = nullptr;
+  int64_t size = 0, capacity = 0;
+
+  ~Array() { free(items); }
+  T &operator[](int64_t i) { return items[i]; }
+  int32_t add(const T &item) {
+    if (size == capacity) {
+      const int64_t wanted = capacity + capacity / 2 + 8;
+      void *moved = realloc(items, wanted * sizeof(T));
+      if (!moved) throw std::bad_alloc();
+      items = static_cast<T *>(moved), capacity = wanted;
+    }
+    items[size] = item;
+    return static_cast<int32_t>(size++);
+  }
+};
+
+struct State {
+  int32_t length, link;    // of its longest string; of its longest suffix that ends at further places
+  int32_t followed, best;  // how often anything followed; the most frequent edge
+  int32_t first;           // of its edges
+};
+
+struct Edge {
+  int32_t state, token, target, count, next;  // next: of the same state
+};
+
+}  // namespace
+
+struct SpSuffix {
+  int64_t depth;
+  double factor, min_prob;
+  Array<State> states;
+  Array<Edge> edges;
+  int32_t *slots = nullptr;  // edges by the hash of state and token, linear probing
+  int64_t num_slots = 0;     // a power of 2
+  int32_t end = ROOT;        // the state of the whole text
+  int32_t recent = ROOT;     // the state of its last `num_recent` tokens
+  int64_t num_recent = 0;    // depth - 1, or the tokens of a shorter text
+
+  SpSuffix(int64_t depth, double factor, double min_prob) : depth(depth), factor(factor), min_prob(min_prob) {
+    rehash(16);
+    states.add({0, NONE, 0, NONE, NONE});
+  }
+  ~SpSuffix() { free(slots); }
+
+  int64_t slot_of(int32_t state, int32_t token) const {
+    const uint64_t key = static_cast<uint64_t>(static_cast<uint32_t>(state)) << 32 | static_cast<uint32_t>(token);
+    uint64_t mixed = key * 0x9E3779B97F4A7C15u;
+    mixed ^= mixed >> 29;
+    return static_cast<int64_t>(mixed * 0xBF58476D1CE4E5B9u >> 20) & (num_slots - 1);
+  }
+
+  int32_t edge_of(int32_t state, int32_t token) {
+    for (int64_t slot = slot_of(state, token);; slot = (slot + 1) & (num_slots - 1)) {
+      const int32_t edge = slots[slot];
+      if (edge == NONE || (edges[edge].state == state && edges[edge].token == token)) return edge;
+    }
+  }
+
+  void put(int32_t edge) {
+    int64_t slot = slot_of(edges[edge].state, edges[edge].token);
+    while (slots[slot] != NONE) slot = (slot + 1) & (num_slots - 1);
+    slots[slot] = edge;
+  }
+
+  void rehash(int64_t wanted) {
+    int32_t *made = static_cast<int32_t *>(malloc(wanted * sizeof(int32_t)));
+    if (!made) throw std::bad_alloc();
+    memset(made, 0xFF, wanted * sizeof(int32_t));  // all NONE
+    free(slots);
+    slots = made, num_slots = wanted;
+    for (int64_t edge = 0; edge < edges.size; edge++) put(static_cast<int32_t>(edge));
+  }
+
+  int32_t add_edge(int32_t state, int32_t token, int32_t target, int32_t count) {
+    if (4 * (edges.size + 1) > 3 * num_slots) rehash(2 * num_slots);
+    const int32_t edge = edges.add({state, token, target, count, states[state].first});
+    states[state].first = edge;
+    put(edge);
+    return edge;
+  }
+
+  // The state of the strings of `state` and a token; `target` has them and perhaps longer ones.
+  int32_t part(int32_t state, int32_t token, int32_t target) {
+    if (states[target].length == states[state].length + 1) return target;
+    const int32_t made = states.add({states[state].length + 1, states[target].link, states[target].followed, NONE, NONE});
+    states[target].link = made;
+    for (int32_t edge = states[target].first; edge != NONE; edge = edges[edge].next) {
+      const Edge known = edges[edge];
+      const int32_t copied = add_edge(made, known.token, known.target, known.count);
+      if (edge == states[target].best) states[made].best = copied;
+    }
+    for (; state != NONE; state = states[state].link) {
+      const int32_t edge = edge_of(state, token);
+      if (edges[edge].target != target) break;
+      edges[edge].target = made;
+    }
+    return made;
+  }
+
+  // Add the strings that end with a token behind the text of a state; return the state of the longer text.
+  int32_t grow(int32_t state, int32_t token) {
+    const int32_t known = edge_of(state, token);
+    if (known != NONE) return part(state, token, edges[known].target);  // an earlier text has it
+    const int32_t made = states.add({states[state].length + 1, ROOT, 0, NONE, NONE});
+    int32_t found = NONE;
+    for (; state != NONE && (found = edge_of(state, token)) == NONE; state = states[state].link) add_edge(state, token, made, 0);
+    if (state != NONE) {
+      const int32_t link = part(state, token, edges[found].target);
+      states[made].link = link;
+    }
+    return made;
+  }
+
+  // The state of the suffix of this length of a state's strings.
+  int32_t holder(int32_t state, int64_t length) {
+    while (state != ROOT && states[states[state].link].length >= length) state = states[state].link;
+    return state;
+  }
+
+  // Count a token behind every suffix of the recent tokens before it.
+  void count(int32_t token) {
+    for (int32_t state = recent; state != NONE; state = states[state].link) {
+      State &own = states[state];
+      const int32_t edge = edge_of(state, token);
+      own.followed++;
+      if (++edges[edge].count >= (own.best == NONE ? 0 : edges[own.best].count)) own.best = edge;
+    }
+  }
+
+  void append(int32_t token) {
+    end = grow(end, token);
+    recent = holder(recent, num_recent);
+    count(token);
+    num_recent = num_recent + 1 < depth ? num_recent + 1 : depth - 1;
+    recent = holder(edges[edge_of(recent, token)].target, num_recent);
+  }
+
+  // The state and the length of the longest suffix of a context that is there.
+  int32_t match(const int64_t *context, int64_t n, int64_t &length) {
+    int32_t state = ROOT;
+    length = 0;
+    for (int64_t i = n < depth ? 0 : n - depth + 1; i < n; i++) {
+      const int32_t token = static_cast<int32_t>(context[i]);
+      int32_t edge;
+      while ((edge = edge_of(state, token)) == NONE && state != ROOT) {
+        state = states[state].link;
+        length = states[state].length;
+      }
+      if (edge != NONE) state = edges[edge].target, length++;
+    }
+    return state;
+  }
+
+  // The most tokens that a match of more than `above` and up to `length` tokens may be continued by.
+  int64_t most_tokens(int64_t above, int64_t length) const {
+    int64_t most = 0;
+    for (; length > above; length--) {
+      const int64_t wanted = static_cast<int64_t>(factor * static_cast<double>(length)), room = depth - length;
+      const int64_t here = wanted < room ? wanted : room;
+      most = here > most ? here : most;
+    }
+    return most;
+  }
+
+  // Follow the most frequent edges from a state, up to `most`; returns their number.
+  int64_t follow(int32_t state, int64_t most, int64_t *tokens, double *ratios, double &score) {
+    double product = 1;
+    int64_t n = 0;
+    score = 0;
+    for (int32_t edge; n < most && (edge = states[state].best) != NONE; state = edges[edge].target) {
+      const double ratio = static_cast<double>(edges[edge].count) / static_cast<double>(states[state].followed);
+      product *= ratio;
+      if (product < min_prob) break;
+      score += product;
+      tokens[n] = edges[edge].token, ratios[n++] = ratio;
+    }
+    return n;
+  }
+
+  // `tokens` and `ratios` have room for twice `depth`: the best found so far, and a candidate behind it.
+  int64_t continuation(const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
+                       int64_t *matched) {
+    int64_t length, best = 0;
+    *matched = 0;
+    double best_score = 0;
+    for (int32_t state = match(context, n, length); state > ROOT;) {
+      const int32_t link = states[state].link;
+      int64_t most = most_tokens(states[link].length, length);
+      most = most < limit ? most : limit;
+      if (static_cast<double>(most) > best_score) {  // no ratio is above 1
+        double score;
+        const int64_t found = follow(state, most, tokens + depth, ratios + depth, score);
+        if (score > best_score) {
+          best = found, best_score = score, *matched = length;
+          memcpy(tokens, tokens + depth, found * sizeof *tokens);
+          memcpy(ratios, ratios + depth, found * sizeof *ratios);
+        }
+      }
+      state = link, length = states[link].length;
+    }
+    return best;
+  }
+
+  int64_t num_bytes() const {
+    return static_cast<int64_t>(sizeof *this + states.capacity * sizeof(State) + edges.capacity * sizeof(Edge) +
+                                num_slots * sizeof(int32_t));
+  }
+};
+
+extern "C" {
+
+SpSuffix *sp_suffix_new(int64_t depth, double factor, double min_prob) {
+  try {
+    return new SpSuffix(depth, factor, min_prob);
+  } catch (const std::bad_alloc &) {
+    return nullptr;
+  }
+}
+
+void sp_suffix_delete(SpSuffix *index) { delete index; }
+
+void sp_suffix_begin(SpSuffix *index) {
+  index->end = index->recent = ROOT;
+  index->num_recent = 0;
+}
+
+int sp_suffix_extend(SpSuffix *index, const int64_t *tokens, int64_t n) {
+  try {
+    for (int64_t i = 0; i < n; i++) index->append(static_cast<int32_t>(tokens[i]));
+    return 1;
+  } catch (const std::bad_alloc &) {
+    return 0;
+  }
+}
+
+int64_t sp_suffix_continuation(SpSuffix *index, const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
+                               int64_t *matched) {
+  return index->continuation(context, n, limit, tokens, ratios, matched);
+}
+
+int64_t sp_suffix_bytes(const SpSuffix *index) { return index->num_bytes(); }
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+"""Drafters that read the tokens of each sequence as they come, with what they have in common.
+
+A reader is the state of one sequence. It reads committed tokens as they are observed, so that a prompt is read with the
+chunks in which the target computes it, and whatever it has not seen before it drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from speculant.drafting.base import StatelessDrafter
+from speculant.types import CommittedRows, DraftTree, Request
+
+
+class Reader(Protocol):
+    """What is known of one sequence."""
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens that were read."""
+        ...
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Read tokens that follow everything seen so far."""
+        ...
+
+    def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
+        """Return a draft of at most `limit` tokens, at least 1, after the tokens seen and those `ahead` of them."""
+        ...
+
+
+class ReadingDrafter(StatelessDrafter):
+    """One `Reader` per sequence, made by `make`. Beam searches get no drafts and are not read."""
+
+    def __init__(self, make: Callable[[Request], Reader]) -> None:
+        self._make = make
+        self._readers: dict[int, Reader] = {}
+
+    def begin(self, request: Request) -> None:
+        """See `Drafter.begin`."""
+        self._readers[request.seq_id] = self._make(request)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """See `Drafter.observe`."""
+        if request.search is None:
+            self._read(request, len(request.tokens) if rows.gained else rows.start + len(rows.tokens))
+
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """See `Drafter.roll_back`; only committed tokens were read."""
+
+    def end(self, request: Request) -> None:
+        """See `Drafter.end`."""
+        self._readers.pop(request.seq_id, None)
+
+    def _propose_one(self, request: Request, limit: int) -> DraftTree:
+        if limit == 0:
+            return DraftTree.empty()
+        committed = len(request.tokens) - request.num_drafted
+        return self._read(request, committed).draft(limit, request.tokens[committed:])
+
+    def _read(self, request: Request, end: int) -> Reader:
+        reader = self._readers[request.seq_id]
+        if end > reader.seen:
+            reader.update(request.tokens[reader.seen : end])
+        return reader
+
+
+def match_score(length: int) -> float:
+    """Return the usual acceptance of a token that once followed the same `length` tokens, at least 1.
+
+    On Python's standard library, continued from itself, 1, 3, 8 and 22 tokens were right in 25, 45, 75 and 95 of 100.
+    """
+    return length / (length + 2)

@@ -1,0 +1,232 @@
+"""Counts of what followed each string of tokens: the index protocol, and its reference, a suffix automaton.
+
+An index of depth D takes texts and knows, for every string of up to D - 1 tokens in them, which tokens followed it and
+how often. A continuation follows the most frequent token as long as match and draft together have at most D tokens.
+
+The automaton (Blumer et al.; docs/references.md, suffix automaton) has one state for all strings that end at the same
+places, at most 2n states and 3n edges for n tokens. A state's link leads to the longest of its suffixes that ends at
+further places, so the suffixes of a text are the states on the links from its end. A new token adds one to an edge of
+each suffix of up to D - 1 tokens. An update takes amortised O(1) for the automaton and at most D - 1 steps for counts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+NONE = -1  # no state, or no edge
+ROOT = 0  # the state of the empty string
+TOKEN_BITS = 32  # an edge's key is state << TOKEN_BITS | token
+STATE_BYTES, EDGE_BYTES = 22, 18 + 150  # at most; an edge is in a dict too, with a key and a value
+
+
+@dataclass(frozen=True)
+class SuffixSettings:
+    """What an index counts, and how far a continuation goes.
+
+    depth: the most tokens of match and continuation together, at least 2. factor: a match of L tokens is continued by
+    at most floor(factor * L). min_prob: a continuation ends where the product of its ratios falls below.
+    """
+
+    depth: int = 24
+    factor: float = 1.0
+    min_prob: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens that followed a match, which has `length` tokens; 0 = there is none.
+
+    ratios: for each token, how often it came, of all times that anything followed.
+    """
+
+    tokens: list[int]
+    ratios: list[float]
+    length: int
+
+    @property
+    def score(self) -> float:
+        """The sum of the products of ratios: the expected accepted tokens, if ratios were probabilities."""
+        product, total = 1.0, 0.0
+        for ratio in self.ratios:
+            product *= ratio
+            total += product
+        return total
+
+
+class SuffixIndex(Protocol):
+    """Texts, indexed by what followed their substrings."""
+
+    def begin(self) -> None:
+        """Let the next tokens begin another text."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the current text."""
+        ...
+
+    def continuation(self, context: Sequence[int], limit: int) -> Continuation:
+        """Return the continuation of a suffix of `context` with the best score; on a tie, of the longest suffix.
+
+        It has at most `limit` tokens. Of equally frequent tokens the one that was counted last is followed.
+        """
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, in bytes."""
+        ...
+
+
+def lengths_of_continuations(settings: SuffixSettings) -> list[int]:
+    """Return the most tokens that a match of 0, 1, ... depth - 1 tokens may be continued by."""
+    return [min(int(settings.factor * length), settings.depth - length) for length in range(settings.depth)]
+
+
+class SuffixAutomaton:
+    """The reference of `SuffixIndex`, in plain Python: arrays by state and by edge, and a dict of the edges."""
+
+    def __init__(self, settings: SuffixSettings) -> None:
+        self._most_recent, self._min_prob = settings.depth - 1, settings.min_prob
+        self._most_tokens = lengths_of_continuations(settings)
+        self._lengths, self._links = array("i"), array("i")  # of each state: of its longest string; its link
+        self._followed, self._best = array("i"), array("i")  # how often anything followed; its most frequent edge
+        self._first = array("i")  # of each state: the first of its edges
+        self._tokens, self._targets = array("i"), array("i")  # of each edge
+        self._counts, self._next = array("i"), array("i")  # of each edge; the state's next one
+        self._edges: dict[int, int] = {}  # by state and token
+        self._add_state(0)
+        self.begin()
+
+    def begin(self) -> None:
+        """See `SuffixIndex.begin`."""
+        self._end = ROOT  # the state of the whole text
+        self._recent, self._num_recent = ROOT, 0  # the state of its last tokens, as many as are counted
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See `SuffixIndex.extend`."""
+        for token in tokens:
+            self._end = self._grow(self._end, token)
+            self._recent = self._holder(self._recent, self._num_recent)
+            self._count(token)
+            self._num_recent = min(self._num_recent + 1, self._most_recent)
+            target = self._targets[self._edges[self._recent << TOKEN_BITS | token]]
+            self._recent = self._holder(target, self._num_recent)
+
+    def continuation(self, context: Sequence[int], limit: int) -> Continuation:
+        """See `SuffixIndex.continuation`."""
+        state, length = self._match(context[-self._most_recent :])
+        best, best_score = Continuation([], [], 0), 0.0
+        while state > ROOT:
+            link = self._links[state]
+            most = min(limit, max(self._most_tokens[self._lengths[link] + 1 : length + 1]))
+            if most > best_score:  # no ratio is above 1
+                found, score = self._follow(state, length, most)
+                if score > best_score:
+                    best, best_score = found, score
+            state, length = link, self._lengths[link]
+        return best
+
+    @property
+    def num_bytes(self) -> int:
+        """See `SuffixIndex.num_bytes`."""
+        return STATE_BYTES * len(self._lengths) + EDGE_BYTES * len(self._tokens)
+
+    def _grow(self, end: int, token: int) -> int:
+        """Add the strings that end with a token behind the text of a state; return the state of the longer text."""
+        known = self._edges.get(end << TOKEN_BITS | token)
+        if known is not None:  # an earlier text has it
+            return self._part(end, token, self._targets[known])
+        made, state = self._add_state(self._lengths[end] + 1), end
+        while state != NONE and (state << TOKEN_BITS | token) not in self._edges:
+            self._add_edge(state, token, made)
+            state = self._links[state]
+        if state == NONE:
+            self._links[made] = ROOT
+        else:
+            target = self._targets[self._edges[state << TOKEN_BITS | token]]
+            self._links[made] = self._part(state, token, target)
+        return made
+
+    def _part(self, state: int, token: int, target: int) -> int:
+        """Return the state of the strings of `state` and a token; `target` has them and perhaps longer ones."""
+        if self._lengths[target] == self._lengths[state] + 1:
+            return target
+        part = self._add_state(self._lengths[state] + 1)
+        self._links[part], self._links[target] = self._links[target], part
+        self._followed[part] = self._followed[target]
+        edge = self._first[target]
+        while edge != NONE:
+            copied = self._add_edge(part, self._tokens[edge], self._targets[edge])
+            self._counts[copied] = self._counts[edge]
+            if edge == self._best[target]:
+                self._best[part] = copied
+            edge = self._next[edge]
+        while state != NONE:
+            edge = self._edges[state << TOKEN_BITS | token]
+            if self._targets[edge] != target:
+                break
+            self._targets[edge], state = part, self._links[state]
+        return part
+
+    def _count(self, token: int) -> None:
+        """Count a token behind every suffix of the recent tokens before it."""
+        state = self._recent
+        while state != NONE:
+            edge, best = self._edges[state << TOKEN_BITS | token], self._best[state]
+            self._followed[state] += 1
+            self._counts[edge] += 1
+            if best == NONE or self._counts[edge] >= self._counts[best]:
+                self._best[state] = edge
+            state = self._links[state]
+
+    def _holder(self, state: int, length: int) -> int:
+        """Return the state of the suffix of this length of a state's strings."""
+        while state != ROOT and self._lengths[self._links[state]] >= length:
+            state = self._links[state]
+        return state
+
+    def _match(self, context: Sequence[int]) -> tuple[int, int]:
+        """Return the state and the length of the longest suffix of a context that is there."""
+        state, length = ROOT, 0
+        for token in context:
+            while (edge := self._edges.get(state << TOKEN_BITS | token)) is None and state != ROOT:
+                state = self._links[state]
+                length = self._lengths[state]
+            if edge is not None:
+                state, length = self._targets[edge], length + 1
+        return state, length
+
+    def _follow(self, state: int, length: int, most: int) -> tuple[Continuation, float]:
+        """Follow the most frequent edges from the state of a match of this length; return them with their score."""
+        tokens, ratios = list[int](), list[float]()
+        product, score = 1.0, 0.0
+        while len(tokens) < most and (edge := self._best[state]) != NONE:
+            ratio = self._counts[edge] / self._followed[state]
+            product *= ratio
+            if product < self._min_prob:
+                break
+            score += product
+            tokens.append(self._tokens[edge])
+            ratios.append(ratio)
+            state = self._targets[edge]
+        return Continuation(tokens, ratios, length), score
+
+    def _add_state(self, length: int) -> int:
+        self._lengths.append(length)
+        for column in (self._links, self._best, self._first):
+            column.append(NONE)
+        self._followed.append(0)
+        return len(self._lengths) - 1
+
+    def _add_edge(self, state: int, token: int, target: int) -> int:
+        edge = len(self._tokens)
+        self._tokens.append(token)
+        self._targets.append(target)
+        self._counts.append(0)
+        self._next.append(self._first[state])
+        self._first[state] = edge
+        self._edges[state << TOKEN_BITS | token] = edge
+        return edge

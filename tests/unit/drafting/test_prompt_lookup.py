@@ -1,0 +1,148 @@
+"""Prompt lookup against a search through the whole text."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculant.drafting import ngram, prompt_lookup
+from speculant.drafting.base import DrafterContext
+from speculant.drafting.ngram import NgramDrafter
+from speculant.drafting.recent_match import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
+from speculant.errors import ConfigError
+from speculant.sampling.chance import KeyedChances
+from tests.models import make_request
+
+
+def context(options: Mapping[str, Any]) -> DrafterContext:
+    def never(_: Any) -> Any:
+        raise AssertionError("nothing is loaded")
+
+    return DrafterContext(options, None, 100, torch.device("cpu"), KeyedChances(), 64, never, never)
+
+
+def search(tokens: list[int], options: LookupOptions, limit: int) -> list[int]:
+    """Look for the longest match, the latest first, at every place; copy token by token."""
+    end = len(tokens)
+    for length in range(min(options.prompt_lookup_max, end), options.prompt_lookup_min - 1, -1):
+        for place in range(end - 1, length - 1, -1):
+            if tokens[place - length : place] == tokens[end - length :]:
+                text = list(tokens)
+                for source in range(place, place + limit):
+                    text.append(text[source])
+                return text[end:]
+    return []
+
+
+def drafted(matches: RecentMatches, limit: int) -> list[int]:
+    return matches.draft(limit).token_list
+
+
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8),
+    shortest=st.integers(1, 4),
+    further=st.integers(0, 4),
+    limit=st.integers(1, 6),
+)
+def test_lookup_finds_what_a_search_finds(chunks: list[list[int]], shortest: int, further: int, limit: int) -> None:
+    options = LookupOptions(shortest + further, shortest)
+    matches, tokens = RecentMatches(options), list[int]()
+    for chunk in chunks:
+        matches.update(chunk)
+        tokens += chunk
+        assert drafted(matches, limit) == search(tokens, options, limit)
+        assert matches.seen == len(tokens)
+
+
+def test_lookup_takes_the_longest_match() -> None:
+    matches = RecentMatches(LookupOptions())
+    matches.update([1, 2, 3, 7, 9, 3, 8, 1, 2, 3])
+    assert drafted(matches, 2) == [7, 9]  # behind 1 2 3, though 3 8 is later
+
+
+def test_lookup_takes_the_latest_of_equal_matches() -> None:
+    matches = RecentMatches(LookupOptions())
+    matches.update([5, 6, 1, 5, 6, 2, 0, 5, 6])
+    assert drafted(matches, 1) == [2]
+
+
+def test_lookup_goes_on_with_its_own_copy() -> None:
+    matches = RecentMatches(LookupOptions())
+    matches.update([1, 2, 3, 1, 2, 3])
+    assert drafted(matches, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_lookup_matches_keep_to_the_shortest_length() -> None:
+    matches = RecentMatches(LookupOptions(4, 2))
+    matches.update([1, 2, 9, 2])
+    assert drafted(matches, 3) == []
+    matches.update([9, 2])
+    assert drafted(matches, 2) == [9, 2]
+
+
+def test_lookup_scores_grow_with_the_match() -> None:
+    scores = []
+    for length in range(1, LONGEST_SCORED + 8):
+        matches = RecentMatches(LookupOptions())
+        matches.update([99, *range(length), 50, 98, *range(length)])
+        tree = matches.draft(2)
+        assert tree.token_list == [50, 98]
+        assert tree.scores is not None
+        scores.append(tree.scores[0])
+        assert 0 < tree.scores[0] < tree.scores[1] < 1
+    assert scores[:LONGEST_SCORED] == sorted(set(scores))
+    assert set(scores[LONGEST_SCORED:]) == {scores[LONGEST_SCORED - 1]}
+
+
+@pytest.mark.parametrize("text", [list(range(20_000)), [*range(2500)] * 8, [i * i % 1999 for i in range(20_000)]])
+def test_lookup_memory_is_bounded(text: list[int]) -> None:
+    tracemalloc.start()
+    matches = RecentMatches(LookupOptions())
+    matches.update(text)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= 220 * len(text)
+    assert sum(len(table) for _, table in matches._tables) <= len(text)
+
+
+@pytest.mark.parametrize("values", [{"prompt_lookup_min": 0}, {"prompt_lookup_max": 0}, {"prompt_lookup_min": 9}])
+def test_impossible_lengths_are_refused(values: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="Fix"):
+        LookupOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("given_", "options"),
+    [
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, LookupOptions(4, 2)),
+        ({"prompt_lookup_max": 3}, LookupOptions(3, 3)),
+        ({"prompt_lookup_min": 2}, LookupOptions(2, 2)),
+    ],
+)
+def test_ngram_reads_the_keys_of_vllm(given_: dict[str, int], options: LookupOptions) -> None:
+    """There the two lengths are the same where only one is named."""
+    drafter = ngram.build(context(given_))
+    assert isinstance(drafter, LookupDrafter)
+    text = [1, 2, 3, 4, 5, 2, 6, 2, 3, 4]
+    for length in range(1, len(text) + 1):
+        request = make_request(text[:length], seq_id=length)
+        drafter.begin(request)
+        (tree,) = drafter.propose([request], [3])
+        assert tree.token_list == search(text[:length], options, 3)
+
+
+def test_ngram_has_tables_without_the_keys_of_vllm() -> None:
+    assert isinstance(ngram.build(context({"max_order": 3})), NgramDrafter)
+    assert isinstance(prompt_lookup.build(context({})), LookupDrafter)
+
+
+@pytest.mark.parametrize("other", [{"max_order": 3}, {"prompt_lookup_mx": 3}])
+def test_ngram_keys_of_both_kinds_are_refused(other: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="unknown"):
+        ngram.build(context({"prompt_lookup_min": 2, **other}))

@@ -1,0 +1,262 @@
+"""Suffix drafts: from the request's own text and from finished ones, by salt and within a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculant.config import Limits
+from speculant.drafting.readers import match_score
+from speculant.drafting.suffix import Options, SuffixDrafter
+from speculant.drafting.suffix_store import SuffixStore
+from speculant.errors import ConfigError
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
+from speculant.kernels.native_suffix_index import NativeSuffixIndex
+from speculant.kernels.suffix_index import SuffixSettings
+from speculant.kernels.suffix_indexes import open_suffix_index
+from speculant.params import SamplingParams
+from speculant.types import CommittedRows, DraftTree, Request
+from tests.fakes import build_rig, few_blocks
+from tests.models import make_request
+
+NATIVE_BYTES, REFERENCE_BYTES, SALT_BYTES = 190, 580, 3000
+V = 4
+TARGET = TableModel(Pair(6, V, FULL_SUPPORT).target, V)
+
+
+def small_store(most_texts: int, most_tokens: int) -> SuffixStore:
+    return SuffixStore(most_texts, most_tokens, lambda: open_suffix_index(SuffixSettings()))
+
+
+def known(store: SuffixStore, context: Sequence[int], salt: str = "") -> list[list[int]]:
+    """Return the continuations that a store knows of a context."""
+    return [each.tokens for each in store.continuations(salt, context, 8) if each.tokens]
+
+
+def draft(drafter: SuffixDrafter, request: Request, limit: int = 8) -> DraftTree:
+    (tree,) = drafter.propose([request], [limit])
+    return tree
+
+
+def serve(drafter: SuffixDrafter, request: Request, reason: str | None = "stop") -> None:
+    """Run a request from its first call to its last."""
+    drafter.begin(request)
+    drafter.observe(request, CommittedRows(0, request.tokens[:-1], request.output))
+    request.finish_reason = reason
+    drafter.end(request)
+
+
+def asked(drafter: SuffixDrafter, prompt: Sequence[int], salt: str = "", seq_id: int = 77) -> list[int]:
+    """Return what is drafted behind a prompt."""
+    request = make_request(prompt, seq_id=seq_id, cache_salt=salt)
+    drafter.begin(request)
+    tokens = draft(drafter, request).token_list
+    drafter.end(request)
+    return tokens
+
+
+def test_suffix_drafts_from_its_own_text() -> None:
+    assert asked(SuffixDrafter(Options()), [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
+    assert asked(SuffixDrafter(Options()), [1, 2, 3, 4, 5]) == []
+
+
+def test_suffix_drafts_from_finished_requests() -> None:
+    drafter = SuffixDrafter(Options())
+    serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1))
+    assert asked(drafter, [9, 8, 30, 31]) == [32, 33]
+    assert asked(drafter, [1, 2]) == [30, 31], "the end of the prompt leads to the output"
+
+
+def test_suffix_match_with_the_largest_sum_wins() -> None:
+    drafter = SuffixDrafter(Options())
+    serve(drafter, make_request([5], [1, 2, 3, 4, 7, 8, 9], seq_id=1))
+    prompt = [3, 4, 6, 6, 0, 1, 2, 3, 4]
+    assert asked(drafter, prompt) == [7, 8, 9], "four tokens match in the store, two in the own text"
+    assert asked(drafter, [*prompt[:5], 3, 4]) == [6, 6], "the same two match in both, and the own text comes first"
+
+
+def test_suffix_scores_are_ratios_times_match_scores() -> None:
+    drafter = SuffixDrafter(Options())
+    request = make_request([1, 2, 5, 0, 1, 2, 5, 0, 0, 1, 2, 6, 0, 3, 1, 2])
+    drafter.begin(request)
+    tree = draft(drafter, request)
+    assert tree.token_list == [5, 0]
+    assert tree.scores == pytest.approx([2 / 3 * match_score(2), 1.0 * match_score(3)])
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.5, 1), (1.0, 3), (2.0, 6), (0.0, 0)])
+def test_suffix_factor_bounds_the_draft(factor: float, expected: int) -> None:
+    drafter = SuffixDrafter(Options(suffix_decoding_max_spec_factor=factor))
+    assert asked(drafter, [1, 2, 3, 10, 11, 12, 13, 14, 15, 16, 17, 0, 1, 2, 3]) == list(range(10, 10 + expected))
+
+
+def test_suffix_min_prob_ends_the_draft() -> None:
+    prompt = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 0, 1, 2, 6, 7, 1, 2]
+    for least, expected in ((0.1, [3, 5]), (0.5, [3]), (0.7, [])):
+        assert asked(SuffixDrafter(Options(suffix_decoding_min_token_prob=least)), prompt) == expected
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_suffix_learns_only_what_finished(reason: str | None) -> None:
+    drafter = SuffixDrafter(Options())
+    serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1), reason)
+    assert drafter.store.num_texts == drafter.store.num_tokens == 0
+    assert asked(drafter, [1, 2, 30, 31]) == []
+
+
+def test_suffix_learns_a_preempted_request_once() -> None:
+    drafter = SuffixDrafter(Options())
+    request = make_request([1, 2], [30, 31])
+    serve(drafter, request, None)
+    request.extend([32, 33])
+    serve(drafter, request, "length")
+    assert (drafter.store.num_texts, drafter.store.num_tokens) == (1, 6)
+    assert asked(drafter, [7, 30, 31]) == [32, 33]
+    assert not drafter._readers, "a request that ended left something behind"
+
+
+def test_suffix_sequence_that_begins_anew_forgets() -> None:
+    drafter = SuffixDrafter(Options())
+    request = make_request([1, 2, 3, 1])
+    drafter.begin(request)
+    assert draft(drafter, request).token_list == [2]
+    drafter.end(request)
+    other = make_request([4, 5, 6, 1])  # of the same id
+    drafter.begin(other)
+    assert draft(drafter, other).size == 0
+
+
+def test_suffix_samples_do_not_see_one_another() -> None:
+    drafter = SuffixDrafter(Options())
+    samples = [make_request([1, 2], [8, index, 9, 8], seq_id=index) for index in (3, 4)]
+    for sample in samples:
+        drafter.begin(sample)
+    assert [tree.token_list for tree in drafter.propose(samples, [4, 4])] == [[3], [4]]
+
+
+def test_suffix_salts_share_nothing() -> None:
+    drafter = SuffixDrafter(Options())
+    serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1, cache_salt="a"))
+    serve(drafter, make_request([1, 2], [30, 41, 42, 43], seq_id=2, cache_salt="b"))
+    assert asked(drafter, [0, 1, 2, 30], "a") == [31, 32, 33]
+    assert asked(drafter, [0, 1, 2, 30], "b") == [41, 42, 43]
+    assert asked(drafter, [0, 1, 2, 30], "c") == asked(drafter, [0, 1, 2, 30]) == []
+
+
+def test_suffix_reads_a_prompt_with_its_chunks() -> None:
+    drafter, request = SuffixDrafter(Options()), make_request(range(100))
+    drafter.begin(request)
+    for start in (0, 40):
+        drafter.observe(request, CommittedRows(start, range(start, start + 40)))
+        assert drafter._readers[request.seq_id].seen == start + 40
+    assert draft(drafter, request, 0).size == 0
+    assert drafter._readers[request.seq_id].seen == 80
+
+
+def test_engine_leaves_only_finished_texts_in_the_store() -> None:
+    """Preempted, forked and aborted requests on the real engine, with memory for two sequences of four."""
+    limits, drafter = Limits(28, 4, 16), SuffixDrafter(Options())
+    rig = build_rig(TARGET, drafter, length=5, limits=limits, cache=few_blocks(8))
+    params: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    requests = rig.add((1,) * 9, SamplingParams(temperature=0, **params), "one", cache_salt="x")
+    requests += rig.add((0, 1, 2), SamplingParams(seed=5, n=3, **params), "three")
+    aborted = rig.add((2, 3, 0), SamplingParams(seed=1, **params), "aborted", cache_salt="y")
+    while aborted[0].num_output < 3:
+        rig.step()
+    rig.abort("aborted")
+    rig.finish()
+    assert rig.engine.metrics.preemptions > 0
+    assert drafter.store.num_texts == len(requests) == 4
+    assert drafter.store.num_tokens == sum(len(request.tokens) for request in requests)
+    assert set(drafter.store._newer.indexes) == {"x", ""}
+    assert not drafter._readers
+
+
+@given(
+    most_texts=st.integers(0, 5),
+    most_tokens=st.integers(0, 30),
+    texts=st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 20)), max_size=30),
+)
+def test_store_keeps_to_its_bounds(most_texts: int, most_tokens: int, texts: list[tuple[str, int]]) -> None:
+    store = small_store(most_texts, most_tokens)
+    for number, (salt, length) in enumerate(texts):
+        text = list(range(100 * number, 100 * number + length))
+        store.add(salt, text)
+        assert store.num_texts <= most_texts
+        assert store.num_tokens <= most_tokens
+        kept = text[-(most_tokens // 2) :] if most_texts and most_tokens > 1 else []
+        if len(kept) > 1:
+            assert known(store, kept[:1], salt) == [kept[1:2]], "the newest text is there"
+
+
+def test_store_drops_the_oldest_texts_first() -> None:
+    store = small_store(10, 10_000)
+    for number in range(100):
+        store.add("", [1000 + number, number, number])
+        there = [bool(known(store, [1000 + earlier])) for earlier in range(number + 1)]
+        assert there == sorted(there), "a text outlived a newer one"
+        assert min(number + 1, 5) <= sum(there) == store.num_texts <= 10
+
+
+def test_store_of_ten_thousand_requests_is_bounded() -> None:
+    drafter = SuffixDrafter(Options(suffix_decoding_corpus_tokens=100_000))
+    for number in range(12_000):
+        prompt, output = [number % 50, 7], [(number * each) % 997 for each in range(1, 16)]
+        serve(drafter, make_request(prompt, output, seq_id=number, cache_salt=str(number % 10)))
+        if number % 500 == 0:
+            assert drafter.store.num_texts <= 10_000
+            assert drafter.store.num_tokens <= 100_000
+    assert drafter.store.num_tokens > 50_000 - 17, "the newest half of the bound is there"
+    per_token = NATIVE_BYTES if isinstance(open_suffix_index(SuffixSettings()), NativeSuffixIndex) else REFERENCE_BYTES
+    assert drafter.store.num_bytes <= per_token * 100_000 + SALT_BYTES * 2 * 10
+
+
+def test_store_of_many_requests_counts_requests() -> None:
+    drafter = SuffixDrafter(Options())
+    for number in range(11_000):
+        serve(drafter, make_request([1], [number, number + 1], seq_id=number))
+    assert 5000 <= drafter.store.num_texts <= 10_000
+    assert known(drafter.store, [10_999])
+    assert not known(drafter.store, [10])
+
+
+@pytest.mark.parametrize("name", ["suffix_decoding_max_cached_requests", "suffix_decoding_corpus_tokens"])
+def test_store_of_no_size_learns_nothing(name: str) -> None:
+    options: dict[str, Any] = {name: 0}
+    drafter = SuffixDrafter(Options(**options))
+    serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1))
+    assert drafter.store.num_texts == 0
+    assert asked(drafter, [0, 30, 31]) == []
+
+
+def test_suffix_defaults_are_those_of_vllm() -> None:
+    options = Options()
+    assert options.suffix_decoding_max_tree_depth == 24
+    assert options.suffix_decoding_max_cached_requests == 10_000
+    assert options.suffix_decoding_max_spec_factor == 1.0
+    assert options.suffix_decoding_min_token_prob == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tree_depth", 1),
+        ("max_cached_requests", -1),
+        ("max_spec_factor", -0.1),
+        ("max_spec_factor", math.inf),
+        ("max_spec_factor", math.nan),
+        ("min_token_prob", 1.1),
+        ("min_token_prob", math.nan),
+        ("corpus_tokens", -1),
+    ],
+)
+def test_impossible_suffix_options_are_refused(name: str, value: float) -> None:
+    options: dict[str, Any] = {f"suffix_decoding_{name}": value}
+    with pytest.raises(ConfigError, match=name):
+        Options(**options)
