@@ -5,8 +5,9 @@ in order. Where the output departs from it, the place to go on is the one behind
 prediction has too, of up to 16 tokens: the next such place behind the last one used, else the last before it. A single
 token decides only forwards. Until there is a place, and without a prediction, nothing is proposed.
 
-Memory: 16 bytes for each token of a running request's prediction, which has at most 131,072. Cost: 1 microsecond for a
-token that was predicted; for each token behind a departure 15 with a prediction of 1000 tokens, 60 with the longest.
+Memory: 44 bytes for each token of a running request's prediction, which has at most 131,072. Cost: 0.2 microseconds for
+a token that was predicted; for each token behind a departure 7 to 55 with a prediction of 1000 tokens, 40 to 130 with
+the longest, and 2300 at the first one.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A token is accepted about once in V times, so drafts cost a longer pass and save
 verifies, each node's `probs` are the uniform distribution that it was drawn from; with shared noise the draws use the
 target's noise.
 
-Memory: one row of V numbers. Cost: a draw over V tokens for each drafted token, 25 microseconds at V = 8192.
+Memory: one row of V numbers. Cost: a draw over V tokens for each drafted token, at V = 8192 20 microseconds, 40 with
+shared noise.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A chain is drawn token by token from the row of the token before it, with the re
 for a draft model: temperature, filters, penalties, bias and constraint. A greedy request drafts the likeliest token.
 
 Memory: 16 bytes for each token of the vocabulary and 12 for each continuation that the file keeps, shared by all
-requests. Cost: a distribution and a draw over V tokens for each drafted token, 60 microseconds at V = 8192.
+requests. Cost: a distribution and a draw over V tokens for each drafted token, at V = 8192 110 microseconds, 145 with
+top_p.
 """
 
 from __future__ import annotations
