@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from speculant.errors import ConfigError, suggest
+from speculant.speculation import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
+from speculant.speculation import Speculation, read_speculation
 
 MAX_N = 128
 MAX_LOGPROBS = 100
@@ -21,7 +23,6 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_STOP_TOKEN_IDS = 1024
 MAX_COUNT = 2**31 - 1  # of tokens; the kernels count in 64 bits
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
-MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
 MIN_PENALTY = 1e-6  # below it the products overflow
 MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
 
@@ -35,8 +36,7 @@ class SamplingParams:
     penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all of them.
 
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
-    `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
-    `num_speculative_tokens` and `verification`.
+    `speculation` overrides the engine per request: False turns it off, a mapping may set what `Speculation` has.
 
     With `beam_width` nothing is sampled: the `n` best texts that a beam search of that width finds are returned,
     by the sum of their log-probabilities / length ** length_penalty, under the distribution at temperature 1.
@@ -68,7 +68,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         self._set(stop=stops, stop_token_ids=_listed("stop_token_ids", self.stop_token_ids))
-        self._set(logit_bias=_read_bias(self.logit_bias), speculation=_read_speculation(self.speculation))
+        self._set(logit_bias=_read_bias(self.logit_bias), speculation=read_speculation(self.speculation))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
         for name, (low, high) in _RANGES.items():
             _check_range(name, getattr(self, name), low, high)
@@ -163,6 +163,16 @@ class SamplingParams:
         """Whether the distribution depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def prediction(self) -> str | Sequence[int] | None:
+        """The caller's guess of the output, as it was given; None if there is none."""
+        return Speculation(**self.speculation).prediction if isinstance(self.speculation, Mapping) else None
+
+    def with_prediction(self, tokens: Sequence[int]) -> SamplingParams:
+        """Return these settings with token ids in place of a prediction's text."""
+        assert isinstance(self.speculation, Mapping), "there is no prediction"
+        return dataclasses.replace(self, speculation=dict(self.speculation, prediction=tokens))
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping; an unknown key is an error with a suggestion."""
@@ -192,7 +202,6 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "length_penalty": (-10, 10),
     }
 )
-_SPECULATION = ("method", "num_speculative_tokens", "verification")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
@@ -252,25 +261,3 @@ def _bias(given: Any) -> float:
             "use a smaller number, or -inf to ban a token.",
         )
     return value
-
-
-def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
-    """Check a request's speculation settings, as far as that is possible without an engine."""
-    if given is None or isinstance(given, bool):
-        return given
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"speculation={given!r} is neither a truth value nor a mapping", "use False to turn it off.")
-    for key in given:
-        if key not in _SPECULATION:
-            raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION))
-    tokens, verifier = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_SPECULATIVE_TOKENS:
-        raise ConfigError(
-            f"num_speculative_tokens={tokens!r} is not a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
-            "use for example 4.",
-        )
-    if not isinstance(given.get("method", ""), str):
-        raise ConfigError(f"method={given['method']!r} is not the name of a drafter", "leave it out for the usual one.")
-    if not isinstance(verifier, str):
-        raise ConfigError(f"verification={verifier!r} is not the name of a rule", 'use for example "auto".')
-    return dict(given)

@@ -49,18 +49,26 @@ class Logprob:
     decoded_token: str | None = None  # None if the tokenizer can't decode the token by itself
 
 
+Successors = Sequence[tuple[int, Sequence[int]]]  # tokens, each with the most likely next ones
+
+
 @dataclass(frozen=True)
 class CommittedRows:
     """The rows of a pass that one sequence has committed: `tokens` at positions start, start + 1, ...
 
     hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens
     that the pass added to the sequence; the newest of them is not among `tokens`, as it is not computed yet.
+
+    successors: for each row of the pass that has logits, those of rejected drafts among them, the token that was fed
+    and the `DrafterNeeds.target_top_k` most likely next tokens by the target's logits, best first. Of a prompt only the
+    last row has logits.
     """
 
     start: int
     tokens: Sequence[int]
     gained: Sequence[int] = ()
     hidden: tuple[Tensor, ...] = ()
+    successors: Successors = ()
 
 
 Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id
@@ -93,6 +101,7 @@ class Request:
     stop_checker: StopChecker | None = None
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # only requests of the same salt share prefixes
+    prediction: tuple[int, ...] = ()  # the caller's guess of the output, for a drafter that reads it
     constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output
     num_drafted: int = 0  # tokens at the end that are not committed; only in what one drafter passes on to another

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.architecture.source import PACKAGE, Module
 
 EVERYWHERE = frozenset(
-    {"types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "files", "metrics"}
+    {"types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files", "metrics"}
 )
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
@@ -18,7 +18,8 @@ ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "sc
 ALLOWED: dict[str, frozenset[str]] = {
     "": ENGINE_AND_BELOW | EVERYWHERE,
     "errors": frozenset(),
-    "params": frozenset({"errors"}),
+    "params": frozenset({"errors", "speculation"}),
+    "speculation": frozenset({"errors"}),
     "files": frozenset({"errors"}),
     "metrics": frozenset({"errors"}),
     "tree": frozenset(),

@@ -24,6 +24,7 @@ from speculant.models.weights import load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.beams import beams_of, give_search, hypotheses
+from tests.drafters import options_of, predicting
 from tests.examples import examples
 from tests.models import END, VOCAB_SIZE, Checkpoints, make_request
 
@@ -52,10 +53,23 @@ class Workshop:
         method: Method = plugins.load(KIND, self.name).METHOD
         return method
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return options_of(self.name, VOCAB_SIZE, [[*PROMPT, *CONTINUATION]])
+
+    def llm(self, target: str, **speculation: Any) -> LLM:
+        """Make an engine that drafts with it."""
+        return LLM(
+            target,
+            draft_model=self.model if self.method.uses_model else None,
+            speculative_config={"method": self.name, **self.options, **speculation},
+            dtype="float64",
+        )
+
     def build(self, budget: int = 256) -> Drafter:
         """Make a drafter that has seen what PROMPT leads to, if it learns."""
         context = DrafterContext(
-            options={},
+            options=self.options,
             model=self.model if self.method.uses_model else None,
             vocab_size=VOCAB_SIZE,
             device=torch.device("cpu"),
@@ -102,7 +116,8 @@ def workshop(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterat
 
 
 def a_request(seq_id: int = 1, output: Sequence[int] = (), params: SamplingParams = GREEDY, **fields: Any) -> Request:
-    return make_request(PROMPT, output, params, seq_id, **fields)
+    """Make a request with a prediction, which most drafters don't read."""
+    return make_request(PROMPT, output, params, seq_id, prediction=tuple(CONTINUATION), **fields)
 
 
 def sampled_request(seq_id: int = 1, output: Sequence[int] = (), shared_noise: bool = False) -> Request:
@@ -333,15 +348,10 @@ def test_text_is_that_of_plain_decoding(
     workshop: Workshop, plain: LLM, checkpoints: Checkpoints, params: SamplingParams, length: int
 ) -> None:
     expected = [each.outputs[0] for each in plain.generate(TEXTS, params)]
-    llm = LLM(
-        checkpoints.target,
-        draft_model=workshop.model if workshop.method.uses_model else None,
-        speculative_config={"method": workshop.name, "num_speculative_tokens": length},
-        dtype="float64",
-    )
-    drafted = 0
+    llm = workshop.llm(checkpoints.target, num_speculative_tokens=length)
+    drafted, settings = 0, [predicting(workshop.name, params, each.token_ids) for each in expected]
     for _ in range(1 + workshop.method.learns):
-        results = llm.generate(TEXTS, params)
+        results = llm.generate(TEXTS, settings)
         assert [each.outputs[0].token_ids for each in results] == [each.token_ids for each in expected]
         assert [each.outputs[0].text for each in results] == [each.text for each in expected]
         drafted = sum(each.metrics.speculative_decoding.num_draft_tokens for each in results)
@@ -351,12 +361,7 @@ def test_text_is_that_of_plain_decoding(
 
 
 def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, checkpoints: Checkpoints) -> None:
-    llm = LLM(
-        checkpoints.target,
-        draft_model=workshop.model if workshop.method.uses_model else None,
-        speculative_config={"method": workshop.name},
-        dtype="float64",
-    )
+    llm = workshop.llm(checkpoints.target)
     (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True))
     assert len(result.outputs[0].token_ids) == 24
     assert result.metrics.verification is not None
@@ -406,12 +411,7 @@ def test_a_search_is_drafted_for_the_same_way_beside_others(workshop: Workshop) 
 def test_beams_are_those_of_plain_decoding(workshop: Workshop, plain: LLM, checkpoints: Checkpoints) -> None:
     params = SamplingParams(beam_width=3, n=3, max_tokens=16)
     expected = plain.generate(TEXTS, params)
-    llm = LLM(
-        checkpoints.target,
-        draft_model=workshop.model if workshop.method.uses_model else None,
-        speculative_config={"method": workshop.name},
-        dtype="float64",
-    )
+    llm = workshop.llm(checkpoints.target)
     results = llm.generate(TEXTS, params)
     beams, same = ([beam for each in outputs for beam in each.outputs] for outputs in (results, expected))
     assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in same]

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from speculant.engine.build import Runtime
     from speculant.text.tokenizer import Tokenizer
 
-CODE, RANDOM = "code", "random"  # the built-in sources; any other is a file
 USUAL_LENGTH = 128  # default tokens of a random prompt
 OPENINGS = (
     "def {verb}_{noun}(path, {noun}=None):\n",
@@ -63,6 +63,16 @@ def is_{noun}(value):
 '''
 VERBS = "read parse check write merge split update remove format copy"
 NOUNS = "line file token value header record message field name item block node"
+
+
+class BuiltIn(StrEnum):
+    """The built-in sources of prompts; any other is a file."""
+
+    CODE = auto()
+    RANDOM = auto()
+
+
+CODE = BuiltIn.CODE.value
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
     number = config.num_prompts or usual_number
     if config.prompts == CODE:
         prompts = [code_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
-    elif config.prompts == RANDOM:
+    elif config.prompts == BuiltIn.RANDOM:
         ids = ordinary_ids(runtime.tokenizer, runtime.checkpoint.eos_token_ids)
         prompts = [random_prompt(ids, index, config.prompt_length or USUAL_LENGTH) for index in range(number)]
     else:
@@ -189,7 +199,7 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"the prompts {str(path)!r} can't be read: {error}",
-            f'use "{CODE}", "{RANDOM}" or a UTF-8 file with one prompt a line.',
+            f'use "{CODE}", "{BuiltIn.RANDOM}" or a UTF-8 file with one prompt a line.',
         ) from error
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:

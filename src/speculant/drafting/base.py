@@ -65,6 +65,9 @@ class DrafterNeeds:
     last layer's output.
     target_inputs: it adds rows of its own to the target's pass; not supported yet.
     max_positions: the longest sequence it can draft for; None = any.
+    target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
+    (`CommittedRows.successors`); 0 = none are computed.
+    reads_prediction: it drafts from `Request.prediction`; a request with a prediction and another drafter is refused.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
     """
@@ -78,6 +81,8 @@ class DrafterNeeds:
     hidden_layers: tuple[int, ...] = ()
     target_inputs: bool = False
     max_positions: int | None = None
+    target_top_k: int = 0
+    reads_prediction: bool = False
     nodes_per_beam: int | None = None
 
 
@@ -242,3 +247,9 @@ def _is_like(value: object, default: object) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     return isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
+
+
+def no_options(context: DrafterContext) -> None:
+    """Refuse any option, for drafters that have none."""
+    for key in context.options:
+        raise ConfigError(f"unknown speculative_config key {key!r} for this method", "remove it.")

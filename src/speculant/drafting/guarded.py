@@ -70,15 +70,20 @@ class GuardedDrafter:
         rows: makes them; it is called if the sequence has begun.
         """
         if self.has_begun(request) and not self._succeeds(
-            lambda: self.drafter.observe(request, self._own_layers(rows(), layers))
+            lambda: self.drafter.observe(request, self._own(rows(), layers))
         ):
             self.end(request)
 
-    def _own_layers(self, rows: CommittedRows, layers: Sequence[int]) -> CommittedRows:
-        """Return rows with the hidden states of the layers that the drafter announces."""
-        if not rows.hidden:
-            return rows
-        return replace(rows, hidden=tuple(rows.hidden[layers.index(layer)] for layer in self.needs.hidden_layers))
+    def _own(self, rows: CommittedRows, layers: Sequence[int]) -> CommittedRows:
+        """Return rows with the hidden states and the successors that the drafter announces."""
+        if rows.hidden:
+            own = tuple(rows.hidden[layers.index(layer)] for layer in self.needs.hidden_layers)
+            rows = replace(rows, hidden=own)
+        if rows.successors and len(rows.successors[0][1]) != self.needs.target_top_k:
+            count = self.needs.target_top_k
+            own_successors = [(token, best[:count]) for token, best in rows.successors] if count else ()
+            rows = replace(rows, successors=own_successors)
+        return rows
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`."""

@@ -98,6 +98,8 @@ def combine(members: Sequence[Member]) -> DrafterNeeds:
         own_cache=any(each.own_cache for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         target_inputs=any(each.target_inputs for each in needs),
+        target_top_k=max(each.target_top_k for each in needs),
+        reads_prediction=any(each.reads_prediction for each in needs),
         max_positions=_largest([each.max_positions for each in needs]),
         nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,
     )

@@ -82,6 +82,11 @@ class Drafters:
         """Return what the drafter of a sequence announces; None if it has none."""
         return None if request.drafter is None else self._drafters[request.drafter].needs
 
+    def target_top_k(self, request: Request) -> int:
+        """Return how many of the target's most likely tokens the drafter of a sequence asks for, for each row."""
+        needs = self.needs(request)
+        return 0 if needs is None else needs.target_top_k
+
     def begin(self, requests: Sequence[Request]) -> None:
         """Begin the sequences that have not begun."""
         for request in requests:

@@ -66,9 +66,16 @@ class Frontend:
             )
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        params = params or self.default_params
+        params = self._tokenised(params or self.default_params)
         stops = self._compile_stops(tuple(params.stop))
         return Generation(request_id, text, tokens, params, priority, cache_salt, stops)
+
+    def _tokenised(self, params: SamplingParams) -> SamplingParams:
+        """Return settings whose prediction, if there is one, is token ids."""
+        text = params.prediction
+        if not isinstance(text, str):
+            return params
+        return params.with_prediction(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""

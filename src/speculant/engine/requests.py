@@ -60,9 +60,10 @@ class RequestFactory:
         if constraint is not None and params.beam_width is not None:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
+        prediction = self._prediction(params, method)
         samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
         for sample in samples:
-            sample.priority, sample.cache_salt = priority, cache_salt
+            sample.priority, sample.cache_salt, sample.prediction = priority, cache_salt, prediction
             sample.stop_checker = stop_checker() if stop_checker else None
             sample.constraint = constraint() if constraint else None
         if params.beam_width is not None:
@@ -101,6 +102,22 @@ class RequestFactory:
             return self._drafters.default
         self._drafters.find(method)
         return str(method)
+
+    def _prediction(self, params: SamplingParams, method: str | None) -> tuple[int, ...]:
+        """Return the token ids of a request's guess of its output; none if it has no guess."""
+        given = params.prediction
+        if given is None:
+            return ()
+        if method is None or not self._drafters.find(method).needs.reads_prediction:
+            drafter = "no drafter" if method is None else f"the drafter {method!r}, which does not read it"
+            raise RequestError(
+                f"the request has a prediction and {drafter}",
+                "leave the prediction out, or set a method that reads predictions beside it (docs/drafters.md).",
+            )
+        if isinstance(given, str):
+            raise RequestError("the prediction is text and the engine knows tokens", "give its token ids.")
+        _check_tokens("the prediction", given, self._rules.vocab_size)
+        return tuple(given)
 
     def _begin_search(self, samples: list[Request], width: int) -> None:
         """Give samples a beam search, which runs on the first one."""

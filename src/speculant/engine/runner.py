@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.scheduling.scheduler import Scheduled
-from speculant.types import DraftTree, Request
+from speculant.types import DraftTree, Request, Successors
+
+GROUP = 64  # neighbouring logits of which only the largest is ranked at first
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class TargetOutput:
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
     None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
     whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
-    [count + tree.size, hidden] of the processed tokens and of the draft nodes.
+    [count + tree.size, hidden] of the processed tokens and of the draft nodes. successors: for each of `nodes`, see
+    `CommittedRows`; none unless the drafter asks for them.
     """
 
     item: Scheduled
@@ -30,6 +34,7 @@ class TargetOutput:
     logits: Tensor | None
     prompt_hidden: Tensor | None
     hidden: tuple[Tensor, ...] = ()
+    successors: Successors = ()
 
     @cached_property
     def nodes(self) -> Sequence[int]:
@@ -98,3 +103,30 @@ def _output(item: Scheduled, tree: DraftTree, hidden: Hidden, first: int, logits
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
         tuple(states[first:end] for states in hidden.taps),
     )
+
+
+def with_successors(outputs: Sequence[TargetOutput], target_top_k: Callable[[Request], int]) -> list[TargetOutput]:
+    """Add the target's most likely next tokens to the outputs of sequences for which `target_top_k` is above 0."""
+    return [_with_successors(output, target_top_k(output.item.request)) for output in outputs]
+
+
+def _with_successors(output: TargetOutput, count: int) -> TargetOutput:
+    if not count or output.logits is None:
+        return output
+    fed = [output.item.tokens[-1] if node < 0 else output.tree.token_list[node] for node in output.nodes]
+    best: list[list[int]] = top_tokens(output.logits, count).tolist()
+    return replace(output, successors=list(zip(fed, best, strict=True)))
+
+
+def top_tokens(logits: Tensor, count: int) -> Tensor:
+    """Return the ids [m, count] of the largest logits [m, V] of each row, best first; fewer if V is smaller.
+
+    The largest are among the groups with the largest maxima: for V = 151,936 that takes a seventh of topk's time.
+    """
+    num_groups = logits.shape[-1] // GROUP
+    ids = torch.arange(num_groups * GROUP, logits.shape[-1], device=logits.device).expand(len(logits), -1)
+    if num_groups:
+        groups = logits.unfold(1, GROUP, GROUP).amax(-1).topk(min(count, num_groups), dim=-1).indices
+        within = torch.arange(GROUP, device=logits.device)
+        ids = torch.cat([(groups.unsqueeze(-1) * GROUP + within).flatten(1), ids], dim=1)
+    return ids.gather(1, logits.gather(1, ids).topk(min(count, ids.shape[1]), dim=-1).indices)

@@ -20,7 +20,7 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.failures import advance_sound, failure_of, verify_sound
 from speculant.engine.logprobs import record_prompt
 from speculant.engine.profiling import Mark, unmarked
-from speculant.engine.runner import TargetOutput, forward_target
+from speculant.engine.runner import TargetOutput, forward_target, with_successors
 from speculant.errors import SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -67,6 +67,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         with mark("target pass"):
             layers = context.drafters.hidden_layers
             outputs = forward_target(context.target, context.cache, schedule.items, trees, layers)
+            outputs = with_successors(outputs, context.drafters.target_top_k)
         with mark("verify"):
             verdicts = verify(context, [each for each in outputs if each.logits is not None])
     timing = StepTiming(started, drafted, time.perf_counter())
@@ -142,7 +143,7 @@ def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
     tokens = [*item.tokens, *(tree.token_list[node] for node in committed.kept)]
     rows = [*range(item.count), *(item.count + node for node in committed.kept)]
     hidden = tuple(states[rows] for states in output.hidden)
-    return CommittedRows(item.start, tokens, committed.tokens, hidden)
+    return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter
+from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
 from speculant.engine.build import build_verifiers, method_name
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
@@ -22,7 +22,7 @@ from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.scheduling.draft_length.fixed import Fixed
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 from speculant.verification.base import Verifier
 
 MakeCache = Callable[[CacheShape], KVCache]
@@ -62,6 +62,32 @@ class Likeliest(StatelessDrafter):
         return DraftTree.chain(tokens)
 
 
+class Separate(StatelessDrafter):
+    """A drafter for each sequence, so that no branch of an enumeration learns from another. It must have no caches."""
+
+    def __init__(self, make: Callable[[], Drafter]) -> None:
+        self._make, self.needs = make, make().needs
+        self._drafters: dict[int, Drafter] = {}
+
+    def begin(self, request: Request) -> None:
+        """See `Drafter.begin`."""
+        self._drafters[request.seq_id] = self._make()
+        self._drafters[request.seq_id].begin(request)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        pairs = zip(requests, limits, strict=True)
+        return [tree for request, limit in pairs for tree in self._drafters[request.seq_id].propose([request], [limit])]
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """See `Drafter.observe`."""
+        self._drafters[request.seq_id].observe(request, rows)
+
+    def end(self, request: Request) -> None:
+        """See `Drafter.end`."""
+        self._drafters.pop(request.seq_id).end(request)
+
+
 def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> Draft:
     """Return the configured method with its own options, if it drafts on tables; else `Likeliest`."""
     name, make = method_name(spec), of_method(spec)
@@ -77,7 +103,7 @@ def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> 
 
 def of_method(spec: SpeculativeConfig) -> MakeDrafter:
     """Return a maker of the method's drafter; its model is a pair's draft table, further models have other tables."""
-    build, (_, options) = plugins.load("speculant.drafting", method_name(spec)).build, build_verifiers(spec)
+    plugin, (_, options) = plugins.load("speculant.drafting", method_name(spec)), build_verifiers(spec)
 
     def make(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
         pairs = (replace(pair, seed=pair.seed + APART * number) for number in itertools.count())
@@ -91,8 +117,9 @@ def of_method(spec: SpeculativeConfig) -> MakeDrafter:
             load_draft=lambda source: TableModel(next(pairs).draft, pair.vocab_size),
             make_cache=make_cache,
         )
-        drafter: Drafter = build(context)
-        return drafter
+        drafter = complete(plugin.build(context))
+        separate = plugin.METHOD.learns and not drafter.caches
+        return Separate(lambda: complete(plugin.build(context))) if separate else drafter
 
     return make
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from speculant.drafting.base import DrafterContext, read_options
+from speculant.drafting.base import DrafterContext, no_options, read_options
 from speculant.errors import ConfigError
 from speculant.sampling.chance import KeyedChances
 
@@ -48,3 +48,9 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"'cuont'(?s:.*)did you mean 'count'"):
         read_options(context(cuont=3), Options)
+
+
+def test_a_method_without_options_takes_none() -> None:
+    no_options(context())
+    with pytest.raises(ConfigError, match="'count'"):
+        no_options(context(count=3))

@@ -32,6 +32,7 @@ def shadow_of(request: Request) -> Shadow:
         end_token_ids=request.end_token_ids,
         metrics=request.metrics,
         cache_salt=request.cache_salt,
+        prediction=request.prediction,
         tokens=list(request.tokens),
         agreed=len(request.tokens),
     )

@@ -1,0 +1,72 @@
+"""`speculant train static`: counts unigrams and bigrams, for the drafter that draws from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speculant.cli.terminal import examples, messages, print_json, progress
+from speculant.errors import ConfigError
+from speculant.models.fields import count
+from speculant.models.source import read_json, resolve_source
+
+if TYPE_CHECKING:
+    from speculant.text.tokenizer import Tokenizer
+
+EXAMPLES = examples(
+    "speculant train static README.md docs/*.md --tokenizer demo --out tables.safetensors",
+    "speculant train static outputs.jsonl --tokenizer demo --out tables.safetensors --continuations 64",
+)
+MOST_CONTINUATIONS = 1024
+
+
+def static(
+    files: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl files of token ids, one sequence a line.")],
+    tokenizer: Annotated[str, typer.Option(help="The target: a folder, a Hugging Face id or demo.")],
+    out: Annotated[Path, typer.Option(help="The file to write, in safetensors format.")],
+    continuations: Annotated[int, typer.Option(min=1, max=MOST_CONTINUATIONS, help="The most to keep per token.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as JSON.")] = False,
+) -> None:
+    """Count which token follows which, in texts like those that the target will write.
+
+    Best are the target's own outputs: `speculant generate --json` prints their token ids. The file is used by
+    speculative_config={"method": "static", "tables": FILE}.
+    """
+    outcome = _make(files, tokenizer, out, continuations)
+    if as_json:
+        print_json(outcome)
+    else:
+        messages().print(
+            f"{out}: {outcome['tokens']:,} tokens, {outcome['pairs']:,} different pairs,"
+            f" {outcome['continuations']:,} kept, {outcome['bytes'] / 2**20:.1f} MiB"
+        )
+
+
+def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
+    from speculant.drafting.tables import BigramTables
+    from speculant.text.tokenizer import Tokenizer
+    from speculant.training.bigrams import count_bigrams, read_sequences
+
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}", "make it, or name another file.")
+    folder = resolve_source(model, "target")
+    tokenizer = Tokenizer.from_folder(folder)
+    with progress("Counting"):
+        found = count_bigrams(read_sequences(files, tokenizer), _vocab_size(folder, tokenizer))
+        tables = BigramTables.of_counts(found.tokens, found.pairs, found.counts, continuations)
+        tables.save(out)
+    return {
+        "tokens": int(found.tokens.sum()),
+        "pairs": len(found.pairs),
+        "continuations": len(tables.tokens),
+        "vocab_size": len(found.tokens),
+        "bytes": out.stat().st_size,
+    }
+
+
+def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
+    """Return the rows of the model's head; a folder of a tokenizer alone has as many as tokens."""
+    config = folder / "config.json"
+    return count(read_json(config), "vocab_size") if config.exists() else tokenizer.vocab_size

@@ -1,0 +1,61 @@
+"""What one request may set about its speculation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speculant.errors import ConfigError, suggest
+
+MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
+MAX_PREDICTION = 131_072  # characters of its text, and tokens
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a request may set about its speculation; None = as the engine does.
+
+    prediction: the caller's guess of the output, text or token ids, for a method that drafts from it.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    verification: str | None = None
+    prediction: str | Sequence[int] | None = None
+
+
+KEYS = tuple(each.name for each in dataclasses.fields(Speculation))
+
+
+def read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
+    """Check the `speculation` of a request's `SamplingParams`, as far as that is possible without an engine."""
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculation={given!r} is neither a truth value nor a mapping", "use False to turn it off.")
+    for key in given:
+        if key not in KEYS:
+            raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), KEYS))
+    tokens, verifier = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"num_speculative_tokens={tokens!r} is not a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
+            "use for example 4.",
+        )
+    if not isinstance(given.get("method", ""), str):
+        raise ConfigError(f"method={given['method']!r} is not the name of a drafter", "leave it out for the usual one.")
+    if not isinstance(verifier, str):
+        raise ConfigError(f"verification={verifier!r} is not the name of a rule", 'use for example "auto".')
+    if (prediction := Speculation(**given).prediction) is not None:
+        _check_prediction(prediction)
+    return dict(given)
+
+
+def _check_prediction(given: object) -> None:
+    if not isinstance(given, str | list | tuple):
+        raise ConfigError(f"the prediction is a {type(given).__name__}", "give a text or a list of token ids.")
+    if len(given) > MAX_PREDICTION:
+        unit = "characters" if isinstance(given, str) else "tokens"
+        raise ConfigError(f"the prediction has {len(given)} {unit}, more than {MAX_PREDICTION}", "shorten it.")

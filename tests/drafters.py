@@ -1,0 +1,47 @@
+"""What drafters need that can't be made without help: files, predictions. One line each in the sets below."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from speculant.drafting.tables import BigramTables
+from speculant.params import SamplingParams
+from speculant.training.bigrams import count_bigrams
+
+Texts = tuple[tuple[int, ...], ...]  # what the target will say, or like it
+
+
+@cache
+def _tables(vocab_size: int, texts: Texts) -> str:
+    """Write tables that know some texts; return the file."""
+    found = count_bigrams(texts, vocab_size)
+    path = Path(tempfile.mkdtemp(prefix="tables-")) / "tables.safetensors"
+    BigramTables.of_counts(found.tokens, found.pairs, found.counts, continuations=8).save(path)
+    return str(path)
+
+
+OPTIONS: Mapping[str, Callable[[int, Texts], dict[str, Any]]] = {
+    "static": lambda vocab_size, texts: {"tables": _tables(vocab_size, texts)},
+}
+PREDICTED = {"prediction"}  # methods that draft from a request's prediction
+BLIND = {"random"}  # methods whose drafts are accepted by chance alone
+
+
+def options_of(method: str, vocab_size: int, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the options that a method can't do without; `texts` are what the target will say, or like it."""
+    make = OPTIONS.get(method)
+    return {} if make is None else make(vocab_size, tuple(map(tuple, texts)))
+
+
+def predicting(method: str, params: SamplingParams, answer: Sequence[int]) -> SamplingParams:
+    """Return the settings of a request whose output is `answer`, predicted with an error where the method reads it."""
+    if method not in PREDICTED:
+        return params
+    middle = len(answer) // 2
+    guess = [*answer[:middle], (answer[middle] + 1) % 2, *answer[middle + 1 :]] if answer else [0]
+    return replace(params, speculation={"prediction": guess})
