@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from speculant.kernels.native_suffix_index import open_native
 from speculant.kernels.suffix_index import Continuation, SuffixAutomaton, SuffixIndex, SuffixSettings
 from speculant.kernels.suffix_indexes import open_suffix_index
+from tests.examples import examples
 
 OpenIndex = Callable[[SuffixSettings], SuffixIndex]
 PLAIN = SuffixSettings()
@@ -81,6 +83,7 @@ class ReadThrough:
         return best
 
 
+with_examples = hypothesis_settings(max_examples=examples(400))
 texts = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=6)
 every_setting = st.builds(
     SuffixSettings,
@@ -90,6 +93,7 @@ every_setting = st.builds(
 )
 
 
+@with_examples
 @given(settings=every_setting, texts=texts, begins=st.integers(0, 63), other=st.lists(st.integers(0, 3), max_size=6))
 def test_a_continuation_is_that_of_all_occurrences(
     open_index: OpenIndex, settings: SuffixSettings, texts: list[list[int]], begins: int, other: list[int]

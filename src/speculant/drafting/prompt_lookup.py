@@ -2,7 +2,7 @@
 
 The longest match of up to `prompt_lookup_max` tokens is used, the latest of equally long ones; what followed is copied.
 The tables of a sequence (drafting/recent_match.py) take at most 220 bytes per token of its prompt and output. Proposing
-and observing take 3 to 12 microseconds a token, whatever the history (benchmarks/lookup_cost.py).
+and observing take 3 to 13 microseconds a token, whatever the history (benchmarks/lookup_cost.py).
 """
 
 from __future__ import annotations

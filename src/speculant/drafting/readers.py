@@ -71,8 +71,9 @@ class ReadingDrafter(StatelessDrafter):
 
 
 def match_score(length: int) -> float:
-    """Return the usual acceptance of a token that once followed the same `length` tokens, at least 1.
+    """Return a rough acceptance of a token that once followed the same `length` tokens, at least 1.
 
-    On Python's standard library, continued from itself, 1, 3, 8 and 22 tokens were right in 25, 45, 75 and 95 of 100.
+    On Python's standard library, copied from itself, the first token behind a match of 1, 3, 8, and 24 or more was
+    right in 22, 42, 73 and 100 of 100 (8672, 978, 142 and 60 cases); this says 33, 60, 80 and 92.
     """
     return length / (length + 2)

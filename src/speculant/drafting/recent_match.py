@@ -1,9 +1,10 @@
 """Where the end of a text occurred last, for drafters that copy what followed.
 
 For each length from `prompt_lookup_min` to `prompt_lookup_max` a table holds the latest places of strings of tokens. A
-place moves on to the next table when a later one takes its entry, for only then are both needed; until then the tokens
-themselves say how much of a longer match it is. So every place is in one table at most, and a token moves at most one
-place in each table. A token takes at most 220 bytes (110 to 130 on random tokens and on code).
+place moves on to the next table when a later one takes its entry. So every place is in one table at most, and a token
+moves at most one place in each table. The latest longest match of the text's end is an entry of its own end in one of
+the tables: a place behind L matching tokens leaves the first L tables only for a later one behind the same L tokens.
+A token takes at most 220 bytes (110 to 130 on random tokens and on code).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class RecentMatches:
 
     def __init__(self, options: LookupOptions) -> None:
         lengths = range(options.prompt_lookup_min, options.prompt_lookup_max + 1)
+        self._longest = options.prompt_lookup_max
         self._tables: list[tuple[int, dict[bytes, int]]] = [(length, {}) for length in lengths]
         self._tokens: list[int] = []
         self._packed = bytearray()  # the tokens again: the keys are cut out of them
@@ -92,21 +94,22 @@ class RecentMatches:
 
     def _find(self) -> tuple[int, int]:
         """Return the latest place of the longest match of the text's end, and its length; 0 = there is none."""
-        tokens, end = self._tokens, len(self._tokens)
-        place = matched = 0
+        end, found, longest = len(self._tokens), 0, 0
         for length, table in self._tables:
-            if length > end:
+            place = table.get(self._key(end, length)) if length <= end else None
+            if place is None or longest == self._longest:
                 break
-            if not (matched and place >= length and tokens[place - length] == tokens[end - length]):
-                other = table.get(self._key(end, length))
-                if other is None:
-                    break
-                place = other
-            matched = length
-        longest = min(place, LONGEST_SCORED)
-        while matched and matched < longest and tokens[place - matched - 1] == tokens[end - matched - 1]:
-            matched += 1
-        return place, matched
+            matched = self._matched(place, length, self._longest)
+            if matched > longest:
+                found, longest = place, matched
+        return found, self._matched(found, longest, LONGEST_SCORED)
+
+    def _matched(self, place: int, length: int, most: int) -> int:
+        """Return how many tokens before a place are those of the text's end, `length` at least and `most` at most."""
+        tokens, most = self._tokens, min(most, place)
+        while length < most and tokens[place - length - 1] == tokens[-length - 1]:
+            length += 1
+        return length
 
     def _key(self, place: int, length: int) -> bytes:
         return bytes(self._packed[TOKEN_BYTES * (place - length) : TOKEN_BYTES * place])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from speculant.drafting import ngram, prompt_lookup
@@ -17,6 +17,7 @@ from speculant.drafting.ngram import NgramDrafter
 from speculant.drafting.recent_match import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
 from speculant.errors import ConfigError
 from speculant.sampling.chance import KeyedChances
+from tests.examples import examples
 from tests.models import make_request
 
 
@@ -44,6 +45,8 @@ def drafted(matches: RecentMatches, limit: int) -> list[int]:
     return matches.draft(limit).token_list
 
 
+@settings(max_examples=examples(1000))
+@example(chunks=[[2, 1, 2, 0, 1, 2, 1, 2]], shortest=1, further=2, limit=1)
 @given(
     chunks=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8),
     shortest=st.integers(1, 4),
