@@ -36,7 +36,8 @@ class SamplingParams:
     penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all of them.
 
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
-    `speculation` overrides the engine per request: False turns it off, a mapping may set what `Speculation` has.
+    `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
+    `num_speculative_tokens`, `verification` and `prediction` (see `Speculation`).
 
     With `beam_width` nothing is sampled: the `n` best texts that a beam search of that width finds are returned,
     by the sum of their log-probabilities / length ** length_penalty, under the distribution at temperature 1.

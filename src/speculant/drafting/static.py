@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,9 +33,9 @@ METHOD = Method(default_length=2)  # a bigram hardly ever guesses three tokens
 
 @dataclass(frozen=True)
 class Options:
-    """tables: the file that `speculant train static` wrote."""
+    """tables: the file that `speculant train static` wrote, as text or a Path."""
 
-    tables: str = ""
+    tables: Any = None
 
 
 class StaticDrafter(StatelessDrafter):
@@ -66,9 +67,9 @@ class StaticDrafter(StatelessDrafter):
 def build(context: DrafterContext) -> StaticDrafter:
     """Load the tables; raises ConfigError for a file that does not fit the target."""
     path = read_options(context, Options).tables
-    if not path:
+    if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(
-            "this method drafts from tables and none are named",
+            f"this method drafts from a file of tables, and tables={path!r} names none",
             'make them by `speculant train` and set "tables": "FILE.safetensors" in speculative_config.',
         )
     tables = BigramTables.load(Path(path).expanduser(), context.vocab_size).to(context.device)

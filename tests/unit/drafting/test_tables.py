@@ -139,8 +139,9 @@ def context(**options: object) -> DrafterContext:
 
 
 def test_static_needs_its_tables(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)none are named.*speculant train"):
-        build(context())
+    for options in ({}, {"tables": ""}, {"tables": 5}):
+        with pytest.raises(ConfigError, match=r"(?s)names none.*speculant train"):
+            build(context(**options))
     tables(TEXT, vocab_size=V + 1).save(tmp_path / "t.safetensors")
     with pytest.raises(ConfigError, match="vocabulary has 6"):
         build(context(tables=str(tmp_path / "t.safetensors")))
