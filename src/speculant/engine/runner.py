@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 from torch import Tensor
@@ -22,7 +21,7 @@ class TargetOutput:
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
     None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
     whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
-    [count + tree.size, hidden] of the processed tokens and of the draft nodes.
+    [count + tree.size, hidden] of the processed tokens and of the draft nodes. nodes: see `open_nodes`.
     """
 
     item: Scheduled
@@ -30,11 +29,7 @@ class TargetOutput:
     logits: Tensor | None
     prompt_hidden: Tensor | None
     hidden: tuple[Tensor, ...] = ()
-
-    @cached_property
-    def nodes(self) -> Sequence[int]:
-        """The nodes that a next token may follow; -1 = the root."""
-        return open_nodes(self.item.request, self.tree)
+    nodes: Sequence[int] = ()
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
@@ -97,4 +92,5 @@ def _output(item: Scheduled, tree: DraftTree, hidden: Hidden, first: int, logits
         logits if item.completes else None,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
         tuple(states[first:end] for states in hidden.taps),
+        open_nodes(item.request, tree),
     )
