@@ -49,10 +49,11 @@ def forward_target(
     scheduled: Sequence[Scheduled],
     trees: Sequence[DraftTree],
     layers: Sequence[int] = (),
-) -> list[TargetOutput]:
+) -> tuple[list[TargetOutput], Tensor]:
     """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
-    layers: those whose input hidden states are wanted, see `Hidden`.
+    layers: those whose input hidden states are wanted, see `Hidden`. Returns the outputs, and the logits of all of them
+    in order.
     """
     pairs = list(zip(scheduled, trees, strict=True))
     inputs = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in pairs]
@@ -66,7 +67,7 @@ def forward_target(
     for (item, tree), first, own in zip(pairs, starts, wanted, strict=False):
         end += len(own)
         outputs.append(_output(item, tree, hidden, first, logits[end - len(own) : end]))
-    return outputs
+    return outputs, logits
 
 
 def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:

@@ -109,7 +109,12 @@ class SpEdits(Structure):
 
 def settings_array(settings: Sequence[SamplingSettings]) -> ctypes.Array[SpSamplingSettings]:
     """Return settings in the library's layout."""
-    return (SpSamplingSettings * len(settings))(*[SpSamplingSettings(*row) for row in settings])
+    return (SpSamplingSettings * len(settings)).from_buffer_copy(b"".join(map(_packed, settings)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(settings: SamplingSettings) -> bytes:
+    return bytes(SpSamplingSettings(*settings))
 
 
 class Draft(Structure):
