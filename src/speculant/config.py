@@ -59,9 +59,9 @@ class EngineConfig:
         seed: object = self.seed
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
-        _check_name("model", self.model, os.PathLike)
+        _check_name(f"model={self.model!r}", self.model, os.PathLike)
         if self.draft_model is not None:
-            _check_name("draft_model", self.draft_model, os.PathLike)
+            _check_name(f"draft_model={self.draft_model!r}", self.draft_model, os.PathLike)
         if self.speculative_config is not None:
             _check_mapping("speculative_config", self.speculative_config, '{"method": ...}')
         _check_choice("dtype", self.dtype, DTYPES)
@@ -141,9 +141,9 @@ class SpeculativeConfig:
         names = ("method", self.method), ("verification", self.verification), *(("methods", m) for m in self.methods)
         for name, value in names:
             if name != "method" or value is not None:
-                _check_name(name, value)
+                _check_name(f"{name}={value!r}", value)
         if self.model is not None:
-            _check_name("model", self.model, os.PathLike)
+            _check_name(f"model={self.model!r}", self.model, os.PathLike)
         if self.method is None and self.model is None:
             raise ConfigError(
                 "speculative_config names neither a method nor a model",
@@ -211,10 +211,10 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
 
 
-def _check_name(name: str, value: object, other: type | None = None) -> None:
-    """Check that a value is text and not empty, or of the other type."""
+def _check_name(given: str, value: object, other: type | None = None) -> None:
+    """Check that a value is text and not empty, or of the other type; `given` is what the user wrote."""
     if not isinstance(value, str if other is None else str | other) or value == "":
-        raise ConfigError(f"{name}={value!r} is not a name", f"set {name} to text that is not empty.")
+        raise ConfigError(f"{given} is not a name", f"set {given.partition('=')[0]} to text that is not empty.")
 
 
 def _check_mapping(name: str, value: object, example: str) -> None:
