@@ -19,7 +19,7 @@ from jinja2.utils import Namespace
 LEAST_BUDGET, BUDGET_PER_INPUT = 2**24, 64  # characters; for each character of the input
 MOST_ELEMENTS = 2**20  # of one value, at every level; the input may contain itself
 _MOST_INPUT = 2**24  # characters of the input that count
-MOST_STEPS, MOST_SECONDS = 10**7, 10.0  # of processor time
+MOST_STEPS, MOST_SECONDS = 10**7, 5.0  # of processor time
 _STEPS_PER_LOOK = 64  # at the clock
 _BIT = 64  # the cost of a bit of a whole number: a product takes more time than a copy
 _BUDGET = " budget"  # the variable that holds it: no template can write its name
