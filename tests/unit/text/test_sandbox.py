@@ -17,6 +17,12 @@ from speculant.errors import ModelError, RequestError, SpeculantError
 from speculant.text import costs
 from speculant.text.chat import ChatTemplate
 
+
+def nested(value: str) -> str:
+    """Return a template that prints a value which contains itself of the step before twice, after 99 steps."""
+    return "{% set x = namespace(t=1) %}{% for i in range(99) %}{% set x.t = " + value + " %}{% endfor %}{{ x.t }}"
+
+
 BOMBS = {
     "power": "{{ 10**(10**10) }}",
     "powers": "{% set x = namespace(n=2) %}{% for i in range(99) %}{% set x.n = x.n ** x.n %}{% endfor %}",
@@ -29,15 +35,12 @@ BOMBS = {
     "concatenated": "{% set x = namespace(t='a') %}{% for i in range(99) %}{% set x.t = x.t ~ x.t %}{% endfor %}",
     "captured": "{% set x = namespace(t='a') %}{% for i in range(99) %}"
     "{% set t %}{{ x.t }}{{ x.t }}{% endset %}{% set x.t = t %}{% endfor %}",
-    "nested list": "{% set x = namespace(t=1) %}{% for i in range(99) %}{% set x.t = [x.t, x.t] %}{% endfor %}",
-    "nested tuple": "{% set x = namespace(t=1) %}{% for i in range(99) %}{% set x.t = (x.t, x.t) %}{% endfor %}",
-    "nested dict": "{% set x = namespace(t=1) %}{% for i in range(99) %}{% set x.t = {1: x.t, 2: x.t} %}{% endfor %}",
-    "nested calls": "{% set x = namespace(t=1) %}{% for i in range(99) %}"
-    "{% set x.t = dict(a=x.t, b=x.t) %}{% endfor %}",
-    "nested namespace": "{% set x = namespace(t=1) %}{% for i in range(99) %}"
-    "{% set x.t = namespace(a=x.t, b=x.t) %}{% endfor %}{{ x.t }}",
-    "nested by map": "{% set x = namespace(t=[1]) %}{% for i in range(99) %}"
-    "{% set x.t = [none, none] | map('default', x.t, true) | list %}{% endfor %}{{ x.t }}",
+    "nested list": nested("[x.t, x.t]"),
+    "nested tuple": nested("(x.t, x.t)"),
+    "nested dict": nested("{1: x.t, 2: x.t}"),
+    "nested calls": nested("dict(a=x.t, b=x.t)"),
+    "nested namespace": nested("namespace(a=x.t, b=x.t)"),
+    "nested by map": nested("[none, none] | map('default', x.t, true) | list"),
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "loops with text": "{% set t %}{% for i in range(99999) %}" + "a" * 10_000 + "{% endfor %}{% endset %}",
     "macro calls": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
@@ -66,8 +69,8 @@ BOMBS = {
     "joined by filter": "{{ (['b'] * 10**6) | join('a' * 10**6) }}",
     "joined attributes": "{{ ([{'a': 'b' * 10**6}] * 10**6) | join(attribute='a') }}",
     "translated": "{{ ('a' * 10**6).translate({97: 'b' * 10**6}) }}",
-    "indented": "{{ ('\\n' * 10**6) | indent(10**6) }}",
-    "indented by text": "{{ ('\\n' * 10**6) | indent('a' * 10**6) }}",
+    "indented": "{{ ('a\\n' * 10**6) | indent(10**6) }}",
+    "indented by text": "{{ ('a\\n' * 10**6) | indent('a' * 10**6) }}",
     "indented json": "{{ ([1] * 10**6) | tojson(indent=10**6) }}",
     "separated json": "{{ ([1] * 10**6) | tojson(separators=('a' * 10**6, ':')) }}",
     "text of a list": "{{ (['a' * 10**6] * 10**6) | string }}",
