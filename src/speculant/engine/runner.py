@@ -66,7 +66,8 @@ def forward_target(
     outputs, end = list[TargetOutput](), 0
     for (item, tree), first, own in zip(pairs, starts, wanted, strict=False):
         end += len(own)
-        outputs.append(_output(item, tree, hidden, first, logits[end - len(own) : end]))
+        share = logits if len(own) == len(logits) else logits[end - len(own) : end]
+        outputs.append(_output(item, tree, hidden, first, share))
     return outputs, logits
 
 

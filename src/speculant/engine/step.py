@@ -168,19 +168,17 @@ def verify(
     """
     if not ready:
         return {}
-    nodes = [node for output in ready for node in _nodes(output, _verifier(context, output))]
+    verifiers = [verifier_for(context.verifiers[each.item.request.verifier], each.item.request) for each in ready]
+    nodes = [node for output, verifier in zip(ready, verifiers, strict=True) for node in _nodes(output, verifier)]
     probs = distribution(logits, nodes, context.sampler)
     totals = row_sums(probs)
     verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
-    for output in ready:
-        end = first + len(output.nodes)
-        verdicts[output.item.request.seq_id] = _verdict(context, output, probs[first:end], totals[first:end])
+    for output, verifier in zip(ready, verifiers, strict=True):
+        end, request = first + len(output.nodes), output.item.request
+        own = probs if len(ready) == 1 else probs[first:end]
+        verdicts[request.seq_id] = _verdict(output, verifier, own, totals[first:end], context.chances)
         first = end
     return verdicts
-
-
-def _verifier(context: StepContext, output: TargetOutput) -> Verifier:
-    return verifier_for(context.verifiers[output.item.request.verifier], output.item.request)
 
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
@@ -189,7 +187,7 @@ def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
 
 
 def _verdict(
-    context: StepContext, output: TargetOutput, probs: Tensor, totals: Sequence[float]
+    output: TargetOutput, verifier: Verifier, probs: Tensor, totals: Sequence[float], chances: Chances
 ) -> Verdict | Beams | SpeculantError:
     request, tree = output.item.request, output.tree
     if request.search is not None:
@@ -197,4 +195,4 @@ def _verdict(
     failure = failure_of(totals[0])
     if failure is not None:
         return failure
-    return verify_sound(_verifier(context, output), tree, probs, totals, context.chances.verify(request))
+    return verify_sound(verifier, tree, probs, totals, chances.verify(request))
