@@ -107,9 +107,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_args()
     arguments.model_folder = str(LLM(arguments.model, use_speculative_decoding=False)._runtime.checkpoint.folder)
-    seen = {
-        kind: {name: measure(arguments, kind, name) for name in arguments.methods} for kind in arguments.texts
-    }
+    seen = {kind: {name: measure(arguments, kind, name) for name in arguments.methods} for kind in arguments.texts}
     write(f"never_slower_batch_{arguments.batch}", PREDICTED, seen)
 
 

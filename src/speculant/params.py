@@ -91,6 +91,11 @@ class SamplingParams:
         return dataclasses.replace(self, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     @cached_property
+    def edits(self) -> bool:
+        """Whether the logits of single tokens may change before the distribution is made."""
+        return bool(self.logit_bias) or self.penalised or self.min_tokens > 0
+
+    @cached_property
     def biased(self) -> array[int]:
         """The tokens of logit_bias, in int64."""
         return array("q", self.logit_bias)

@@ -97,6 +97,10 @@ class DraftTree:
         """Return the children of a node in drawing order; -1 = the root."""
         return [child for child, parent in enumerate(self.parent_list) if parent == node]
 
+    def has_children(self, node: int) -> bool:
+        """Whether a node has children; -1 = the root."""
+        return node + 1 < self.size if self.is_chain else node in self.parent_list
+
     def tokens_to(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to `node`; empty for the root (-1)."""
         return tokens_to(node, self.token_list, self.parent_list)

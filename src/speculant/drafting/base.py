@@ -175,6 +175,17 @@ class StatelessDrafter:
         """See `Drafter.end`."""
 
 
+def listens(drafter: Drafter) -> bool:
+    """Whether a drafter does anything in `observe`."""
+    return getattr(drafter.observe, "__func__", None) is not StatelessDrafter.observe
+
+
+def is_built_in(drafter: Drafter) -> bool:
+    """Whether a drafter is one of this package, whose probs the contract tests prove."""
+    modules = type(drafter).__module__, getattr(drafter.propose, "__module__", "")
+    return all(module.startswith("speculant.drafting.") for module in modules)
+
+
 _CALLS = ("caches", "errors", "begin", "propose", "catch_up", "observe", "roll_back", "match_prefix", "end")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from operator import index
 
-from speculant.drafting.base import Drafter, DrafterNeeds, complete
+from speculant.drafting.base import Drafter, DrafterNeeds, complete, listens
 from speculant.drafting.checks import Proposals, checked_drafts
 from speculant.errors import Guard
 from speculant.types import CommittedRows, Request
@@ -24,6 +24,7 @@ class GuardedDrafter:
         self.name, self.drafter = name, complete(drafter)
         self._guard, self._count = guard, count
         self._begun: set[int] = set()
+        self._listens = listens(self.drafter)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -69,8 +70,10 @@ class GuardedDrafter:
 
         rows: makes them; it is called if the sequence has begun.
         """
-        if self.has_begun(request) and not self._succeeds(
-            lambda: self.drafter.observe(request, self._own(rows(), layers))
+        if (
+            self._listens
+            and self.has_begun(request)
+            and not self._succeeds(lambda: self.drafter.observe(request, self._own(rows(), layers)))
         ):
             self.end(request)
 

@@ -110,10 +110,10 @@ class Calibration:
             self.cache.release(request.seq_id)
 
     def _pass(self, item: Scheduled, tree: DraftTree) -> None:
-        (output,) = forward_target(self.target, self.cache, [item], [tree])
+        (output,), logits = forward_target(self.target, self.cache, [item], [tree])
         if output.logits is not None:
             nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
-            distribution(output.logits, nodes, self.sampler).argmax(-1).tolist()
+            distribution(logits, nodes, self.sampler).argmax(-1).tolist()
 
     def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
         """Return the seconds of a draft for `count` sequences, by depth."""

@@ -58,14 +58,22 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
 
 def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int) -> DraftOutcome:
     """Say what became of a draft, up to the `committed` tokens before a stop."""
-    drafted = [0] * max(tree.depths)
-    for depth in tree.depths:
-        drafted[depth - 1] += 1
+    drafted = nodes_by_depth(tree)
     accepted = min(len(verdict.path), committed)
-    reached = len(verdict.path) + bool(tree.children(verdict.path[-1] if verdict.path else -1))
+    reached = len(verdict.path) + tree.has_children(verdict.path[-1] if verdict.path else -1)
     tested = max(accepted, min(reached, committed))
     path = verdict.path[:accepted]
     return DraftOutcome(request, drafted, _ones(tested, len(drafted)), _ones(accepted, len(drafted)), path)
+
+
+def nodes_by_depth(tree: DraftTree) -> list[int]:
+    """Return how many nodes a tree has at each depth, from the root's children on."""
+    if tree.is_chain:
+        return [1] * tree.size
+    counts = [0] * max(tree.depths)
+    for depth in tree.depths:
+        counts[depth - 1] += 1
+    return counts
 
 
 def _ones(count: int, length: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -25,8 +24,8 @@ class TargetOutput:
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
     None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
     whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
-    [count + tree.size, hidden] of the processed tokens and of the draft nodes. successors: for each of `nodes`, see
-    `CommittedRows`; none unless the drafter asks for them.
+    [count + tree.size, hidden] of the processed tokens and of the draft nodes. nodes: see `open_nodes`. successors: for
+    each of `nodes`, see `CommittedRows`; none unless the drafter asks for them.
     """
 
     item: Scheduled
@@ -34,12 +33,8 @@ class TargetOutput:
     logits: Tensor | None
     prompt_hidden: Tensor | None
     hidden: tuple[Tensor, ...] = ()
+    nodes: Sequence[int] = ()
     successors: Successors = ()
-
-    @cached_property
-    def nodes(self) -> Sequence[int]:
-        """The nodes that a next token may follow; -1 = the root."""
-        return open_nodes(self.item.request, self.tree)
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
@@ -59,10 +54,11 @@ def forward_target(
     scheduled: Sequence[Scheduled],
     trees: Sequence[DraftTree],
     layers: Sequence[int] = (),
-) -> list[TargetOutput]:
+) -> tuple[list[TargetOutput], Tensor]:
     """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
-    layers: those whose input hidden states are wanted, see `Hidden`.
+    layers: those whose input hidden states are wanted, see `Hidden`. Returns the outputs, and the logits of all of them
+    in order.
     """
     pairs = list(zip(scheduled, trees, strict=True))
     inputs = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in pairs]
@@ -75,8 +71,9 @@ def forward_target(
     outputs, end = list[TargetOutput](), 0
     for (item, tree), first, own in zip(pairs, starts, wanted, strict=False):
         end += len(own)
-        outputs.append(_output(item, tree, hidden, first, logits[end - len(own) : end]))
-    return outputs
+        share = logits if len(own) == len(logits) else logits[end - len(own) : end]
+        outputs.append(_output(item, tree, hidden, first, share))
+    return outputs, logits
 
 
 def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:
@@ -102,6 +99,7 @@ def _output(item: Scheduled, tree: DraftTree, hidden: Hidden, first: int, logits
         logits if item.completes else None,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
         tuple(states[first:end] for states in hidden.taps),
+        open_nodes(item.request, tree),
     )
 
 

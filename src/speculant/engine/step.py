@@ -27,7 +27,7 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node, distribution
+from speculant.sampling.distribution import Node, distribution, row_sums
 from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
@@ -66,10 +66,10 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         drafted = time.perf_counter()
         with mark("target pass"):
             layers = context.drafters.hidden_layers
-            outputs = forward_target(context.target, context.cache, schedule.items, trees, layers)
+            outputs, logits = forward_target(context.target, context.cache, schedule.items, trees, layers)
             outputs = with_successors(outputs, context.drafters.target_top_k)
         with mark("verify"):
-            verdicts = verify(context, [each for each in outputs if each.logits is not None])
+            verdicts = verify(context, [each for each in outputs if each.logits is not None], logits)
     timing = StepTiming(started, drafted, time.perf_counter())
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
@@ -159,27 +159,27 @@ def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iter
         raise
 
 
-def verify(context: StepContext, ready: Sequence[TargetOutput]) -> dict[int, Verdict | Beams | SpeculantError]:
+def verify(
+    context: StepContext, ready: Sequence[TargetOutput], logits: Tensor
+) -> dict[int, Verdict | Beams | SpeculantError]:
     """Make the target's distributions for all sequences at once, then verify each draft; return verdicts by sequence.
 
-    The verdict of a beam search is the advanced search; a sequence whose next token has no distribution gets an error.
+    logits: those of all these sequences, in order. The verdict of a beam search is the advanced search; a sequence
+    whose next token has no distribution gets an error.
     """
     if not ready:
         return {}
-    nodes = [node for output in ready for node in _nodes(output, _verifier(context, output))]
-    logits = torch.cat([output.logits for output in ready if output.logits is not None])
+    verifiers = [verifier_for(context.verifiers[each.item.request.verifier], each.item.request) for each in ready]
+    nodes = [node for output, verifier in zip(ready, verifiers, strict=True) for node in _nodes(output, verifier)]
     probs = distribution(logits, nodes, context.sampler)
-    totals: list[float] = probs.sum(-1).tolist()
+    totals = row_sums(probs)
     verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
-    for output in ready:
-        end = first + len(output.nodes)
-        verdicts[output.item.request.seq_id] = _verdict(context, output, probs[first:end], totals[first:end])
+    for output, verifier in zip(ready, verifiers, strict=True):
+        end, request = first + len(output.nodes), output.item.request
+        own = probs if len(ready) == 1 else probs[first:end]
+        verdicts[request.seq_id] = _verdict(output, verifier, own, totals[first:end], context.chances)
         first = end
     return verdicts
-
-
-def _verifier(context: StepContext, output: TargetOutput) -> Verifier:
-    return verifier_for(context.verifiers[output.item.request.verifier], output.item.request)
 
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
@@ -188,7 +188,7 @@ def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
 
 
 def _verdict(
-    context: StepContext, output: TargetOutput, probs: Tensor, totals: Sequence[float]
+    output: TargetOutput, verifier: Verifier, probs: Tensor, totals: Sequence[float], chances: Chances
 ) -> Verdict | Beams | SpeculantError:
     request, tree = output.item.request, output.tree
     if request.search is not None:
@@ -196,4 +196,4 @@ def _verdict(
     failure = failure_of(totals[0])
     if failure is not None:
         return failure
-    return verify_sound(_verifier(context, output), tree, probs, totals, context.chances.verify(request))
+    return verify_sound(verifier, tree, probs, totals, chances.verify(request))

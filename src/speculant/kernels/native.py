@@ -109,7 +109,12 @@ class SpEdits(Structure):
 
 def settings_array(settings: Sequence[SamplingSettings]) -> ctypes.Array[SpSamplingSettings]:
     """Return settings in the library's layout."""
-    return (SpSamplingSettings * len(settings))(*[SpSamplingSettings(*row) for row in settings])
+    return (SpSamplingSettings * len(settings)).from_buffer_copy(b"".join(map(_packed, settings)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(settings: SamplingSettings) -> bytes:
+    return bytes(SpSamplingSettings(*settings))
 
 
 class Draft(Structure):
@@ -156,7 +161,10 @@ class Kernels:
         return Weight(memory, type_, n, k)
 
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
-        """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel, the first at an address."""
+        """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel, the first at an address.
+
+        For the quantised types the rows must be finite.
+        """
         rows, (n, k) = rows.detach().contiguous(), rows.shape
         source = TYPES[rows.dtype]
         self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), n, k, step, address)

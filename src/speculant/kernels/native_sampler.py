@@ -28,6 +28,8 @@ class NativeSampler:
         """See `Sampler.distribution`."""
         if logits.dtype == torch.float64:
             return REFERENCE.distribution(logits, settings, edits)
+        if not any(edits):
+            return self.kernels.probs(logits.float(), settings, 0)
         native = NativeEdits(edits)
         return self.kernels.probs(own_scores(logits, edits), settings, native.address)
 

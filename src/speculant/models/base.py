@@ -208,10 +208,11 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         tokens += [*sequence.tokens, *sequence.tree.token_list]
         positions += [*range(slots.start, root + 1), *(root + depth for depth in sequence.tree.depths)]
         slot_mapping += slots.slots
+    rows = ids(tokens), ids(positions), ids(slot_mapping)
+    if device.type != "cpu":
+        rows = rows[0].to(device), rows[1].to(device), rows[2].to(device)
     return Batch(
-        ids(tokens).to(device),
-        ids(positions).to(device),
-        ids(slot_mapping).to(device),
+        *rows,
         tuple(segments),
         cache.block_size,
         _stack(embeddings).to(device) if embeddings else None,

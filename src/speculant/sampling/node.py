@@ -30,8 +30,10 @@ class Node:
     @property
     def edited(self) -> bool:
         """Whether the logits of single tokens change before the distribution is made."""
-        params = self.params
-        return bool(params.logit_bias) or params.penalised or self.ends_banned or self.request.constraint is not None
+        if self.request.constraint is not None:
+            return True
+        params = self.request.params
+        return params.edits and (bool(params.logit_bias) or params.penalised or self.ends_banned)
 
     @property
     def ends_banned(self) -> bool:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
 
 from speculant.errors import Converts, ModelError, RequestError
+from speculant.text.costs import Budget
+from speculant.text.sandbox import BoundedEnvironment
 
 _REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt."
 
 
 class ChatTemplate:
-    """A compiled chat template. It can neither change its arguments nor access anything else."""
+    """A compiled chat template. It can neither change its arguments nor access anything else.
+
+    The text, memory and time that it can use are bounded; see speculant.text.sandbox for what is not.
+    """
 
     def __init__(self, source: str) -> None:
         """Compile the template. Raises ModelError when it is not valid Jinja."""
@@ -33,11 +39,13 @@ class ChatTemplate:
                 raise ModelError(problem, _REPAIR) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
-        """Return the prompt text of a conversation. Raises RequestError with the template's own reason."""
+        """Return the prompt text of a conversation.
+
+        Raises RequestError with the template's own reason, ModelError if the template does what the sandbox forbids.
+        """
+        given = {"tools": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **{"tools": None, **variables}
-            )
+            return self._template.render({**given, **Budget(given).variables()})
         except SecurityError as error:
             raise ModelError(
                 f"the chat template tried what a template must not do: {error}", "do not trust this checkpoint."
@@ -89,12 +97,10 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> BoundedEnvironment:
     """Return the environment that Hugging Face templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.bound_filter("tojson", _to_json, _json_cost)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -111,9 +117,21 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _json_cost(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the characters of a value's JSON, if all that is given is used as indent and as separator."""
+    given = [*args, *kwargs.values()]
+    widths = [each if isinstance(each, int) else budget.text(each) for each in given]
+    return budget.text(value, indent=max([0, *widths]))
+
+
+@pass_context
+def _raise_exception(context: Context, message: object) -> None:
+    budget = Budget.of(context)
+    budget.charge(budget.text(message))
+    raise jinja2.TemplateError(str(message))
 
 
 def _strftime_now(pattern: str) -> str:
+    if re.search(r"%[^A-Za-z%]*\d{3}", pattern):
+        raise SecurityError("it formats the date with a width above 99")
     return datetime.now().strftime(pattern)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from speculant.errors import Converts, ModelError, PairError, RequestError
 from speculant.files import read_optional_json
 from speculant.text.chat import ChatTemplate, find_template
+from speculant.text.growth import check_growth
 
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
@@ -39,6 +40,7 @@ class Tokenizer:
         }
         backend, template = _load_backend(folder), find_template(folder, settings)
         with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
+            check_growth(backend)
             tokenizer = cls(backend, settings, template)
             _ = tokenizer.special_ids, tokenizer.decoder_settings, tokenizer.vocab_size
         return tokenizer

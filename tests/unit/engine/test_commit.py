@@ -63,7 +63,7 @@ class Round:
     def commit(self, path: tuple[int, ...], token: int, max_model_len: int = 100, now: float = 1.0) -> Committed:
         logits = random_logits(self.tree.size + 1)
         item = Scheduled(self.request, len(self.request.tokens) - 1, 1)
-        fed = TargetOutput(item, self.tree, logits, None)
+        fed = TargetOutput(item, self.tree, logits, None, nodes=range(-1, self.tree.size))
         return commit(fed, Verdict(path, token), self.cache, max_model_len, now)
 
 
