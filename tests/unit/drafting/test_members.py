@@ -46,7 +46,8 @@ def announcing(**needs: Any) -> Member:
 def test_members_are_named_or_mapped_with_their_options() -> None:
     built = build_members(context(), ["ngram", {"method": "ngram", "max_order": 2, "min_order": 2}])
     assert [each.method for each in built] == ["ngram", "ngram"]
-    assert [each.drafter._options.max_order for each in built] == [4, 2]  # type: ignore[attr-defined]
+    readers = [each.drafter._make(make_request([1])) for each in built]  # type: ignore[attr-defined]
+    assert [reader._longest for reader in readers] == [3, 1]
     assert [each.usual_nodes for each in built] == [4, 4]
 
 
