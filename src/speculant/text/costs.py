@@ -29,9 +29,12 @@ _ATTRIBUTES = "_Namespace__attrs"
 _WIDE = re.compile(r"[0-9]{5}|[{*]")  # a width of 10,000 or more, or one that is computed
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?([^A-Za-z%(]*)[A-Za-z%]")  # of the operator %: its width and precision
 _NESTED_KEY = re.compile(r"%\([^()]*\(")
-_KEEPING_FILTERS = re.compile(  # they return parts of their input, not its text
-    "abs|attr|batch|count|d|default|dictsort|first|float|groupby|int|items|last|length|list|map"
-    "|max|min|random|reject|rejectattr|reverse|round|select|selectattr|slice|sort|sum|unique"
+_KEEPING_FILTERS = frozenset(  # they return parts of their input, not its text
+    [
+        *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
+        *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round"),
+        *("select", "selectattr", "slice", "sort", "sum", "unique"),
+    ]
 )
 
 
@@ -137,7 +140,7 @@ def filter_cost(name: str, budget: Budget, value: Any, *args: Any, **kwargs: Any
         return budget.text(value) + lines * max([4, *map(_width, given)])
     if name in ("batch", "slice", "round"):
         return _BIT * sum(map(_width, given))
-    return 0 if _KEEPING_FILTERS.fullmatch(name) or isinstance(value, str) else budget.text(value)
+    return 0 if name in _KEEPING_FILTERS or isinstance(value, str) else budget.text(value)
 
 
 def method_cost(budget: Budget, receiver: Any, name: str, args: tuple[Any, ...]) -> int:
