@@ -4,7 +4,7 @@
 
 Texts, greedy: "edit" repeats a prompt of code with changes; "completion" continues openings of code; "unseen" continues
 random tokens. Engines run in turn, round by round; a figure is the median over rounds of tokens per second over those
-of plain decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain included.
+of plain decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too.
 """
 
 from __future__ import annotations
