@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.runner import forward_target
+from speculant.errors import Guard
 from speculant.kernels.base import Sampler
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
@@ -83,11 +85,17 @@ class Calibration:
 
     @torch.inference_mode()
     def _measure(self) -> dict[str, Any]:
-        drafts: dict[str, dict[int, dict[int, float]]] = {}
+        guard, drafts = Guard(logger, "and its drafts count as free"), dict[str, dict[int, dict[int, float]]]()
+        counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
         for method, drafter in self.drafters.items():
-            counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
-            drafts[method] = {count: self._drafts(drafter, count) for count in counts}
+            curves = dict[int, dict[int, float]]()
+            measure = partial(self._measure_drafts, drafter, counts, curves)
+            if guard.succeeds(f"drafter {method!r}", measure):
+                drafts[method] = curves
         return {"passes": self._passes(), "drafts": drafts}
+
+    def _measure_drafts(self, drafter: Drafter, counts: Sequence[int], curves: dict[int, dict[int, float]]) -> None:
+        curves.update({count: self._drafts(drafter, count) for count in counts})
 
     def _passes(self) -> dict[int, float]:
         """Return the seconds of a pass and its distributions, by rows."""

@@ -1,0 +1,85 @@
+"""Costs are measured on the engine's own parts, kept on disk, and measured again if the file is damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculant import LLM, SamplingParams
+from speculant.drafting import draft_model
+from speculant.engine import calibration
+from tests.models import Checkpoints
+
+ADAPTIVE = {"draft_length": "adaptive"}
+
+
+def _fail(*arguments: Any) -> Any:
+    raise RuntimeError("no")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.05)
+    return tmp_path / "speculant" / "costs"
+
+
+def engine(checkpoints: Checkpoints, **arguments: Any) -> LLM:
+    return LLM(checkpoints.target, checkpoints.near, dtype="float64", speculative_config=ADAPTIVE, **arguments)
+
+
+def test_calibration_leaves_the_engine_as_it_was(checkpoints: Checkpoints, kept: Path) -> None:
+    llm = engine(checkpoints)
+    assert llm.engine.metrics.steps == llm.engine.metrics.drafter_errors == 0
+    llm.engine.check()
+    for cache in (llm.engine._context.cache, *llm.engine._drafters.caches):
+        assert cache.free_tokens() == cache.num_blocks * cache.block_size
+    plain = LLM(checkpoints.target, dtype="float64").generate("def f", SamplingParams(temperature=0, max_tokens=24))
+    drafted = llm.generate("def f", SamplingParams(temperature=0, max_tokens=24))
+    assert drafted[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+
+
+def test_calibration_is_kept_and_read_again(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(checkpoints)
+    (file,) = kept.glob("*.json")
+    assert {"1", "2", "8"} <= json.loads(file.read_text())["passes"].keys()
+    monkeypatch.setattr(calibration, "timed", lambda run, sizes: pytest.fail("it was measured again"))
+    engine(checkpoints)
+
+
+DAMAGED = ["", "[]", "{", '{"passes": {}, "drafts": {}}', '{"passes": {"1": -1}, "drafts": {}}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_calibration_that_is_damaged_is_made_again(checkpoints: Checkpoints, kept: Path, content: str) -> None:
+    engine(checkpoints)
+    (file,) = kept.glob("*.json")
+    file.write_text(content)
+    engine(checkpoints)
+    assert json.loads(file.read_text())["passes"]["1"] > 0
+
+
+def test_calibration_survives_a_drafter_that_fails(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model.ModelDrafter, "propose", _fail)
+    llm = engine(checkpoints)
+    assert llm.generate("def f", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].finish_reason == "length"
+
+
+def test_calibration_works_without_a_place_to_keep_it(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert engine(checkpoints).speculating
+
+
+def test_calibration_keeps_a_bounded_number_of_files(tmp_path: Path) -> None:
+    for index in range(calibration.MOST_FILES + 5):
+        calibration.write_curves(tmp_path / f"{index}.json", {"passes": {1: 1.0}, "drafts": {}})
+    assert len([*tmp_path.glob("*.json")]) == calibration.MOST_FILES
