@@ -54,7 +54,7 @@ class Work:
         return PROMPTS[:: self.every]
 
 
-REDUCED, FULL = Work(every=7, tokens=24), Work(every=1, tokens=128)
+REDUCED, FULL = Work(every=7, tokens=24), Work(every=3, tokens=64)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
