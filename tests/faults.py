@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from speculant.drafting import draft_model
+from speculant.drafting.growth import drafter
 from speculant.models.base import CausalLM, Chain
 from speculant.types import DraftTree
 from speculant.verification import rejection
@@ -26,7 +26,7 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_flatter_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a draft model report, of chains, distributions that are flatter than those that it drew from."""
-    draw = draft_model.grow
+    draw = drafter.grow
 
     def flatter(model: CausalLM, chains: Sequence[Chain], *rest: Any) -> None:
         draw(model, chains, *rest)
@@ -35,4 +35,4 @@ def report_flatter_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
                 weights = chain.probs**0.3
                 chain.probs = weights / weights.sum(-1, keepdim=True)
 
-    monkeypatch.setattr(draft_model, "grow", flatter)
+    monkeypatch.setattr(drafter, "grow", flatter)
