@@ -123,7 +123,7 @@ def check_identity(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
@@ -140,7 +140,7 @@ def test_text_is_identical_in_float64_in_full(drafter: str, distribution: str, s
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])
