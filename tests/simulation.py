@@ -22,7 +22,7 @@ class World:
 
     pass_s: seconds of a pass by its rows. token_s: seconds per drafted token of a chain, however many sequences.
     alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the
-    drafter says of it; None = nothing.
+    drafter says of it; None = nothing. first_scored: only the first steps have scores, so many.
     """
 
     pass_s: Callable[[int], float]
@@ -30,6 +30,7 @@ class World:
     alpha: Callable[[int], float]
     score: Callable[[float], float] | None = None
     noise: float = 0.0
+    first_scored: int | None = None
     seed: int = 0
     time: float = 0.0
     tokens: int = 0
@@ -42,7 +43,9 @@ class World:
         """Return tokens per second over some steps of a batch."""
         requests = [make_request([1], [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)]
         lengths = [0] * batch
-        for _ in range(steps):
+        for step in range(steps):
+            if step == self.first_scored:
+                self.score = None
             items = [Scheduled(request, len(request.tokens) - 1, 1) for request in requests]
             schedule = Schedule(items, None, 10**6, [], [])  # type: ignore[arg-type]
             chosen = policy.choose(schedule)

@@ -18,6 +18,7 @@ import pytest
 from speculant import LLM, RequestOutput, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
 from tests.drafters import BLIND, options_of, predicting
+from tests.examples import examples
 
 STEMS = [
     "def read(path):", "class Stack:", "import os\nimport sys\n", "for name in names:", "def main(argv=None):",
@@ -177,11 +178,12 @@ def test_text_is_identical_on_the_native_kernels_in_full(
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])
 def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) -> None:
     """The first token that differs is one that the plain run held for as likely, up to `near` nats."""
-    distributions = [SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)] * 5
+    prompts = PROMPTS[::5][: examples(10)]
+    distributions = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)] * len(prompts)
     plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, kernels="reference").generate(
-        PROMPTS[::10], distributions
+        prompts, distributions
     )
-    drafted = speculative("draft_model", 4, 8, dtype=dtype, kernels="reference").generate(PROMPTS[::10], distributions)
+    drafted = speculative("draft_model", 4, 8, dtype=dtype, kernels="reference").generate(prompts, distributions)
     for one, other in zip(plain, drafted, strict=True):
         chosen, entries = one.outputs[0].token_ids, one.outputs[0].logprobs or []
         for mine, token, entry in zip(chosen, other.outputs[0].token_ids, entries, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant import plugins
@@ -68,8 +68,14 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     drafters = build_drafters(config, target, tokenizer, memory.make)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
+    facts = str(replace(config, seed=0))  # costs do not depend on the seed
     measured = Calibration(
-        target.model, cache, sampler, drafters.known, limits, (str(config), target.kernels, str(target.folder))
+        target.model,
+        cache,
+        sampler,
+        drafters.known,
+        limits,
+        (facts, target.kernels, str(target.folder)),
     )
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),

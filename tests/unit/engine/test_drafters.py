@@ -15,6 +15,7 @@ from speculant.errors import ConfigError, DraftError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
+from speculant.scheduling.draft_length.base import ScoredDraft
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks
@@ -261,6 +262,30 @@ def test_drafters_beam_draft_without_a_limit_is_not_run() -> None:
         found = rig.add((0, 1, 2, 3, 1, 2, 1), search, "search")
         for index in range(3):
             rig.add((index, 1), SamplingParams(temperature=0, max_tokens=20), f"other {index}", priority=-1)
+        rig.finish()
+        texts.append([request.output for request in found])
+    assert texts[0] == texts[1]
+
+
+def test_drafters_beam_draft_is_not_cut_by_its_scores() -> None:
+    class Scored(StatelessDrafter):
+        needs = DrafterNeeds(nodes_per_beam=1)
+
+        def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+            return [self._draft(each) for each in requests]
+
+        def _draft(self, request: Request) -> DraftTree:
+            live = request.search.beams.live_tree if request.search else DraftTree.empty()
+            return DraftTree.of(live.token_list, live.parent_list, scores=[0.0] * live.size)
+
+    class CutsShort(Fixed):
+        def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
+            return [1] * len(drafts)
+
+    texts = []
+    for drafter in (None, Scored()):
+        rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=CutsShort(2))
+        found = rig.add((0, 1), SamplingParams(temperature=0, max_tokens=8, beam_width=3, n=3), "search")
         rig.finish()
         texts.append([request.output for request in found])
     assert texts[0] == texts[1]

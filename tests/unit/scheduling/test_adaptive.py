@@ -85,3 +85,12 @@ def test_adaptive_learns_from_costs_that_were_wrong() -> None:
     wrong = Adaptive(16, StepCosts(CostCurve({1: 1.0, 64: 1.0}), {"some": drafts}))
     best = max(setting.world().run(Fixed(length), 1, STEPS) for length in LENGTHS)
     assert setting.world().run(wrong, 1, STEPS) >= 0.85 * best
+
+
+def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:
+    """A method may give scores to some drafts alone, as one that combines others does."""
+    useless = Setting(lambda place: 0.0, 0.03, lambda alpha: 0.5)
+    world = useless.world()
+    world.first_scored = 5
+    plain = useless.world().run(Fixed(0), 1, STEPS)
+    assert world.run(useless.adaptive(), 1, STEPS) >= 0.95 * plain

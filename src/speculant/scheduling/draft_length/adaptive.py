@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -79,7 +79,8 @@ class Adaptive:
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance, self._planned = Acceptance(), _Planned()
         self._trials: dict[str, _Trials] = {}
-        self._scored: set[str] = set()  # methods whose drafts carry scores
+        self._scored: set[str] = set()  # methods of which a draft had scores
+        self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
@@ -117,6 +118,7 @@ class Adaptive:
             method = str(outcome.request.drafter)
             tests = [bool(accepted) for accepted in outcome.accepted[: sum(outcome.tested)]]
             draft = self._planned.scores.get(outcome.request)
+            (self._unscored.add if draft is None else self._unscored.discard)(outcome.request)
             self._acceptance[method].observe(outcome.request, tests, tested_scores(draft, outcome, len(tests)))
             trials = self._trials.get(method)
             if trials is not None and trials.probing:
@@ -132,8 +134,18 @@ class Adaptive:
     def _lengths(self, method: str, items: Sequence[Scheduled], rows: int) -> list[int]:
         """Choose the lengths of one method's sequences."""
         most = [self._most(item.request) for item in items]
-        if method in self._scored:
-            return most  # its drafts are cut by their scores
+        if method not in self._scored:
+            return self._joint_lengths(method, items, most, rows)
+        unscored = [place for place, item in enumerate(items) if item.request in self._unscored]
+        lengths = list(most)  # drafts with scores are cut by them
+        if unscored:
+            own = [items[place] for place in unscored], [most[place] for place in unscored]
+            for place, length in zip(unscored, self._joint_lengths(method, *own, rows), strict=True):
+                lengths[place] = length
+        return lengths
+
+    def _joint_lengths(self, method: str, items: Sequence[Scheduled], most: Sequence[int], rows: int) -> list[int]:
+        """Choose the lengths of drafts without scores."""
 
         def seconds(nodes: Integers, depths: Integers, sequences: Integers) -> Floats:
             return self._pass_s(nodes) + self._costs.draft_s(method, sequences, depths)

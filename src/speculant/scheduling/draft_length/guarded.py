@@ -31,9 +31,13 @@ class GuardedLength:
         return [0] * len(schedule.items)
 
     def trim(self, requests: Sequence[Request], drafts: Sequence[DraftTree]) -> list[DraftTree]:
-        """Cut the deterministic drafts that have scores; whatever the policy does wrong keeps them whole."""
+        """Cut the deterministic drafts that have scores; whatever the policy does wrong keeps them whole.
+
+        Drafts of a beam search stay whole: they begin with its live hypotheses, which the step has to compute.
+        """
         choose = getattr(self._policy, "trim", None)
         places = [place for place, draft in enumerate(drafts) if draft.scores is not None and draft.probs is None]
+        places = [place for place in places if requests[place].search is None]
         if choose is None or not places:
             return list(drafts)
         seen = [ScoredDraft(requests[place], drafts[place].scores or (), drafts[place].parent_list) for place in places]
