@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass
@@ -64,8 +64,7 @@ class SpeculationMetrics:
 _RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
 
 
-@dataclass(frozen=True)
-class StepTiming:
+class StepTiming(NamedTuple):
     """Times of a step's stages: readings of `time.perf_counter`, in seconds."""
 
     started: float

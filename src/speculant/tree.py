@@ -42,8 +42,10 @@ class DraftTree:
         scores: Sequence[float] | None = None,
     ) -> DraftTree:
         """Make a tree of integers."""
-        tree = cls.__new__(cls)
-        vars(tree).update(token_list=_integers(tokens), parent_list=_integers(parents), probs=probs, scores=scores)
+        tree, values = cls.__new__(cls), _integers(tokens)
+        vars(tree).update(
+            token_list=values, size=len(values), parent_list=_integers(parents), probs=probs, scores=scores
+        )
         return tree
 
     def __getattr__(self, name: str) -> Tensor:
@@ -60,7 +62,7 @@ class DraftTree:
         """Return the tree of no nodes: plain decoding."""
         return DraftTree.chain([])
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of nodes."""
         return len(self.token_list)
@@ -83,7 +85,7 @@ class DraftTree:
     @cached_property
     def depths(self) -> list[int]:
         """Each node's distance from the root, 1 for its children."""
-        return depths_of(self.parent_list)
+        return list(range(1, self.size + 1)) if self.is_chain else depths_of(self.parent_list)
 
     def first(self, count: int) -> DraftTree:
         """Return the tree of the first `count` nodes; it is this one if that is all."""
@@ -95,6 +97,8 @@ class DraftTree:
 
     def children(self, node: int) -> list[int]:
         """Return the children of a node in drawing order; -1 = the root."""
+        if self.is_chain:
+            return [node + 1] if node + 1 < self.size else []
         return [child for child, parent in enumerate(self.parent_list) if parent == node]
 
     def has_children(self, node: int) -> bool:
@@ -103,7 +107,7 @@ class DraftTree:
 
     def tokens_to(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to `node`; empty for the root (-1)."""
-        return tokens_to(node, self.token_list, self.parent_list)
+        return self.token_list[: node + 1] if self.is_chain else tokens_to(node, self.token_list, self.parent_list)
 
     def child(self, node: int, token: int) -> int | None:
         """Return the first child of a node (-1 = the root) with a token, if there is one."""

@@ -61,7 +61,7 @@ class PagedBlockManager:
         moves = self._rearrange(held, start, (), shared) if shared else NO_MOVES
         self._extend(held, end)
         held.length = end
-        return Slots(seq_id, start, self._slots(held, range(start, end)), moves)
+        return Slots(seq_id, start, self._consecutive_slots(held, start, end), moves)
 
     def plan(self) -> PagedPlan:
         """See `BlockManager.plan`."""
@@ -184,8 +184,9 @@ class PagedBlockManager:
 
     def _shared(self, held: _Sequence, start: int, end: int) -> list[int]:
         """Return which held blocks, by index in the table, are touched by positions start to end and not writable."""
-        touched = range(start // self.block_size, min(self._num_blocks_for(end), len(held.blocks)))
-        return [index for index in touched if not self._pool.is_writable(held.blocks[index])]
+        size, blocks, pool = self.block_size, held.blocks, self._pool
+        touched = range(start // size, min(-(-end // size), len(blocks)))
+        return [index for index in touched if not pool.is_writable(blocks[index])] if touched else []
 
     def _rearrange(self, held: _Sequence, base: int, kept: Sequence[int], shared: Sequence[int]) -> Moves:
         """Copy on write: replace the `shared` blocks from `base` on by new ones; return the slots to move.
@@ -225,6 +226,16 @@ class PagedBlockManager:
         size, blocks = self.block_size, held.blocks
         return [blocks[position // size] * size + position % size for position in positions]
 
+    def _consecutive_slots(self, held: _Sequence, start: int, end: int) -> list[int]:
+        """Return the slots of positions start to end - 1, block by block."""
+        size, slots = self.block_size, list[int]()
+        while start < end:
+            index = start // size
+            stop, shift = min(end, (index + 1) * size), (held.blocks[index] - index) * size
+            slots += range(start + shift, stop + shift)
+            start = stop
+        return slots
+
     def _num_blocks_for(self, n: int) -> int:
         return -(-n // self.block_size)
 
@@ -235,21 +246,21 @@ class PagedPlan:
     def __init__(self, manager: PagedBlockManager) -> None:
         self._manager = manager
         self._num_free = manager.free_tokens() // manager.block_size
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, tuple[int, int]] = {}  # positions, and the blocks that they need
 
     def room(self, seq_id: int) -> int:
         """See `ReservationPlan.room`."""
-        taken = self._taken.get(seq_id, 0)
-        return self._manager.most(seq_id, self._num_free + self._manager.missing(seq_id, taken)) - taken
+        taken, blocks = self._taken.get(seq_id, (0, 0))
+        return self._manager.most(seq_id, self._num_free + blocks) - taken
 
     def take(self, seq_id: int, n: int) -> bool:
         """See `ReservationPlan.take`."""
-        taken = self._taken.get(seq_id, 0)
-        more = self._manager.missing(seq_id, taken + n) - self._manager.missing(seq_id, taken)
-        if more > self._num_free:
+        taken, blocks = self._taken.get(seq_id, (0, 0))
+        needed = self._manager.missing(seq_id, taken + n)
+        if needed - blocks > self._num_free:
             return False
-        self._num_free -= more
-        self._taken[seq_id] = taken + n
+        self._num_free -= needed - blocks
+        self._taken[seq_id] = taken + n, needed
         return True
 
 

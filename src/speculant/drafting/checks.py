@@ -20,7 +20,6 @@ def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab
     trees = drafter.propose([request for request, _ in pairs], [limit for _, limit in pairs])
     if len(trees) != len(pairs):
         raise DraftError(f"{len(trees)} drafts came for {len(pairs)} sequences", "return one for each.")
-    foreign = not is_built_in(drafter)
     for (request, limit), tree in zip(pairs, trees, strict=True):
         if request.search is None:
             check_draft(tree, limit, vocab_size, drafter.needs.emits_tree)
@@ -28,7 +27,7 @@ def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab
             live = request.search.beams.live_tree
             check_draft(tree, live.size + limit, vocab_size, branches=True)
             check_extends(tree, live)
-        if foreign and tree.size and tree.probs is not None:
+        if tree.probs is not None and tree.size and not is_built_in(drafter):
             check_probs(tree, tree.probs)
     return {request.seq_id: tree for (request, _), tree in zip(pairs, trees, strict=True)}
 
@@ -52,10 +51,11 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
         raise DraftError(
             f"a draft has the tokens {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}", "use known ids."
         )
-    if not all(-1 <= parent < node for node, parent in enumerate(parents)):
-        raise DraftError("a draft has a node before its parent", "put parents before their children.")
-    if not (branches or tree.is_chain):
-        raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
+    if not tree.is_chain:
+        if not all(-1 <= parent < node for node, parent in enumerate(parents)):
+            raise DraftError("a draft has a node before its parent", "put parents before their children.")
+        if not branches:
+            raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
     if tree.scores is not None and (len(tree.scores) != tree.size or not all(0 <= score <= 1 for score in tree.scores)):
         raise DraftError(
             f"a draft of {tree.size} nodes has the scores {tree.scores!r}", "give one from 0 to 1 for each."

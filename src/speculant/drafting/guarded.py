@@ -21,7 +21,8 @@ class GuardedDrafter:
     """
 
     def __init__(self, name: str, drafter: Drafter, guard: Guard, count: Callable[[int], None]) -> None:
-        self.name, self.drafter = name, complete(drafter)
+        self.drafter = complete(drafter)
+        self._described = f"drafter {name!r}"
         self._guard, self._count = guard, count
         self._begun: set[int] = set()
         self._listens = listens(self.drafter)
@@ -108,7 +109,7 @@ class GuardedDrafter:
     def _succeeds(self, call: Callable[[], object]) -> bool:
         """Make a call of the drafter; count its errors and say whether it raised nothing."""
         before = self.drafter.errors
-        succeeds = self._guard.succeeds(f"drafter {self.name!r}", call)
+        succeeds = self._guard.succeeds(self._described, call)
         if errors := self.drafter.errors - before + (not succeeds):
             self._count(errors)
         return succeeds

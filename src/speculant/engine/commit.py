@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from speculant.beams import Beams, Hypothesis, common_prefix
 from speculant.cache.base import KVCache
@@ -19,8 +19,7 @@ from speculant.types import DraftTree, Request, StepOutput, Verdict
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """The tokens a request gained in one step, and what the caller gets of them.
 
     A beam search has no outputs until it is over, and then those of its siblings too. left: its text does not continue

@@ -20,14 +20,14 @@ from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 
 
-def failure_of(total: float) -> SpeculantError | None:
-    """Return what is wrong with a row of `distribution` that has this sum; None if nothing is."""
-    if total == 0:
+def failure_of(largest: float) -> SpeculantError | None:
+    """Return what is wrong with a row of `distribution` whose largest probability this is; None if nothing is."""
+    if largest == 0:
         return RequestError(
             "no token is possible: all are banned by the constraint, logit_bias or min_tokens, or by the model itself",
             "allow at least one token in every place.",
         )
-    return None if math.isfinite(total) else not_finite()
+    return None if math.isfinite(largest) else not_finite()
 
 
 def not_finite() -> SpeculantError:
@@ -37,9 +37,9 @@ def not_finite() -> SpeculantError:
     )
 
 
-def verify_sound(verifier: Verifier, tree: DraftTree, p: Tensor, totals: Sequence[float], chance: Chance) -> Verdict:
-    """Verify a tree by the rows of p [n + 1, V] that are distributions, as the root's is; `totals` are their sums."""
-    failed = {node for node in range(tree.size) if failure_of(totals[1 + node])}
+def verify_sound(verifier: Verifier, tree: DraftTree, p: Tensor, maxima: Sequence[float], chance: Chance) -> Verdict:
+    """Verify a tree by the rows of p [n + 1, V] that are distributions, as the root's is; see `row_maxima`."""
+    failed = {node for node in range(tree.size) if not 0 < maxima[1 + node] < math.inf}
     if not failed:
         return verifier.verify(tree, p, chance)
     nodes = _not_below(tree, failed)
@@ -73,7 +73,7 @@ def _only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
 
 
 def advance_sound(
-    beams: Beams, tree: DraftTree, nodes: Sequence[int], probs: Tensor, totals: Sequence[float]
+    beams: Beams, tree: DraftTree, nodes: Sequence[int], probs: Tensor, maxima: Sequence[float]
 ) -> Beams | SpeculantError:
     """Advance a search by the probs [len(nodes), V] after nodes of a tree, -1 = the root.
 
@@ -81,7 +81,7 @@ def advance_sound(
     waits for the next pass.
     """
     ranked = dict(zip(nodes, rank(probs, beams.width, beams.end_token_ids), strict=True))
-    finite = {node: ranked[node] for node, total in zip(nodes, totals, strict=True) if math.isfinite(total)}
+    finite = {node: ranked[node] for node, largest in zip(nodes, maxima, strict=True) if math.isfinite(largest)}
     scored = beams.scored_by(tree, finite)
     if len(finite) < len(ranked) and beams.scored_by(tree, ranked).keys() - scored.keys():
         return not_finite()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from speculant.types import DraftTree, Request, Successors
 GROUP = 64  # neighbouring logits of which only the largest is ranked at first
 
 
-@dataclass(frozen=True)
-class TargetOutput:
+class TargetOutput(NamedTuple):
     """One sequence's share of a pass.
 
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
@@ -66,12 +65,12 @@ def forward_target(
     starts = [0, *accumulate(item.count + tree.size for item, tree in pairs)]
     wanted = [_wanted_rows(item, tree, first) for (item, tree), first in zip(pairs, starts, strict=False)]
     rows = [row for own in wanted for row in own]
-    chosen = hidden.last if len(rows) == len(hidden.last) else hidden.last[rows]
+    chosen = hidden.last if len(rows) == hidden.last.shape[0] else hidden.last[rows]
     logits = model.logits(chosen) if rows else chosen
     outputs, end = list[TargetOutput](), 0
     for (item, tree), first, own in zip(pairs, starts, wanted, strict=False):
         end += len(own)
-        share = logits if len(own) == len(logits) else logits[end - len(own) : end]
+        share = logits if len(own) == logits.shape[0] else logits[end - len(own) : end]
         outputs.append(_output(item, tree, hidden, first, share))
     return outputs, logits
 
@@ -113,7 +112,7 @@ def _with_successors(output: TargetOutput, count: int) -> TargetOutput:
         return output
     fed = [output.item.tokens[-1] if node < 0 else output.tree.token_list[node] for node in output.nodes]
     best: list[list[int]] = top_tokens(output.logits, count).tolist()
-    return replace(output, successors=list(zip(fed, best, strict=True)))
+    return output._replace(successors=list(zip(fed, best, strict=True)))
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:

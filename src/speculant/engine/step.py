@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node, distribution, row_sums
+from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
@@ -74,7 +74,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
     outcomes = [each.outcome for each in committed if each.outcome is not None]
-    context.draft_length.observe(outcomes, replace(timing, committed=time.perf_counter()))
+    context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
     return committed, timing
 
 
@@ -172,12 +172,12 @@ def verify(
     verifiers = [verifier_for(context.verifiers[each.item.request.verifier], each.item.request) for each in ready]
     nodes = [node for output, verifier in zip(ready, verifiers, strict=True) for node in _nodes(output, verifier)]
     probs = distribution(logits, nodes, context.sampler)
-    totals = row_sums(probs)
+    maxima = row_maxima(probs)
     verdicts, first = dict[int, Verdict | Beams | SpeculantError](), 0
     for output, verifier in zip(ready, verifiers, strict=True):
         end, request = first + len(output.nodes), output.item.request
         own = probs if len(ready) == 1 else probs[first:end]
-        verdicts[request.seq_id] = _verdict(output, verifier, own, totals[first:end], context.chances)
+        verdicts[request.seq_id] = _verdict(output, verifier, own, maxima[first:end], context.chances)
         first = end
     return verdicts
 
@@ -188,12 +188,12 @@ def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
 
 
 def _verdict(
-    output: TargetOutput, verifier: Verifier, probs: Tensor, totals: Sequence[float], chances: Chances
+    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], chances: Chances
 ) -> Verdict | Beams | SpeculantError:
     request, tree = output.item.request, output.tree
     if request.search is not None:
-        return advance_sound(request.search.beams, tree, output.nodes, probs, totals)
-    failure = failure_of(totals[0])
+        return advance_sound(request.search.beams, tree, output.nodes, probs, maxima)
+    failure = failure_of(maxima[0])
     if failure is not None:
         return failure
-    return verify_sound(verifier, tree, probs, totals, chances.verify(request))
+    return verify_sound(verifier, tree, probs, maxima, chances.verify(request))

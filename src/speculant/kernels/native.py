@@ -198,7 +198,7 @@ class Kernels:
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
         """Return a token drawn with probability proportional to weights [V] in float64; see `Sampler.draw`."""
         weights = weights.contiguous()
-        return int(self.library.sp_draw(self.index, weights.data_ptr(), len(weights), shared_noise, key))
+        return int(self.library.sp_draw(self.index, weights.data_ptr(), weights.shape[0], shared_noise, key))
 
     def read_seconds(self, memory: Tensor) -> float:
         """Return the time to read a tensor's memory once, in seconds."""

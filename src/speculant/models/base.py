@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,11 @@ from speculant.tree import ids
 from speculant.types import DraftTree, Request
 
 _NO_ROWS = ids([])
+_NO_EMBEDDINGS: Mapping[int, Tensor] = MappingProxyType({})
 _EMBEDDINGS_FIX = "give each row a vector of the model's hidden_size, such as those that `embed` returns."
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """One sequence's rows in a flat batch, at the cache positions start .. end - 1.
 
     The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
@@ -67,8 +68,7 @@ class Batch:
     embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
 
 
-@dataclass(frozen=True)
-class SequenceInput:
+class SequenceInput(NamedTuple):
     """The input of one sequence to a pass: committed tokens that are not in its cache, then a draft tree.
 
     `embeddings` maps rows of this sequence in the pass, counted from 0, to their own input embeddings [hidden]. The
@@ -78,11 +78,10 @@ class SequenceInput:
     seq_id: int
     tokens: Sequence[int]
     tree: DraftTree
-    embeddings: Mapping[int, Tensor] = field(default_factory=dict)
+    embeddings: Mapping[int, Tensor] = _NO_EMBEDDINGS
 
 
-@dataclass(frozen=True)
-class Hidden:
+class Hidden(NamedTuple):
     """The hidden states that a pass computes for each of its T rows.
 
     taps[i] is the input of the layer that the i-th requested tap names (EAGLE-3, arXiv 2503.01840): 0 = the input

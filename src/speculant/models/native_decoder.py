@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from speculant.models.weight_source import WeightSource
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # capacity at first
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The arguments of a program, and the objects that they point to, which must live as long."""
 
     on: Pass
@@ -116,7 +115,7 @@ class NativeDecoder:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
             self._buffers, self._programs = Buffers(self._weights.config, _next_power(rows)), {}
-        if end > len(self._cosines):
+        if end > self._cosines.shape[0]:
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2
             self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
@@ -136,9 +135,10 @@ class NativeDecoder:
         if hidden.shape[1:] != (self.hidden_size,):
             raise ValueError(f"hidden states are {list(hidden.shape)}, and the model's are [r, {self.hidden_size}]")
         hidden = hidden.float().contiguous()  # copies nothing if it is both already
-        out = torch.empty(len(hidden), self.vocab_size)
-        ops = (Op * 1)(linear(self._weights.head, hidden, out))
-        self.kernels.run(ops, Pass(rows=len(hidden)))
+        rows, ops = hidden.shape[0], (Op * 1)(self._head)
+        out = torch.empty(rows, self.vocab_size)
+        ops[0].source, ops[0].out = hidden.data_ptr(), out.data_ptr()
+        self.kernels.run(ops, Pass(rows=rows))
         return out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:

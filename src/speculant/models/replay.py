@@ -62,7 +62,8 @@ class Drawn:
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
         settings = settings_array([sampling_settings(chain.request.params) for chain in chains])
-        edits = NativeEdits([edits_of(Node(chain.request)) for chain in chains])
+        nodes = [Node(chain.request) for chain in chains]  # where no row is edited, none of its descendants is
+        edits = NativeEdits([edits_of(node) if node.edited else None for node in nodes])
         self._owners = (chances, limits, shared_noise, settings, edits, out)
         self.call = Draft(
             sequences=count,

@@ -15,8 +15,6 @@ from speculant.params import SamplingParams
 from speculant.sampling.edits import edits_of
 from speculant.sampling.node import Node as Node
 
-MOST_SUMMED_ALONE = 2**18  # numbers; waking torch's threads takes longer than to sum fewer
-
 
 def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFERENCE) -> Tensor:
     """Return distributions [r, V] in float64 for logits [r, V], one node per row (arXiv 2211.17192, section 2.2).
@@ -28,12 +26,10 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     return sampler.distribution(logits, settings, [edits_of(node) if node.edited else None for node in nodes])
 
 
-def row_sums(probs: Tensor) -> list[float]:
-    """Return the sums of distributions [r, V]."""
-    if probs.device.type == "cpu" and probs.numel() < MOST_SUMMED_ALONE:
-        return [float(total) for total in probs.numpy().sum(-1)]
-    totals: list[float] = probs.sum(-1).tolist()
-    return totals
+def row_maxima(probs: Tensor) -> list[float]:
+    """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none."""
+    maxima: list[float] = probs.amax(-1).tolist()
+    return maxima
 
 
 def sampling_settings(params: SamplingParams) -> SamplingSettings:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from speculant.params import SamplingParams
 from speculant.types import Request
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
 
     softened: a greedy request's distribution is that at temperature 1, so that tokens can be ranked. A beam search's

@@ -8,16 +8,15 @@ A key depends on nothing that changes while a request waits, so that the queue c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 PATIENCE = 64  # steps
 
 Key = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """The facts about a request that a policy may use.
 
     arrival: number of earlier requests. queued_at: number of steps before it was queued. held: positions in the cache.

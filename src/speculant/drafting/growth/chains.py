@@ -40,8 +40,9 @@ def grow(
     section 6). Every token is drawn by the chain's own chance from the model's own distribution.
     """
     others = chains if guess else model.grow(chains, cache, vocab_size)
-    stepwise = _Stepwise(model, cache, vocab_size, sampler, guess or guess_nothing)
-    stepwise.grow([(chain, chain.input_tokens) for chain in others])
+    if others:
+        stepwise = _Stepwise(model, cache, vocab_size, sampler, guess or guess_nothing)
+        stepwise.grow([(chain, chain.input_tokens) for chain in others])
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 
-@dataclass(frozen=True)
-class DraftBounds:
+class DraftBounds(NamedTuple):
     """Bounds of one sequence's draft in addition to budget and memory.
 
     max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
