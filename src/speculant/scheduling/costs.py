@@ -5,17 +5,15 @@ Curves are measured once (engine/calibration.py) and follow what the steps take 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-DRIFT, LOCAL = 0.05, 0.1  # weights of the newest step: on the whole curve, and on its own point
+DRIFT, LOCAL = 0.05, 0.1  # weights of a new step: on the whole curve, and on its own point
 OUTLIER = 3.0  # a step counts as at most this many times slower or faster than expected
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+MOST_PENDING = 64  # steps that wait until the curve is read
 
 
 class CostCurve:
@@ -25,37 +23,53 @@ class CostCurve:
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        self._sizes = np.array(sorted(points), dtype=np.float64)
-        self._seconds = np.array([points[size] for size in sorted(points)])
+        self._points = dict(sorted(points.items()))
         self._scale = 1.0
-        self._table = np.empty(0)
+        self._table: list[float] = []
+        self._pending: list[tuple[int, float]] = []
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""
-        return float(self.up_to(size)[size])
-
-    def up_to(self, most: int) -> Floats:
-        """Return the seconds at the sizes 0 to at least `most`."""
-        if len(self._table) <= most:
-            self._table = self._interpolated(np.arange(2 * most + 2))
-        return self._table * self._scale
+        if self._pending:
+            self._follow()
+        if size >= len(self._table):
+            self._table = self._interpolated(2 * size + 2)
+        return self._table[size] * self._scale
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow a step of this size that took so long."""
-        ratio = min(max(seconds / self.at(size), 1 / OUTLIER), OUTLIER)
-        place = int(np.searchsorted(self._sizes, size))
-        if place < len(self._sizes) and self._sizes[place] == size:
-            self._seconds[place] *= 1 + LOCAL * (ratio - 1)
-            self._table = self._table[:0]
-        self._scale *= 1 + DRIFT * (ratio - 1)
+        """Follow a step of this size that took so long; the curve changes when it is read next."""
+        self._pending.append((size, seconds))
+        if len(self._pending) == MOST_PENDING:
+            self._follow()
 
-    def _interpolated(self, sizes: Integers) -> Floats:
-        known, seconds = self._sizes, self._seconds
-        table: Floats = np.interp(sizes, known, seconds)
+    def _follow(self) -> None:
+        """Move each point that was met by the mean of its steps, and the whole curve by that of all steps."""
+        pending, self._pending = self._pending, []
+        ratios: dict[int, list[float]] = {}
+        for size, seconds in pending:
+            ratios.setdefault(size, []).append(min(max(seconds / self.at(size), 1 / OUTLIER), OUTLIER))
+        whole = _moved(DRIFT, [ratio for own in ratios.values() for ratio in own])
+        self._scale *= whole
+        for size, own in ratios.items():
+            if size in self._points:
+                self._points[size] *= _moved(LOCAL, [ratio / whole for ratio in own])
+                self._table = []
+
+    def _interpolated(self, count: int) -> list[float]:
+        """Return the seconds at the sizes 0 to count - 1, but for the scale."""
+        sizes, known, seconds = np.arange(count), [*self._points], [*self._points.values()]
+        table = np.interp(sizes, known, seconds)
         if len(known) > 1:
             slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
             table += slope * np.maximum(0, sizes - known[-1])
-        return table
+        values: list[float] = table.tolist()
+        return values
+
+
+def _moved(weight: float, ratios: list[float]) -> float:
+    """Return the factor by which new steps move an old value; ratios: theirs to what was expected."""
+    share: float = 1 - (1 - weight) ** len(ratios)
+    return 1 + share * (sum(ratios) / len(ratios) - 1)
 
 
 @dataclass
@@ -70,29 +84,27 @@ class StepCosts:
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
 
-    def draft_s(self, method: str, sequences: Integers, depths: Integers) -> Floats:
-        """Return the times to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
+    def draft_s(self, method: str, sequences: int, depth: int) -> float:
+        """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
         curves = self.drafts.get(method)
-        if not curves:
-            return np.zeros(len(depths))
-        counts, most = sorted(curves), int(depths.max(initial=0))
-        seconds = [curves[count].up_to(most)[depths] for count in counts]
-        place = np.clip(np.searchsorted(counts, sequences), 1, len(counts) - 1) if len(counts) > 1 else 0
-        if len(counts) == 1:
-            return np.where(depths > 0, seconds[0], 0.0)
-        rows, columns = np.array(seconds), np.arange(len(depths))
-        low, high = rows[place - 1, columns], rows[place, columns]
-        fewer, more = np.array(counts)[place - 1], np.array(counts)[place]
-        between = low + (sequences - fewer) / (more - fewer) * (high - low)
-        return np.where(depths > 0, np.maximum(between, low), 0.0)
+        if not curves or not depth:
+            return 0.0
+        if sequences in curves or len(curves) == 1:
+            return curves.get(sequences, next(iter(curves.values()))).at(depth)
+        counts = sorted(curves)
+        place = min(max(bisect_left(counts, sequences), 1), len(counts) - 1)
+        fewer, more = counts[place - 1], counts[place]
+        low, high = curves[fewer].at(depth), curves[more].at(depth)
+        return max(low, low + (sequences - fewer) / (more - fewer) * (high - low))
 
     def observe_draft(self, method: str, sequences: int, depth: int, seconds: float) -> None:
         """Follow a draft of one method that took so long."""
         curves = self.drafts.get(method)
         if curves and depth:
-            (expected,) = self.draft_s(method, np.array([sequences]), np.array([depth]))
             nearest = min(curves, key=lambda count: abs(count - sequences))
-            curves[nearest].observe(depth, curves[nearest].at(depth) * seconds / expected)
+            if nearest != sequences:
+                seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
+            curves[nearest].observe(depth, seconds)
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step took."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from speculant.scheduling.costs import CostCurve, StepCosts
@@ -35,6 +34,6 @@ def test_curve_is_not_carried_away_by_one_step() -> None:
 def test_drafts_are_interpolated_by_sequences() -> None:
     drafts = {"some": {1: CostCurve({1: 1.0, 4: 4.0}), 8: CostCurve({1: 2.0, 4: 8.0})}}
     costs = StepCosts(CostCurve({1: 1.0}), drafts)
-    sequences, depths = np.array([1, 8, 8, 1, 3]), np.array([4, 1, 4, 0, 1])
-    assert costs.draft_s("some", sequences, depths).tolist() == pytest.approx([4.0, 2.0, 8.0, 0.0, 1 + 2 / 7])
-    assert costs.draft_s("another", sequences, depths).tolist() == [0.0] * 5
+    asked = [(1, 4), (8, 1), (8, 4), (1, 0), (3, 1)]
+    assert [costs.draft_s("some", *each) for each in asked] == pytest.approx([4.0, 2.0, 8.0, 0.0, 1 + 2 / 7])
+    assert [costs.draft_s("another", *each) for each in asked] == [0.0] * 5

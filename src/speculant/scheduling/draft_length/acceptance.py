@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from speculant.scheduling.costs import Floats
 from speculant.scheduling.draft_length.base import ScoredDraft
 from speculant.types import Request
 
@@ -57,12 +54,14 @@ class MethodAcceptance:
         self._by_score = [Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS)]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
-    def survivals(self, requests: Sequence[Request], length: int) -> Floats:
-        """Return estimates [n, length] that each token of a chain is accepted together with all before it."""
-        known = [rate.value for rate in self._by_depth[:length]] or [PRIOR]
-        rates = np.array(known + known[-1:] * (length - len(known)))
-        shares = np.array([self._share(request) for request in requests])
-        return np.cumprod(np.minimum(HIGHEST, shares[:, None] * rates), axis=1)
+    def survivals(self, request: Request, length: int) -> list[float]:
+        """Return estimates that each of a chain's first `length` tokens is accepted together with all before it."""
+        share, rates, survival = self._share(request), [rate.value for rate in self._by_depth[:length]] or [PRIOR], 1.0
+        survivals = list[float]()
+        for depth in range(length):
+            survival *= min(HIGHEST, share * rates[min(depth, len(rates) - 1)])
+            survivals.append(survival)
+        return survivals
 
     def scored_survivals(self, draft: ScoredDraft) -> list[float]:
         """Return the estimate that each node of a draft with scores is accepted."""
@@ -85,10 +84,10 @@ class MethodAcceptance:
             if score is not None:
                 self._by_score[bucket_of(score)].add(accepted, METHOD_MEMORY)
 
-    def forget(self, request: Request) -> None:
-        """Let a sequence that is not drafted for return to its method's rate."""
+    def forget(self, request: Request, steps: int) -> None:
+        """Let a sequence that is not drafted for in so many steps return to its method's rate."""
         if (own := self._by_sequence.get(request)) is not None:
-            own.forget(SEQUENCE_MEMORY)
+            own.forget(SEQUENCE_MEMORY**steps)
 
     def _rate(self, depth: int) -> float:
         return self._by_depth[min(depth, len(self._by_depth) - 1)].value if self._by_depth else PRIOR
