@@ -22,8 +22,9 @@ DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or m
 class EngineConfig:
     """All settings of an engine; each field is a command-line flag and an environment variable.
 
-    Speculation is on if `draft_model` or `speculative_config` is given and `use_speculative_decoding`
-    is not False. `spec_length` is another name of `num_speculative_tokens`.
+    Speculation is on unless `use_speculative_decoding` is False. None = on if `draft_model`, `spec_length` or
+    `speculative_config` is given, or the backend computes a row alike in every batch: only then a draft can't change
+    which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
 
     kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB"; None = the need of
     max_num_seqs sequences of max_model_len, but at most half of the free memory.
@@ -37,7 +38,7 @@ class EngineConfig:
     model: str
     draft_model: str | None = None
     spec_length: int | None = None
-    use_speculative_decoding: bool | None = None  # None = on when there is something to draft with
+    use_speculative_decoding: bool | None = None
     speculative_config: Mapping[str, Any] | None = None
     dtype: str = "auto"
     device: str = "cpu"
@@ -80,11 +81,6 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}",
                 "every running sequence needs a token per step; raise max_num_batched_tokens.",
             )
-        if self.use_speculative_decoding and not (self.draft_model or self.speculative_config):
-            raise ConfigError(
-                "use_speculative_decoding is on but there is nothing to draft with",
-                'set draft_model, or speculative_config={"method": ...} for a drafter that needs no model.',
-            )
         self.speculative()
 
     @classmethod
@@ -98,7 +94,7 @@ class EngineConfig:
 
     def speculative(self) -> SpeculativeConfig | None:
         """Return the speculative settings, merged from their three arguments; None when speculation is off."""
-        if self.use_speculative_decoding is False or not (self.draft_model or self.speculative_config):
+        if self.use_speculative_decoding is False:
             return None
         return SpeculativeConfig.from_mapping(
             self.speculative_config or {}, model=self.draft_model, num_speculative_tokens=self.spec_length
@@ -108,33 +104,34 @@ class EngineConfig:
         """Return kv_memory as a number of bytes; None = chosen from the free memory."""
         return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
 
-    def why_not_speculative(self) -> str:
-        """Return the reason why speculation is off, for the user."""
-        if self.use_speculative_decoding is False:
-            return "use_speculative_decoding is False"
-        return "no draft_model or speculative_config was given"
+    @property
+    def names_speculation(self) -> bool:
+        """Whether the user asks for speculation, rather than leaving it to the default."""
+        return bool(self.use_speculative_decoding or self.draft_model or self.spec_length or self.speculative_config)
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How tokens are drafted and verified. `options` are the method's own keys.
 
-    method None = the preferred method with `model`; num_speculative_tokens None = the method's default length;
-    verification "auto" chooses per request (verification/auto.py). draft_length names a policy or is a mapping with the
-    key `policy` and the policy's own keys. methods: additional ones that requests may name.
+    method None = the preferred method with `model`, or the default one without. num_speculative_tokens None = the
+    policy's choice, or the method's default length if the policy is `fixed`. verification "auto" chooses per request
+    (verification/auto.py). draft_length names a policy or is a mapping with the key `policy` and the policy's own keys;
+    None = `adaptive` if neither method nor model nor num_speculative_tokens is set, else `fixed`. methods: additional
+    ones that requests may name.
     """
 
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
     verification: str = "auto"
-    draft_length: str | Mapping[str, Any] = "fixed"
+    draft_length: str | Mapping[str, Any] | None = None
     methods: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_length("num_speculative_tokens", self.num_speculative_tokens)
-        if not isinstance(self.draft_length, str):
+        if self.draft_length is not None and not isinstance(self.draft_length, str):
             _check_mapping("draft_length", self.draft_length, '"fixed"')
         if isinstance(self.methods, str) or not isinstance(self.methods, Sequence):
             raise ConfigError(f"methods={self.methods!r} is not a list", 'use for example ["ngram"].')
@@ -144,11 +141,14 @@ class SpeculativeConfig:
                 _check_name(name, value)
         if self.model is not None:
             _check_models(model=self.model)
-        if self.method is None and self.model is None:
-            raise ConfigError(
-                "speculative_config names neither a method nor a model",
-                'add "method" or "model".',
-            )
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        """The draft-length policy: the key `policy` and its own keys."""
+        if isinstance(self.draft_length, Mapping):
+            return {"policy": "fixed", **self.draft_length}
+        named = self.method or self.model or self.num_speculative_tokens
+        return {"policy": self.draft_length or ("fixed" if named else "adaptive")}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], **elsewhere: Any) -> SpeculativeConfig:

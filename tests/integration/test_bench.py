@@ -77,8 +77,8 @@ def test_latency_has_a_case_for_each_length(checkpoints: Checkpoints) -> None:
 
 
 def test_without_a_drafter_it_says_why_and_measures_plain(checkpoints: Checkpoints) -> None:
-    value = _json("latency", "--model", checkpoints.target, *SMALL)
-    assert value["speculation"] == {"on": False, "detail": "no draft_model or speculative_config was given"}
+    value = _json("latency", "--model", checkpoints.target, *SMALL, "--no-use-speculative-decoding")
+    assert value["speculation"] == {"on": False, "detail": "use_speculative_decoding is False"}
     assert list(value["cases"][0]["runs"]) == ["plain"]
     switched = _json("latency", *_pair(checkpoints), "--speculation", "off")
     assert switched["speculation"] == {"on": False, "detail": "switched off for these requests"}
@@ -90,8 +90,8 @@ def test_text_has_tables_and_conclusions_without_colour(checkpoints: Checkpoints
     assert "tokens/s of a request" in shown
     assert "outputs of speculative identical to plain: 6 of 6" in shown
     assert "\x1b[" not in shown
-    shown = _invoke("latency", "--model", checkpoints.target, *SMALL).stdout
-    assert shown.startswith("speculation is off: no draft_model")
+    shown = _invoke("latency", "--model", checkpoints.target, *SMALL, "--no-use-speculative-decoding").stdout
+    assert shown.startswith("speculation is off: use_speculative_decoding is False")
     assert "first token (ms)" in shown
 
 

@@ -214,7 +214,7 @@ def test_only_flags_for_distributions_and_ends_are_offered() -> None:
         (["--cases", "0"], "cases=0", "--cases 50"),
         (["--texts", "-1"], "texts=-1", "--texts 50"),
         (["--verification", "rejektion"], "'rejektion' is unknown", "did you mean 'rejection'"),
-        (["--no-use-speculative-decoding"], "speculation is off", "--method"),
+        (["--no-use-speculative-decoding"], "speculation is off", "name a method"),
         (["--method", "ngram"], "uses no model", "leave out one"),
         (["--method", "draft_model", "--speculative-config", "method=ngram"], "given twice", "keep one"),
         (["--top-p", "3"], "top_p=3.0", "range"),
@@ -227,11 +227,9 @@ def test_a_mistake_is_explained(checkpoints: Checkpoints, arguments: list[str], 
     assert fix in error.fix
 
 
-def test_a_model_without_a_draft_is_explained(checkpoints: Checkpoints) -> None:
-    error = _invoke("--model", checkpoints.target).exception
-    assert isinstance(error, SpeculantError)
-    assert "no draft_model" in error.problem
-    assert "--method" in error.fix
+def test_a_model_without_a_draft_is_checked(checkpoints: Checkpoints) -> None:
+    result = _invoke("--model", checkpoints.target, "--texts", "4", "--json")
+    assert "fallback (no draft model is named)" in json.loads(result.stdout)["settings"]["speculation"]
 
 
 def test_progress_keeps_off_the_result(checkpoints: Checkpoints) -> None:

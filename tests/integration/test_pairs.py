@@ -87,7 +87,6 @@ def test_a_draft_with_fewer_tokens_is_refused_at_start(checkpoints: Checkpoints,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"use_speculative_decoding": True}, "nothing to draft with"),
         ({"speculative_config": {"method": "ngrm"}}, "did you mean 'ngram'"),
         ({"speculative_config": {"method": "ngram", "max_ordr": 3}}, "did you mean 'max_order'"),
         ({"speculative_config": {"method": "ngram", "max_order": 1}}, "n-gram orders"),
@@ -116,7 +115,9 @@ def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("arguments", "speculating", "words"),
     [
-        ({}, False, "no draft_model"),
+        ({"dtype": "float32"}, True, "fallback (no draft model is named), adaptive length"),
+        ({}, False, "use_speculative_decoding=True drafts"),
+        ({"use_speculative_decoding": True}, True, "fallback"),
         ({"draft": "near", "use_speculative_decoding": False}, False, "use_speculative_decoding is False"),
         ({"draft": "near"}, True, "draft_model, 5 tokens"),
         ({"draft": "near", "spec_length": 2}, True, "draft_model, 2 tokens"),

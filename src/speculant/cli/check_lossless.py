@@ -56,7 +56,8 @@ class PairFlags(EngineFlags):
                 raise ConfigError(
                     f"{key} is given twice, as {value!r} and as {config[key]!r} in --speculative-config", "keep one."
                 )
-        return {**values, "speculative_config": config or None}
+        config.setdefault("draft_length", "fixed")  # drafts are tested whether they pay or not
+        return {**values, "speculative_config": config}
 
 
 def _embedded(drafting: bool, draft_model: str | None = None, **values: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def check_lossless(
     seeded texts with and without speculation. Exits with 1 if any of these fails.
     """
     params = sampling.params()
-    config = EngineConfig.from_arguments(**engine.arguments(method, verification))
+    config = EngineConfig.from_arguments(**{"use_speculative_decoding": True} | engine.arguments(method, verification))
     _check_settings(config, params, {"cases": cases, "texts": texts})
     fetch(config)
     with progress("Loading the models"):
@@ -128,7 +129,7 @@ def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping
         )
     if config.speculative() is None:
         raise ConfigError(
-            f"speculation is off: {config.why_not_speculative()}", "name a draft model, or a --method that needs none."
+            "speculation is off: use_speculative_decoding is False", "leave it out, or name a method or a draft model."
         )
 
 

@@ -120,9 +120,7 @@ class EngineFlags(FlagGroup):
     model: Annotated[str, "The target: a folder, a Hugging Face id, or demo for the embedded one."]
     draft_model: Annotated[str, "The model that drafts: a folder, a Hugging Face id, or demo."]
     spec_length: Annotated[int, "Tokens to draft per step."]
-    use_speculative_decoding: Annotated[
-        bool, "Switch speculation; on by default when there is something to draft with."
-    ]
+    use_speculative_decoding: Annotated[bool, "Switch speculation; on by default."]
     speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]
     dtype: Annotated[str, "auto (the checkpoint's), float64, float32 or bfloat16."]
     device: Annotated[str, "Where to compute: cpu, cuda, cuda:1, ..."]

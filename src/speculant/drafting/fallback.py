@@ -19,7 +19,7 @@ from speculant.drafting.checks import Proposals
 from speculant.drafting.members import CompositeDrafter, build_members
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=4, accepts_model=True)
+METHOD = Method(default_length=8, accepts_model=True, preferred_without_model=True)
 
 
 @dataclass(frozen=True)

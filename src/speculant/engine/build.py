@@ -61,11 +61,11 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     """Build an engine around a target that is loaded; several engines may share one."""
     tokenizer = Tokenizer.from_folder(target.folder)
     limits = resolve(config, target.model.max_positions)
-    spec = config.speculative()
+    spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
     verifiers, _ = build_verifiers(spec)
-    drafters = build_drafters(config, target, tokenizer, memory.make)
+    drafters = build_drafters(config, spec, target, tokenizer, memory.make)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     facts = str(replace(config, seed=0))  # costs do not depend on the seed
@@ -87,12 +87,29 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         drafters,
     )
     drafter = drafters.find(name) if name else None
-    says = f"{name}, {length} tokens a step" if drafter else config.why_not_speculative()
+    says = describe(config, spec, length)
     if spec and spec.verification in verifiers and not verifiers[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says)
+
+
+def drafts(config: EngineConfig, target: Checkpoint) -> bool:
+    """Whether requests are drafted for unless they say otherwise."""
+    return config.use_speculative_decoding is not False and (config.names_speculation or target.backend.row_invariant)
+
+
+def describe(config: EngineConfig, spec: SpeculativeConfig | None, length: int) -> str:
+    """Say how requests are drafted for and why, or why they are not."""
+    if spec is None:
+        if config.use_speculative_decoding is False:
+            return "use_speculative_decoding is False"
+        return "a token's logits may differ in the last bits beside others here; use_speculative_decoding=True drafts"
+    policy = spec.policy["policy"]
+    lengths = f"{length} tokens a step" if policy == "fixed" else f"{policy} length"
+    usual = " (no draft model is named)" if spec.method is None and spec.model is None else ""
+    return f"{method_name(spec)}{usual}, {lengths}"
 
 
 def load_verifiers() -> dict[str, Verifier]:
@@ -112,7 +129,7 @@ def build_verifiers(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier]
 
 def method_name(spec: SpeculativeConfig) -> str:
     """Return the method's name and check that a model is named just when it uses one."""
-    name = spec.method or next(n for n in plugins.names(_DRAFTERS) if _method(n).preferred)
+    name = spec.method or next(n for n in plugins.names(_DRAFTERS) if _is_usual(_method(n), spec.model))
     if _method(name).uses_model and spec.model is None:
         raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")
     if spec.model is not None and not (_method(name).uses_model or _method(name).accepts_model):
@@ -127,16 +144,21 @@ def _method(name: str) -> Method:
     return method
 
 
+def _is_usual(method: Method, model: str | None) -> bool:
+    """Whether a method is used if none is named, with or without a draft model."""
+    return method.preferred if model is not None else method.preferred_without_model
+
+
 def _draft_length(
     spec: SpeculativeConfig | None, length: int, drafters: Drafters, measured: Calibration
 ) -> DraftLength:
     """Make the configured draft-length policy, by its name or by a mapping with its `policy` and its own keys."""
-    given = spec.draft_length if spec else "fixed"
-    options = dict(given) if isinstance(given, Mapping) else {"policy": given}
+    options = dict(spec.policy) if spec else {"policy": "fixed"}
+    name = str(options.pop("policy"))
     try:
-        plugin = plugins.load(_LENGTHS, str(options.pop("policy", "fixed")))
+        plugin = plugins.load(_LENGTHS, name)
     except ConfigError as error:
-        raise ConfigError(f"draft_length={given!r} is unknown", error.fix) from None
+        raise ConfigError(f"draft_length={name!r} is unknown", error.fix) from None
     longest = spec.num_speculative_tokens if spec else None
     context = DraftLengthContext(length, options, longest, measured.costs, drafters.tree)
     policy: DraftLength = plugin.build(context)
@@ -144,13 +166,16 @@ def _draft_length(
 
 
 def build_drafters(
-    config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, make_cache: Callable[[CacheShape], KVCache]
+    config: EngineConfig,
+    spec: SpeculativeConfig | None,
+    target: Checkpoint,
+    tokenizer: Tokenizer,
+    make_cache: Callable[[CacheShape], KVCache],
 ) -> Drafters:
     """Make what drafts for a target: the configured method, and those of its `methods` that requests may name.
 
     A method without a model need not be listed: it is made when a request names it.
     """
-    spec = config.speculative()
 
     def load_draft(source: str) -> CausalLM:
         draft = load_model(

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,7 +146,10 @@ def requests(count: int, length: int, vocab_size: int) -> list[Request]:
 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
-    """Return the median seconds of `run` at each size, measured in turn within the time budget."""
+    """Return the seconds of `run` at each size, measured in turn within the time budget.
+
+    A time is the least of its rounds, and of those of all larger sizes: other programs only add to it.
+    """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for size in (*sizes[-1:], *sizes[:1]):
         run(size)  # the first call takes memory and fills caches
@@ -160,7 +162,11 @@ def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float
         spent = time.perf_counter() - started
         if turn + 1 >= LEAST_ROUNDS and spent * (turn + 2) / (turn + 1) > BUDGET_S:
             break
-    return {size: max(statistics.median(each), 1e-9) for size, each in seconds.items()}
+    least, found = float("inf"), dict[int, float]()
+    for size in reversed(sizes):
+        least = max(min(least, *seconds[size]), 1e-9)
+        found[size] = least
+    return dict(reversed(found.items()))
 
 
 def folder() -> Path:

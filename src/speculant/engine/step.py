@@ -83,8 +83,10 @@ def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     if not context.drafters:
         return [item.tree for item in schedule.items]
     requests = [item.request for item in schedule.items]
-    context.drafters.begin(requests)
     wishes, vocab_size = context.draft_length.choose(schedule), context.target.vocab_size
+    context.drafters.begin(requests if any(wishes) else schedule.admitted)
+    if not any(wishes) and not context.draft_length.keeps_up:
+        return [item.tree for item in schedule.items]
     bounds = [draft_bounds(context, request) for request in requests]
     limits = draft_limits(schedule, wishes, bounds, MOST_PROBS_BYTES // (8 * vocab_size))
     drafts = context.draft_length.trim(requests, context.drafters.propose(requests, limits, vocab_size))

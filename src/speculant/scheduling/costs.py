@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-DRIFT, LOCAL = 0.05, 0.1  # weights of a new step: on the whole curve, and on its own point
+DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point
 OUTLIER = 3.0  # a step counts as at most this many times slower or faster than expected
 MOST_PENDING = 64  # steps that wait until the curve is read
+LEAST_TABLE = 32  # sizes that are interpolated at once
 
 
 class CostCurve:
@@ -33,7 +34,7 @@ class CostCurve:
         if self._pending:
             self._follow()
         if size >= len(self._table):
-            self._table = self._interpolated(2 * size + 2)
+            self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
         return self._table[size] * self._scale
 
     def observe(self, size: int, seconds: float) -> None:
@@ -77,12 +78,14 @@ class StepCosts:
     """The curves of an engine, in seconds.
 
     passes: a target pass and its verdicts, by rows. drafts: for each method and number of sequences, a draft by depth.
-    rest_s: what else a step takes.
+    rest_s: what else a step takes. undrafted: of a pass after another one, without a draft between them, in proportion:
+    weights that fit a processor's cache are still there.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
+    undrafted: float = 1.0
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
@@ -105,6 +108,11 @@ class StepCosts:
             if nearest != sequences:
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
+
+    def observe_undrafted(self, rows: int, seconds: float) -> None:
+        """Follow a pass after another one, without a draft between them."""
+        ratio = min(max(seconds / self.passes.at(rows), 1 / OUTLIER), OUTLIER)
+        self.undrafted += LOCAL * (ratio - self.undrafted)
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step took."""

@@ -107,8 +107,10 @@ def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:
 
 
 def test_it_says_why_speculation_is_off(checkpoints: Checkpoints) -> None:
-    result = _invoke(PROMPT, "--model", checkpoints.target, "--max-tokens", "4")
-    assert "speculation is off: no draft_model or speculative_config was given" in result.stderr
+    arguments = (PROMPT, "--model", checkpoints.target, "--max-tokens", "4")
+    result = _invoke(*arguments, "--no-use-speculative-decoding")
+    assert "speculation is off: use_speculative_decoding is False" in result.stderr
+    assert "no draft model is named" in _invoke(*arguments).stderr
 
 
 def test_samples_are_printed_under_their_numbers(checkpoints: Checkpoints) -> None:

@@ -24,12 +24,12 @@ BAD: dict[str, list[Any]] = {
     "spec_length": [0, -1, 1.5, "5", True],
     "seed": ["x", 1.5, None, True],
     "speculative_config": [
-        *({"num_speculative_tokens": 3}, {"method": "m", "num_speculative_tokens": 0}, {"method": "m", 5: 1}),
+        *({"method": "m", "num_speculative_tokens": 0}, {"method": "m", 5: 1}),
         *("ngram", [1]),
     ],
     "model": ["", None, 5, ["m"]],
     "draft_model": ["", 5, ["m"], b"m"],
-    "use_speculative_decoding": [True, "off", 0],  # True: with nothing to draft with
+    "use_speculative_decoding": ["off", 0],
     "enable_prefix_caching": ["no", 1, None],
 }
 
@@ -47,7 +47,7 @@ BAD_SPECULATION: dict[str, list[Any]] = {
     "model": [5, "", ["m"]],
     "verification": [5, "", None, ["match"], {}],
     "methods": ["ngram", 5, None, [5], [None], [["ngram"]], [""], {"ngram"}],
-    "draft_length": [5, None, ["fixed"], {5: 1}],
+    "draft_length": [5, ["fixed"], {5: 1}],
 }
 
 
@@ -86,13 +86,29 @@ def test_a_choice_is_suggested(name: str, value: str, meant: str) -> None:
 # --- docs/references.md, configuration
 
 
-def test_speculation_needs_something_to_draft_with() -> None:
-    with pytest.raises(
-        ConfigError, match="use_speculative_decoding is on but there is nothing to draft with"
-    ) as caught:
-        EngineConfig(model="m", use_speculative_decoding=True)
-    assert "set draft_model" in caught.value.fix
-    assert EngineConfig(model="m", use_speculative_decoding=True, draft_model="d").speculative() is not None
+@pytest.mark.parametrize("given", [{}, {"use_speculative_decoding": True}, {"spec_length": 3}])
+def test_speculation_is_on_by_default(given: dict[str, Any]) -> None:
+    config = EngineConfig(model="m", **given)
+    spec = config.speculative()
+    assert spec is not None
+    assert (spec.method, spec.model) == (None, None)
+    assert config.names_speculation is bool(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, {"policy": "adaptive"}),
+        ({"num_speculative_tokens": 3}, {"policy": "fixed"}),
+        ({"model": "d"}, {"policy": "fixed"}),
+        ({"method": "m"}, {"policy": "fixed"}),
+        ({"num_speculative_tokens": 3, "draft_length": "adaptive"}, {"policy": "adaptive"}),
+        ({"draft_length": {"policy": "mine", "key": 1}}, {"policy": "mine", "key": 1}),
+        ({"draft_length": {"key": 1}}, {"policy": "fixed", "key": 1}),
+    ],
+)
+def test_draft_length_is_adaptive_by_default(given: dict[str, Any], policy: dict[str, Any]) -> None:
+    assert SpeculativeConfig(**given).policy == policy
 
 
 @pytest.mark.parametrize("length", [0, -3])
@@ -159,12 +175,9 @@ def test_speculation_is_on_when_there_is_a_drafter(draft: dict[str, Any], switch
     assert EngineConfig(model="m", use_speculative_decoding=switch, **draft).speculative() is not None
 
 
-def test_speculation_can_be_switched_off_and_says_so() -> None:
+def test_speculation_can_be_switched_off() -> None:
     config = EngineConfig(model="m", draft_model="d", spec_length=3, use_speculative_decoding=False)
     assert config.speculative() is None
-    assert "use_speculative_decoding" in config.why_not_speculative()
-    assert EngineConfig(model="m").speculative() is None
-    assert "draft_model" in EngineConfig(model="m").why_not_speculative()
 
 
 def test_the_three_spellings_are_one() -> None:

@@ -8,7 +8,7 @@ Where drafting does not pay, it is tried again now and then, less often after ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,7 +25,11 @@ from speculant.types import Request
 LONGEST = 16  # nodes of a draft unless the user sets a number
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
-HOLDS = 8  # steps for which a choice holds, for the same sequences
+HOLDS, LONGEST_HOLD = 8, 64  # steps for which a choice holds, for the same sequences; the second if nothing is drafted
+LOOKUP_MEMORY, LOOKUP_REST = 0.05, 8  # weight of a step; steps between two questions to a method that gives too little
+PLAIN_TRIAL = 6  # steps without drafts in a row, to see what they take
+FIRST_PLAIN_WAIT, LONGEST_PLAIN_WAIT = 64, 1024  # steps with drafts between two such trials
+WATCHED = 8  # of so many steps without drafts the times of one are taken in
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
@@ -47,30 +51,42 @@ class _Trials:
         self.since, self.probing = 0, True
 
     def end(self, accepted: bool) -> None:
-        """Wait longer after a failure; try again at once after a success."""
+        """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
         self.wait = 1 if accepted else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
         self.probing = False
 
 
 @dataclass
-class _Choice:
-    """Lengths, and for how many more steps they hold.
+class _Lookups:
+    """What asking a method with scores is worth, which has nothing to draft in most steps of an unfamiliar text.
 
-    made_for: the rows without drafts, and the sequences with their longest drafts.
+    gain: tokens accepted per step in which it is asked. seconds: how long that takes.
     """
 
-    made_for: object
-    lengths: list[int]
-    left: int
+    gain: float = 1.0
+    seconds: float = 0.0
+    resting: bool = False
+
+    def observe(self, accepted: int, seconds: float) -> None:
+        """Count a step in which the method was asked."""
+        self.gain += LOOKUP_MEMORY * (accepted - self.gain)
+        self.seconds += LOOKUP_MEMORY * (seconds - self.seconds)
 
 
 @dataclass
-class _Planned:
-    """What the last choice was made from: the rows without drafts, and whether all items only decode."""
+class _Choice:
+    """The lengths of a step's sequences, and for how many more steps they hold.
 
-    rows: int = 0
-    pure: bool = False
-    scores: WeakKeyDictionary[Request, ScoredDraft] = field(default_factory=WeakKeyDictionary)
+    made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
+    rows. pure: whether all only decode, and none is a beam search.
+    """
+
+    made_for: list[tuple[int, int, bool]]
+    lengths: list[int]
+    rows: int
+    pure: bool
+    left: int
+    asked: list[str] = field(default_factory=list)  # methods with scores that may draft
 
 
 class Adaptive:
@@ -89,86 +105,122 @@ class Adaptive:
     ) -> None:
         self._longest, self._trees = longest, trees
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
-        self._acceptance, self._planned = Acceptance(), _Planned()
+        self._acceptance = Acceptance()
         self._trials: dict[str, _Trials] = {}
-        self._choices: dict[str, _Choice] = {}
-        self._scored: set[str] = set()  # methods of which a draft had scores
+        self._held = _Choice([], [], 0, False, 0)
+        self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
+        self._undrafted = False  # whether the last step had no drafts
+        self._scores: WeakKeyDictionary[Request, ScoredDraft] = WeakKeyDictionary()  # of this step
+        self._scored: dict[str, _Lookups] = {}  # methods of which a draft had scores
         self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
-        rows, pure, lengths = 0, True, [0] * len(schedule.items)
+        made_for = [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
+        if not self._held.left or self._held.made_for != made_for:
+            self._held = self._choose(schedule, made_for)
+        self._held.left -= 1
+        if self._scores:
+            self._scores.clear()
+        return self._held.lengths
+
+    def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> _Choice:
         by_method: dict[str, list[int]] = {}
+        held = self._held = _Choice(made_for, [0] * len(made_for), sum(rows for _, rows, _ in made_for), True, HOLDS)
         for place, item in enumerate(schedule.items):
-            rows += item.num_rows
-            method, decodes, searches = item.request.drafter, item.decodes, item.request.search is not None
-            pure = pure and decodes and not searches
-            if searches:
-                lengths[place] = self._most(item.request)
-            elif decodes and method is not None:
+            request, method = item.request, item.request.drafter
+            held.pure = held.pure and item.decodes and request.search is None
+            if (asked := asked_length(request)) is not None or request.search is not None:
+                held.lengths[place] = self._most(request) if asked is None else asked
+            elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
-        self._planned = _Planned(rows, pure)
+        if held.pure and self._drafted >= self._plain_wait:
+            self._drafted, self._plain_wait = 0, min(2 * self._plain_wait, LONGEST_PLAIN_WAIT)
+            held.left = PLAIN_TRIAL
+            return held
+        steps = list[int]()
         for method, places in by_method.items():
-            chosen = self._lengths(method, [schedule.items[place].request for place in places], rows)
-            for place, length in zip(places, chosen, strict=True):
-                lengths[place] = length
-        return lengths
+            lengths, holds = self._lengths(method, [schedule.items[place].request for place in places])
+            steps.append(holds)
+            for place, length in zip(places, lengths, strict=True):
+                held.lengths[place] = length
+        held.left = min(steps, default=HOLDS)
+        return held
 
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
         """See `TrimmingLength.trim`."""
         for draft in drafts:
-            self._scored.add(str(draft.request.drafter))
-            self._planned.scores[draft.request] = draft
+            self._scored.setdefault(str(draft.request.drafter), _Lookups())
+            self._scores[draft.request] = draft
         offers = [
             Offer(gain, 1, depth, owner)
             for owner, draft in enumerate(drafts)
             for gain, depth in zip(self._scored_survivals(draft), depths_of(draft.parents), strict=True)
         ]
         counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: self._pass_s(nodes))
-        return [count or self._probed(draft) for count, draft in zip(counts, drafts, strict=True)]
+        return [
+            (count or self._probed(draft)) if asked_length(draft.request) is None else len(draft.scores)
+            for count, draft in zip(counts, drafts, strict=True)
+        ]
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
+        held = self._held
         for outcome in outcomes:
             method = str(outcome.request.drafter)
             tests = [bool(accepted) for accepted in outcome.accepted[: sum(outcome.tested)]]
-            draft = self._planned.scores.get(outcome.request)
-            (self._unscored.add if draft is None else self._unscored.discard)(outcome.request)
+            draft = self._scores.get(outcome.request) if self._scores else None
+            self._note_scores(outcome.request, method, draft is not None)
             self._acceptance[method].observe(outcome.request, tests, tested_scores(draft, outcome, len(tests)))
             trials = self._trials.get(method)
             if trials is not None and trials.probing:
-                trials.end(any(tests))
-                self._choices.pop(method, None)
-            elif not any(tests) and method in self._choices:
-                self._choices[method].left //= 2
-        if self._planned.pure:
+                trials.end(all(tests))
+                held.left = 0
+            elif not any(tests) and method not in self._scored:
+                held.left //= 2
+        for method in held.asked:
+            own = [outcome for outcome in outcomes if outcome.request.drafter == method]
+            self._scored[method].observe(sum(sum(outcome.accepted) for outcome in own), timing.draft_s)
+        if held.pure and outcomes:
+            self._drafted += 1
             self._follow(outcomes, timing)
+        elif held.pure and self._undrafted and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL):
+            self._costs.observe_undrafted(held.rows, timing.verify_s)
+        self._undrafted = not outcomes
+
+    def _note_scores(self, request: Request, method: str, scored: bool) -> None:
+        """Remember whether a draft of a method that gives scores had some."""
+        if method in self._scored and scored is (request in self._unscored):
+            (self._unscored.discard if scored else self._unscored.add)(request)
+            self._held.left = 0
 
     def _most(self, request: Request) -> int:
         asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else self._longest
         tree = self._trees(str(request.drafter))
         return asked if asked is not None else tree[0] if tree else LONGEST
 
-    def _lengths(self, method: str, requests: Sequence[Request], rows: int) -> list[int]:
-        """Choose the lengths of one method's sequences. Those whose drafts have scores are cut by them later."""
+    def _lengths(self, method: str, requests: Sequence[Request]) -> tuple[list[int], int]:
+        """Choose the lengths of one method's sequences, and for how many steps they hold.
+
+        Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
+        """
         most = [self._most(request) for request in requests]
         if method not in self._scored:
-            return self._held_lengths(method, requests, most, rows)
+            return self._joint_lengths(method, requests, most)
+        lookups, steps = self._scored[method], HOLDS
+        if lookups.gain * self._pass_s(0) < len(requests) * lookups.seconds:  # a token takes the share of its pass
+            lookups.resting, steps = not lookups.resting, 1
+            if lookups.resting:
+                return [0] * len(requests), LOOKUP_REST
+        self._held.asked.append(method)
         unscored = [place for place, request in enumerate(requests) if request in self._unscored]
         if unscored:
             own = [requests[place] for place in unscored], [most[place] for place in unscored]
-            for place, length in zip(unscored, self._held_lengths(method, *own, rows), strict=True):
+            lengths, holds = self._joint_lengths(method, *own)
+            steps = min(steps, holds)
+            for place, length in zip(unscored, lengths, strict=True):
                 most[place] = length
-        return most
-
-    def _held_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int], rows: int) -> list[int]:
-        """Return the last choice for drafts without scores, or a new one if it no longer holds."""
-        made_for = rows, [(request.seq_id, longest) for request, longest in zip(requests, most, strict=True)]
-        held = self._choices.get(method)
-        if held is None or not held.left or held.made_for != made_for:
-            held = self._choices[method] = _Choice(made_for, *self._joint_lengths(method, requests, most))
-        held.left -= 1
-        return held.lengths
+        return most, steps
 
     def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
         """Choose the lengths of drafts without scores, and for how many steps they hold."""
@@ -187,7 +239,7 @@ class Adaptive:
             if any(choose_jointly(chain_offers(hopes), count, count, seconds, LEAST_GAIN)):
                 return [min(PROBE, longest) for longest in most], 1
         else:
-            steps = min(HOLDS, trials.wait - trials.since)
+            steps = min(LONGEST_HOLD, trials.wait - trials.since)
             trials.due(steps)
         for request, length in zip(requests, counts, strict=True):
             if not length:
@@ -208,7 +260,8 @@ class Adaptive:
 
     def _pass_s(self, nodes: int) -> float:
         """Return the seconds of a step with so many nodes, without the time to draft them."""
-        return self._costs.rest_s + self._costs.passes.at(self._planned.rows + nodes)
+        pass_s = self._costs.passes.at(self._held.rows + nodes)
+        return self._costs.rest_s + (pass_s if nodes else pass_s * self._costs.undrafted)
 
     def _probed(self, draft: ScoredDraft) -> int:
         """Return how many nodes of a scored draft are tried although they do not seem to pay."""
@@ -219,14 +272,20 @@ class Adaptive:
         return min(PROBE, len(draft.scores))
 
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """Let the curves follow a step in which every sequence decodes."""
+        """Let the curves follow a step with drafts in which every sequence decodes."""
         nodes = sum(sum(outcome.drafted) for outcome in outcomes)
-        self._costs.passes.observe(self._planned.rows + nodes, timing.verify_s)
+        self._costs.passes.observe(self._held.rows + nodes, timing.verify_s)
         self._costs.observe_rest(timing.rest_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1:
             depth = max(len(outcome.drafted) for outcome in outcomes)
             self._costs.observe_draft(methods.pop(), len(outcomes), depth, timing.draft_s)
+
+
+def asked_length(request: Request) -> int | None:
+    """Return the number of draft tokens that a request itself asks for; it gets this number, whatever it costs."""
+    speculation = request.params.speculation
+    return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None
 
 
 def tested_scores(draft: ScoredDraft | None, outcome: DraftOutcome, count: int) -> list[float | None]:
