@@ -22,7 +22,9 @@ class World:
 
     pass_s: seconds of a pass by its rows. token_s: seconds per drafted token of a chain, however many sequences.
     alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the
-    drafter says of it; None = nothing. first_scored: only the first steps have scores, so many.
+    drafter says of it; None = nothing. first_scored: only the first steps have scores, so many. draftable: whether
+    there is anything to draft, by the same number. ask_s: seconds to find that out. undrafted: of a pass that follows
+    another one without a draft between them, in proportion.
     """
 
     pass_s: Callable[[int], float]
@@ -31,6 +33,9 @@ class World:
     score: Callable[[float], float] | None = None
     noise: float = 0.0
     first_scored: int | None = None
+    draftable: Callable[[int], bool] = lambda place: True
+    ask_s: float = 0.0
+    undrafted: float = 1.0
     seed: int = 0
     time: float = 0.0
     tokens: int = 0
@@ -42,7 +47,7 @@ class World:
     def run(self, policy: DraftLength, batch: int, steps: int) -> float:
         """Return tokens per second over some steps of a batch."""
         requests = [make_request([1], [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)]
-        lengths = [0] * batch
+        lengths, undrafted = [0] * batch, False
         for step in range(steps):
             if step == self.first_scored:
                 self.score = None
@@ -50,9 +55,15 @@ class World:
             schedule = Schedule(items, None, 10**6, [], [])  # type: ignore[arg-type]
             chosen = policy.choose(schedule)
             alphas = [[self.alpha(lengths[i] + k) for k in range(n)] for i, n in enumerate(chosen)]
-            drafted_s = self.token_s * max(chosen)
+            asked = any(chosen)
+            for index, place in enumerate(lengths):
+                if not self.draftable(place):
+                    chosen[index], alphas[index] = 0, []
+            drafted_s = self.token_s * max(chosen) + self.ask_s * asked
             chosen = self._trimmed(policy, requests, alphas)
             verify_s = self.pass_s(batch + sum(chosen)) * (1 + self.noise * self._random.uniform(-1, 1))
+            verify_s *= self.undrafted if undrafted and not any(chosen) else 1.0
+            undrafted = not any(chosen)
             outcomes = []
             for index, (request, count) in enumerate(zip(requests, chosen, strict=True)):
                 accepted = self._accepted(alphas[index][:count])

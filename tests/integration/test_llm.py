@@ -267,6 +267,25 @@ def test_a_prompt_of_one_token_has_one_empty_entry(llm_of: MakeLLM) -> None:
     assert result.prompt_logprobs == [None]
 
 
+# --- speculation by default
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_default_speculation_changes_no_text(llm_of: MakeLLM, params: SamplingParams, dtype: str) -> None:
+    default = llm_of(dtype=dtype, use_speculative_decoding=True)
+    plain = llm_of(dtype=dtype, use_speculative_decoding=False)
+    assert tokens_of(default.generate(TEXTS, params)) == tokens_of(plain.generate(TEXTS, params))
+
+
+def test_default_speculation_drafts_repeated_text(llm_of: MakeLLM) -> None:
+    llm = llm_of(dtype="float32")
+    assert llm.speculating
+    results = [llm.generate(TEXTS[0], GREEDY)[0] for _ in range(3)]
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
+    assert results[-1].metrics.speculative_decoding.num_accepted_draft_tokens > 0, "it was told the same before"
+
+
 # --- speculation per request
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point
+TRIED = 0.3  # weight of a step without drafts, of which there may be few
 OUTLIER = 3.0  # a step counts as at most this many times slower or faster than expected
 MOST_PENDING = 64  # steps that wait until the curve is read
 LEAST_TABLE = 32  # sizes that are interpolated at once
@@ -112,7 +113,7 @@ class StepCosts:
     def observe_undrafted(self, rows: int, seconds: float) -> None:
         """Follow a pass after another one, without a draft between them."""
         ratio = min(max(seconds / self.passes.at(rows), 1 / OUTLIER), OUTLIER)
-        self.undrafted += LOCAL * (ratio - self.undrafted)
+        self.undrafted += TRIED * (ratio - self.undrafted)
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step took."""

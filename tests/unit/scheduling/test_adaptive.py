@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from speculant.params import SamplingParams
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.adaptive import Adaptive
+from speculant.scheduling.draft_length.base import ScoredDraft
 from speculant.scheduling.draft_length.fixed import Fixed
+from speculant.scheduling.scheduler import Schedule, Scheduled
+from tests.models import make_request
 from tests.simulation import World
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128)
@@ -71,10 +75,10 @@ def test_adaptive_reaches_the_best_fixed_length(name: str, batch: int, share: fl
 def test_adaptive_follows_a_changing_text(name: str) -> None:
     """Over several runs: in one, a trial that comes late costs as much as all lengths differ."""
     setting, ratios = CHANGING[name], list[float]()
-    for seed in range(6):
+    for seed in range(12):
         best = max(setting.world(seed).run(Fixed(length), 1, STEPS) for length in LENGTHS)
         ratios.append(setting.world(seed).run(setting.adaptive(), 1, STEPS) / best)
-    assert sum(ratios) / len(ratios) >= 0.97
+    assert sum(ratios) / len(ratios) >= 0.95
 
 
 def test_adaptive_returns_when_drafts_become_good() -> None:
@@ -98,3 +102,37 @@ def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:
     world.first_scored = 5
     plain = useless.world().run(Fixed(0), 1, STEPS)
     assert world.run(useless.adaptive(), 1, STEPS) >= 0.95 * plain
+
+
+def test_adaptive_finds_that_steps_without_drafts_are_faster() -> None:
+    """Weights that fit a processor's cache are still there if no draft model ran since the last pass."""
+    setting = Setting(lambda place: 0.6, 0.2)
+    worlds, policy = [setting.world() for _ in range(3)], setting.adaptive()
+    for world in worlds:
+        world.undrafted = 0.5
+    worlds[0].run(policy, 1, 400)
+    assert worlds[1].run(policy, 1, 400) >= 0.97 * worlds[2].run(Fixed(0), 1, 400)
+
+
+@pytest.mark.parametrize(("ask_s", "share"), [(0.2, 0.95), (0.005, 0.99)])
+def test_adaptive_seldom_asks_a_drafter_that_has_nothing(ask_s: float, share: float) -> None:
+    useless = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)
+    world = useless.world()
+    world.draftable, world.ask_s = lambda place: place < 20, ask_s
+    assert world.run(useless.adaptive(), 1, 1000) >= share * useless.world().run(Fixed(0), 1, 1000)
+
+
+def test_adaptive_asks_again_when_there_are_drafts() -> None:
+    setting = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)
+    world = setting.world()
+    world.draftable, world.ask_s = lambda place: place < 20 or place > 300, 0.2
+    assert world.run(setting.adaptive(), 1, 700) >= 1.5 * setting.world().run(Fixed(0), 1, 700)
+
+
+@pytest.mark.parametrize("wished", [0, 7, 40])
+def test_adaptive_drafts_what_a_request_asks_for(wished: int) -> None:
+    params = SamplingParams(temperature=0, speculation={"num_speculative_tokens": wished})
+    request = make_request([1], [], params, drafter="some")
+    schedule = Schedule([Scheduled(request, 0, 1)], None, 10**6, [], [])  # type: ignore[arg-type]
+    assert USELESS["random"].adaptive().choose(schedule) == [wished]
+    assert USELESS["random"].adaptive().trim([ScoredDraft(request, [0.0] * 5, range(-1, 4))]) == [5]
