@@ -18,6 +18,7 @@ from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.joint import Offer, chain_offers, choose_jointly
+from speculant.scheduling.draft_length.trials import FIRST_WAIT, Lookups, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.tree import depths_of
 from speculant.types import Request
@@ -26,51 +27,11 @@ LONGEST = 16  # nodes of a draft unless the user sets a number
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
 HOLDS, LONGEST_HOLD = 8, 64  # steps for which a choice holds, for the same sequences; the second if nothing is drafted
-LOOKUP_MEMORY, LOOKUP_REST = 0.05, 8  # weight of a step; steps between two questions to a method that gives too little
+LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
 PLAIN_TRIAL = 6  # steps without drafts in a row, to see what they take
 FIRST_PLAIN_WAIT, LONGEST_PLAIN_WAIT = 64, 1024  # steps with drafts between two such trials
 WATCHED = 8  # of so many steps without drafts the times of one are taken in
-FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
-
-
-@dataclass
-class _Trials:
-    """When a method that does not pay is tried again."""
-
-    wait: int = FIRST_WAIT
-    since: int = 0
-    probing: bool = False
-
-    def due(self, steps: int = 1) -> bool:
-        """Count steps without drafts and return whether a trial is due."""
-        self.since += steps
-        return self.since >= self.wait
-
-    def start(self) -> None:
-        self.since, self.probing = 0, True
-
-    def end(self, accepted: bool) -> None:
-        """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
-        self.wait = 1 if accepted else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
-        self.probing = False
-
-
-@dataclass
-class _Lookups:
-    """What asking a method with scores is worth, which has nothing to draft in most steps of an unfamiliar text.
-
-    gain: tokens accepted per step in which it is asked. seconds: how long that takes.
-    """
-
-    gain: float = 1.0
-    seconds: float = 0.0
-    resting: bool = False
-
-    def observe(self, accepted: int, seconds: float) -> None:
-        """Count a step in which the method was asked."""
-        self.gain += LOOKUP_MEMORY * (accepted - self.gain)
-        self.seconds += LOOKUP_MEMORY * (seconds - self.seconds)
 
 
 @dataclass
@@ -106,12 +67,12 @@ class Adaptive:
         self._longest, self._trees = longest, trees
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance = Acceptance()
-        self._trials: dict[str, _Trials] = {}
+        self._trials: dict[str, Trials] = {}
         self._held = _Choice([], [], 0, False, 0)
         self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
         self._undrafted = False  # whether the last step had no drafts
         self._scores: WeakKeyDictionary[Request, ScoredDraft] = WeakKeyDictionary()  # of this step
-        self._scored: dict[str, _Lookups] = {}  # methods of which a draft had scores
+        self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
         self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
 
     def choose(self, schedule: Schedule) -> list[int]:
@@ -134,7 +95,8 @@ class Adaptive:
                 held.lengths[place] = self._most(request) if asked is None else asked
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
-        if held.pure and self._drafted >= self._plain_wait:
+        unscored = by_method.keys() - self._scored.keys()  # only after such drafts passes differ
+        if held.pure and unscored and self._drafted >= self._plain_wait:
             self._drafted, self._plain_wait = 0, min(2 * self._plain_wait, LONGEST_PLAIN_WAIT)
             held.left = PLAIN_TRIAL
             return held
@@ -150,7 +112,7 @@ class Adaptive:
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
         """See `TrimmingLength.trim`."""
         for draft in drafts:
-            self._scored.setdefault(str(draft.request.drafter), _Lookups())
+            self._scored.setdefault(str(draft.request.drafter), Lookups())
             self._scores[draft.request] = draft
         offers = [
             Offer(gain, 1, depth, owner)
@@ -228,7 +190,7 @@ class Adaptive:
         def seconds(nodes: int, depth: int, sequences: int) -> float:
             return self._pass_s(nodes) + self._costs.draft_s(method, sequences, depth)
 
-        trials, count = self._trials.setdefault(method, _Trials()), len(requests)
+        trials, count = self._trials.setdefault(method, Trials()), len(requests)
         counts = choose_jointly(self._offers(method, requests, most), count, count, seconds, LEAST_GAIN)
         steps = HOLDS
         if any(counts):
@@ -265,7 +227,7 @@ class Adaptive:
 
     def _probed(self, draft: ScoredDraft) -> int:
         """Return how many nodes of a scored draft are tried although they do not seem to pay."""
-        trials = self._trials.setdefault(str(draft.request.drafter), _Trials())
+        trials = self._trials.setdefault(str(draft.request.drafter), Trials())
         if not trials.due():
             return 0
         trials.start()

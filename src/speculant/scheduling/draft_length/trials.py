@@ -1,0 +1,48 @@
+"""When drafting is tried again where it did not pay, and whether asking a drafter that finds little pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
+LOOKUP_MEMORY = 0.05  # weight of the newest step
+
+
+@dataclass
+class Trials:
+    """When a method that does not pay is tried again."""
+
+    wait: int = FIRST_WAIT
+    since: int = 0
+    probing: bool = False
+
+    def due(self, steps: int = 1) -> bool:
+        """Count steps without drafts and return whether a trial is due."""
+        self.since += steps
+        return self.since >= self.wait
+
+    def start(self) -> None:
+        """Begin a trial."""
+        self.since, self.probing = 0, True
+
+    def end(self, accepted: bool) -> None:
+        """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
+        self.wait = 1 if accepted else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
+        self.probing = False
+
+
+@dataclass
+class Lookups:
+    """What asking a method with scores is worth, which has nothing to draft in most steps of an unfamiliar text.
+
+    gain: tokens accepted per step in which it is asked. seconds: how long that takes.
+    """
+
+    gain: float = 1.0
+    seconds: float = 0.0
+    resting: bool = False
+
+    def observe(self, accepted: int, seconds: float) -> None:
+        """Count a step in which the method was asked."""
+        self.gain += LOOKUP_MEMORY * (accepted - self.gain)
+        self.seconds += LOOKUP_MEMORY * (seconds - self.seconds)
