@@ -48,8 +48,10 @@ class NativeEdits:
 
     def __init__(self, edits: Sequence[Edits | None]) -> None:
         self._owners: list[object] = []
-        self._pointers = array("Q", [0 if own is None else self._convert(own) for own in edits])
-        self.address = self._pointers.buffer_info()[0] if any(self._pointers) else 0
+        self.address = 0
+        if any(own is not None for own in edits):
+            self._pointers = array("Q", [0 if own is None else self._convert(own) for own in edits])
+            self.address = address(self._pointers)
 
     def _convert(self, edits: Edits) -> int:
         drafted, banned = array("q", edits.drafted), array("q", edits.banned)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from speculant.cache.base import KVCache
+from speculant.kernels.base import Edits
 from speculant.kernels.native import NO_TOKEN, Draft, address, settings_array
 from speculant.kernels.native_sampler import NativeEdits
 from speculant.models.base import Chain, known
@@ -18,6 +19,12 @@ from speculant.sampling.edits import edits_of
 from speculant.sampling.node import Node
 
 FORESEEABLE = (Stream, KeyedNoise)
+
+
+def _edits(chain: Chain) -> Edits | None:
+    """Return the edits of a chain's rows; None if its first row has none, and so no other either."""
+    node = Node(chain.request)
+    return edits_of(node) if node.edited else None
 
 
 def can_replay(chain: Chain) -> bool:
@@ -62,8 +69,7 @@ class Drawn:
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
         settings = settings_array([sampling_settings(chain.request.params) for chain in chains])
-        nodes = [Node(chain.request) for chain in chains]  # where no row is edited, none of its descendants is
-        edits = NativeEdits([edits_of(node) if node.edited else None for node in nodes])
+        edits = NativeEdits([_edits(chain) for chain in chains])
         self._owners = (chances, limits, shared_noise, settings, edits, out)
         self.call = Draft(
             sequences=count,

@@ -62,11 +62,13 @@ class ChainDrafter(StatelessDrafter):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        drafting = [(request, limit) for request, limit in zip(requests, limits, strict=True) if limit > 0]
-        others = [(request, limit) for request, limit in drafting if request.search is None]
+        others, searching = list[tuple[Request, int]](), list[tuple[Request, int]]()
+        for request, limit in zip(requests, limits, strict=True):
+            if limit > 0:
+                (others if request.search is None else searching).append((request, limit))
         made = self._draft(others)
-        if len(others) < len(drafting):
-            made |= self._search([(request, limit) for request, limit in drafting if request.search is not None])
+        if searching:
+            made |= self._search(searching)
         return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
 
     def _draft(self, drafting: Drafting) -> dict[int, DraftTree]:
