@@ -152,7 +152,8 @@ PARAMS = [
 
 
 def texts(kernels: str, checkpoints: Checkpoints, draft: str | None) -> list[Sequence[int]]:
-    llm = LLM(checkpoints.target, draft, dtype="float32", kernels=kernels, max_model_len=64, seed=1)
+    drafts = {"draft_model": draft, "use_speculative_decoding": draft is not None}
+    llm = LLM(checkpoints.target, dtype="float32", kernels=kernels, max_model_len=64, seed=1, **drafts)
     assert llm.kernels.startswith(kernels)
     outputs = llm.generate([[70, 71, 72]] * len(PARAMS), PARAMS)
     assert bool(draft) == any(out.metrics.speculative_decoding.num_draft_tokens for out in outputs)

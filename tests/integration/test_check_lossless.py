@@ -191,15 +191,19 @@ def _arguments(given: dict[str, Any], method: str | None = None, verification: s
 
 
 def test_the_embedded_pair_is_checked_unless_another_is_named() -> None:
-    nothing = {"speculative_config": None}
+    nothing = {"speculative_config": {"draft_length": "fixed"}}
     assert _arguments({}) == {"model": "demo", "draft_model": "demo", **nothing}
     assert _arguments({"draft_model": "x"}) == {"model": "demo", "draft_model": "x", **nothing}
     assert _arguments({"model": "x"}) == {"model": "x", **nothing}
     assert _arguments({}, "ngram")["draft_model"] is None
-    assert _arguments({}, verification="match")["speculative_config"] == {"verification": "match"}
+    assert _arguments({}, verification="match")["speculative_config"] == {
+        "verification": "match",
+        "draft_length": "fixed",
+    }
     assert _arguments({}, verification="match")["draft_model"] == "demo"
-    both = _arguments({"model": "x", "speculative_config": "max_order=3"}, "ngram", "match")
-    assert both["speculative_config"] == {"max_order": 3, "method": "ngram", "verification": "match"}
+    config = {"max_order": 3, "draft_length": "adaptive"}
+    both = _arguments({"model": "x", "speculative_config": "max_order=3,draft_length=adaptive"}, "ngram", "match")
+    assert both["speculative_config"] == {**config, "method": "ngram", "verification": "match"}
 
 
 def test_only_flags_for_distributions_and_ends_are_offered() -> None:

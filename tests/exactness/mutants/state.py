@@ -66,7 +66,7 @@ BLOCKS = [
     Mutant(
         "shared blocks written to",
         CACHES["paged"],
-        "if not self._pool.is_writable(held.blocks[index])]",
+        "if not pool.is_writable(blocks[index])]",
         "if False]",
         "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
     ),

@@ -108,7 +108,7 @@ def test_members_by_default_need_a_method_with_a_rank(monkeypatch: pytest.Monkey
 
 
 def test_the_shipped_lookups_announce_a_rank() -> None:
-    assert "ngram" in [each.method for each in build_members(context(), None)]
+    assert [each.method for each in build_members(context(), None)] == ["suffix", "prompt_lookup"]
 
 
 def test_combined_needs_are_enough_for_every_member() -> None:

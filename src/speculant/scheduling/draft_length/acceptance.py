@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from speculant.scheduling.draft_length.base import ScoredDraft
+from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
 from speculant.types import Request
 
 PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
@@ -104,6 +104,17 @@ class MethodAcceptance:
 def bucket_of(score: float) -> int:
     """Return the bucket of a score from 0 to 1."""
     return min(int(score * BUCKETS), BUCKETS - 1)
+
+
+def tested_scores(draft: ScoredDraft | None, outcome: DraftOutcome, count: int) -> list[float | None]:
+    """Return the scores of the first `count` tested nodes: the accepted ones, then the first sibling rejected there."""
+    if draft is None:
+        return [None] * count
+    path = list(outcome.path)
+    if len(path) < count:
+        parent = path[-1] if path else -1
+        path.append(next(node for node, each in enumerate(draft.parents) if each == parent))
+    return [draft.scores[node] for node in path[:count]]
 
 
 class Acceptance(defaultdict[str, MethodAcceptance]):

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from speculant.errors import ConfigError, suggest
 from speculant.metrics import StepTiming
 from speculant.scheduling.costs import CostCurve, StepCosts
-from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
+from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, tested_scores
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.joint import Offer, chain_offers, choose_jointly
 from speculant.scheduling.draft_length.trials import FIRST_WAIT, Lookups, Trials
@@ -248,17 +248,6 @@ def asked_length(request: Request) -> int | None:
     """Return the number of draft tokens that a request itself asks for; it gets this number, whatever it costs."""
     speculation = request.params.speculation
     return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None
-
-
-def tested_scores(draft: ScoredDraft | None, outcome: DraftOutcome, count: int) -> list[float | None]:
-    """Return the scores of the first `count` tested nodes: the accepted ones, then the first sibling rejected there."""
-    if draft is None:
-        return [None] * count
-    path = list(outcome.path)
-    if len(path) < count:
-        parent = path[-1] if path else -1
-        path.append(next(node for node, each in enumerate(draft.parents) if each == parent))
-    return [draft.scores[node] for node in path[:count]]
 
 
 def build(context: DraftLengthContext) -> Adaptive:
