@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 17, 20, 24, 32, 40, 48, 64, 96, 128)
-DEPTHS, SEQUENCES = (1, 2, 4, 8, 16), (1, 8)
+# The most telling sizes first: a large model has time for few of them.
+ROWS = (1, 8, 4, 2, 16, 6, 3, 12, 5, 7, 9, 10, 32, 24, 14, 17, 20, 64, 48, 40, 96, 128)
+DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
 CONTEXT = 64  # tokens before the measured rows
-BUDGET_S = 1.5  # for the target, and for each method
-LEAST_ROUNDS, MOST_ROUNDS = 2, 15
+BUDGET_S = 1.0  # for the target, and for each method and number of sequences
+LEAST_SIZES, MOST_ROUNDS = 2, 15
 MOST_FILES = 64  # in the folder of kept curves
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
@@ -146,27 +148,23 @@ def requests(count: int, length: int, vocab_size: int) -> list[Request]:
 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of `run` at each size, measured in turn within the time budget.
+    """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more.
 
     A time is the least of its rounds, and of those of all larger sizes: other programs only add to it.
     """
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for size in (*sizes[-1:], *sizes[:1]):
-        run(size)  # the first call takes memory and fills caches
+    seconds: dict[int, float] = {}
+    run(sizes[0])  # the first call takes memory and fills caches
     started = time.perf_counter()
-    for turn in range(MOST_ROUNDS):
-        for size in sizes:
-            begun = time.perf_counter()
-            run(size)
-            seconds[size].append(time.perf_counter() - begun)
-        spent = time.perf_counter() - started
-        if turn + 1 >= LEAST_ROUNDS and spent * (turn + 2) / (turn + 1) > BUDGET_S:
+    for size in [*sizes] * MOST_ROUNDS:
+        begun = time.perf_counter()
+        if begun - started > BUDGET_S and len(seconds) >= min(LEAST_SIZES, len(sizes)):
             break
-    least, found = float("inf"), dict[int, float]()
-    for size in reversed(sizes):
-        least = max(min(least, *seconds[size]), 1e-9)
-        found[size] = least
-    return dict(reversed(found.items()))
+        run(size)
+        seconds[size] = min(seconds.get(size, inf), time.perf_counter() - begun)
+    least, found = inf, dict[int, float]()
+    for size in sorted(seconds, reverse=True):
+        least = found[size] = max(min(least, seconds[size]), 1e-9)
+    return dict(sorted(found.items()))
 
 
 def folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def test_calibration_is_kept_and_read_again(
     assert {"1", "2", "8"} <= json.loads(file.read_text())["passes"].keys()
     monkeypatch.setattr(calibration, "timed", lambda run, sizes: pytest.fail("it was measured again"))
     engine(checkpoints)
+
+
+def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
+    asked: list[int] = []
+
+    def run(size: int) -> None:
+        asked.append(size)
+        time.sleep(0.03)
+
+    assert calibration.timed(run, [1, 8, 4, 2]).keys() == {1, 8}
+    assert asked == [1, 1, 8]
+
+
+def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:
+    sleeps = {1: 0.004, 2: 0.001, 4: 0.002}
+    found = calibration.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2])
+    assert found[1] == found[2] <= found[4]
 
 
 DAMAGED = ["", "[]", "{", '{"passes": {}, "drafts": {}}', '{"passes": {"1": -1}, "drafts": {}}']
