@@ -124,7 +124,6 @@ def check_identity(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("spec_length", [1, 4])

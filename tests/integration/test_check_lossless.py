@@ -218,7 +218,7 @@ def test_only_flags_for_distributions_and_ends_are_offered() -> None:
         (["--cases", "0"], "cases=0", "--cases 50"),
         (["--texts", "-1"], "texts=-1", "--texts 50"),
         (["--verification", "rejektion"], "'rejektion' is unknown", "did you mean 'rejection'"),
-        (["--no-use-speculative-decoding"], "speculation is off", "name a method"),
+        (["--no-use-speculative-decoding"], "speculation is off", "--no-use-speculative-decoding"),
         (["--method", "ngram"], "uses no model", "leave out one"),
         (["--method", "draft_model", "--speculative-config", "method=ngram"], "given twice", "keep one"),
         (["--top-p", "3"], "top_p=3.0", "range"),

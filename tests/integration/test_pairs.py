@@ -116,7 +116,7 @@ def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
     ("arguments", "speculating", "words"),
     [
         ({"dtype": "float32"}, True, "fallback (no draft model is named), adaptive length"),
-        ({}, False, "use_speculative_decoding=True drafts"),
+        ({}, False, "use_speculative_decoding=True turns it on"),
         ({"use_speculative_decoding": True}, True, "fallback"),
         ({"draft": "near", "use_speculative_decoding": False}, False, "use_speculative_decoding is False"),
         ({"draft": "near"}, True, "draft_model, 5 tokens"),

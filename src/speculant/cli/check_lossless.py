@@ -129,7 +129,7 @@ def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping
         )
     if config.speculative() is None:
         raise ConfigError(
-            "speculation is off: use_speculative_decoding is False", "leave it out, or name a method or a draft model."
+            "speculation is off: use_speculative_decoding is False", "leave out --no-use-speculative-decoding."
         )
 
 

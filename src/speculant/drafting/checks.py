@@ -39,10 +39,10 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
     """
     if not isinstance(tree, DraftTree):
         raise DraftError(f"a draft is a {type(tree).__name__}", "return a DraftTree.")
-    if tree.size == 0:
-        return
     tokens, parents = tree.token_list, tree.parent_list
-    if len(tokens) != len(parents) or len(tokens) > most:
+    if not tokens and not parents and tree.size == 0:
+        return
+    if tree.size != len(tokens) or len(tokens) != len(parents) or len(tokens) > most:
         raise DraftError(
             f"a draft has {len(tokens)} tokens and {len(parents)} parents for a limit of {most} nodes",
             "stay within the limit.",
@@ -51,7 +51,10 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
         raise DraftError(
             f"a draft has the tokens {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}", "use known ids."
         )
-    if not tree.is_chain:
+    is_chain = parents == list(range(-1, len(parents) - 1))
+    if is_chain != tree.is_chain:
+        raise DraftError("a draft was changed after it was made", "make a new DraftTree instead.")
+    if not is_chain:
         if not all(-1 <= parent < node for node, parent in enumerate(parents)):
             raise DraftError("a draft has a node before its parent", "put parents before their children.")
         if not branches:

@@ -105,7 +105,9 @@ def describe(config: EngineConfig, spec: SpeculativeConfig | None, length: int) 
     if spec is None:
         if config.use_speculative_decoding is False:
             return "use_speculative_decoding is False"
-        return "a token's logits may differ in the last bits beside others here; use_speculative_decoding=True drafts"
+        return (
+            "here a token's logits depend on the batch, in their last bits; use_speculative_decoding=True turns it on"
+        )
     policy = spec.policy["policy"]
     lengths = f"{length} tokens a step" if policy == "fixed" else f"{policy} length"
     usual = " (no draft model is named)" if spec.method is None and spec.model is None else ""

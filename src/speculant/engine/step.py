@@ -83,17 +83,16 @@ def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     if not context.drafters:
         return [item.tree for item in schedule.items]
     requests = [item.request for item in schedule.items]
+    context.drafters.begin(requests)
     wishes, vocab_size = context.draft_length.choose(schedule), context.target.vocab_size
-    drafts = any(wishes) or context.draft_length.keeps_up
-    context.drafters.begin(requests if drafts else schedule.admitted)
-    if not drafts:
+    if not any(wishes) and not context.draft_length.keeps_up:
         return [item.tree for item in schedule.items]
     bounds = [draft_bounds(context, request) for request in requests]
     limits = draft_limits(schedule, wishes, bounds, MOST_PROBS_BYTES // (8 * vocab_size))
-    proposed = context.draft_length.trim(requests, context.drafters.propose(requests, limits, vocab_size))
+    drafts = context.draft_length.trim(requests, context.drafters.propose(requests, limits, vocab_size))
     if context.draft_length.keeps_up:
         context.drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
-    each = zip(schedule.items, limits, proposed, strict=True)
+    each = zip(schedule.items, limits, drafts, strict=True)
     return [draft if limit and draft.size else item.tree for item, limit, draft in each]
 
 

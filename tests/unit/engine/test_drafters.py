@@ -24,6 +24,14 @@ V = 6
 LIMITS = Limits(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=48)
 PAIR = Pair(3, V, FULL_SUPPORT)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def changed(tree: DraftTree, name: str, values: list[int]) -> DraftTree:
+    """Change a tree after it was made, as code that keeps its lists could."""
+    getattr(tree, name)[:] = values
+    return tree
+
+
 BAD: dict[str, Callable[[], Any]] = {
     "a token beyond the vocabulary": lambda: DraftTree.chain([10**9]),
     "a negative token": lambda: DraftTree.chain([-5]),
@@ -45,6 +53,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "scores that are not numbers": lambda: DraftTree.chain([1], scores=[float("nan")]),
     "fractions": lambda: DraftTree(torch.tensor([1.5]), torch.tensor([float("nan")])),
     "no tree": lambda: [1, 2],
+    "a chain whose parents were changed": lambda: changed(DraftTree.chain([1, 2]), "parent_list", [1, 5]),
+    "a draft that grew": lambda: changed(DraftTree.chain([1]), "token_list", [1, 2]),
+    "an empty draft that grew": lambda: changed(DraftTree.chain([]), "token_list", [1, 2]),
 }
 
 
