@@ -55,10 +55,10 @@ class PagedBlockManager:
         start, end = held.length, held.length + n
         if n == 0:
             return Slots(seq_id, start, ())
-        shared = self._shared(held, start, end)
-        self._require(self._num_blocks_for(end) - len(held.blocks) + len(shared), f"sequence {seq_id} needs")
+        copies = self._copies(held)
+        self._require(self._num_blocks_for(end) - len(held.blocks) + copies, f"sequence {seq_id} needs")
         self._held[seq_id] = held
-        moves = self._rearrange(held, start, (), shared) if shared else NO_MOVES
+        moves = self._rearrange(held, start, (), [len(held.blocks) - 1]) if copies else NO_MOVES
         self._extend(held, end)
         held.length = end
         return Slots(seq_id, start, self._consecutive_slots(held, start, end), moves)
@@ -173,20 +173,21 @@ class PagedBlockManager:
         if n == 0:
             return 0
         held = self._held.get(seq_id, _NOTHING)
-        end = held.length + n
-        return self._num_blocks_for(end) - len(held.blocks) + len(self._shared(held, held.length, end))
+        return self._num_blocks_for(held.length + n) - len(held.blocks) + self._copies(held)
 
     def most(self, seq_id: int, num_blocks: int) -> int:
         """Return by how many positions a sequence can grow with `num_blocks` new blocks."""
         held = self._held.get(seq_id, _NOTHING)
-        copies = len(self._shared(held, held.length, held.length + 1))
-        return max(0, (len(held.blocks) + num_blocks - copies) * self.block_size - held.length)
+        return max(0, (len(held.blocks) + num_blocks - self._copies(held)) * self.block_size - held.length)
+
+    def _copies(self, held: _Sequence) -> int:
+        """Return how many blocks are copied when the sequence grows: its last one, if that has room and is shared."""
+        return 1 if held.length % self.block_size and not self._pool.is_writable(held.blocks[-1]) else 0
 
     def _shared(self, held: _Sequence, start: int, end: int) -> list[int]:
         """Return which held blocks, by index in the table, are touched by positions start to end and not writable."""
-        size, blocks, pool = self.block_size, held.blocks, self._pool
-        touched = range(start // size, min(-(-end // size), len(blocks)))
-        return [index for index in touched if not pool.is_writable(blocks[index])] if touched else []
+        touched = range(start // self.block_size, self._num_blocks_for(end))
+        return [index for index in touched if not self._pool.is_writable(held.blocks[index])]
 
     def _rearrange(self, held: _Sequence, base: int, kept: Sequence[int], shared: Sequence[int]) -> Moves:
         """Copy on write: replace the `shared` blocks from `base` on by new ones; return the slots to move.

@@ -66,8 +66,8 @@ BLOCKS = [
     Mutant(
         "shared blocks written to",
         CACHES["paged"],
-        "if not pool.is_writable(blocks[index])]",
-        "if False]",
+        "return 1 if held.length % self.block_size and not self._pool.is_writable(held.blocks[-1]) else 0",
+        "return 0",
         "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
     ),
     Mutant(
