@@ -32,7 +32,7 @@ test-all: $(VENV)/.installed-dev ## every test with every combination of paramet
 	@$(MAKE) soak SOAK=5
 
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk
-	SPECULANT_SOAK=$(SOAK) $(PYTEST) tests/exactness/test_schedules.py
+	SPECULANT_SOAK=$(SOAK) $(PYTEST) -m slow tests/exactness/test_schedules.py
 
 sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
 	$(INSTALL) --no-deps --upgrade --target build/sanitized --config-settings=cmake.define.SANITIZE=address,undefined .

@@ -31,6 +31,7 @@ from tests.schedules import Kind, size_of
 
 ACTIONS = 200
 SCHEDULES = 100  # of each shard
+FEWER = 20  # of each kind, in `make test`
 SOAK = int(os.environ.get("SPECULANT_SOAK", "0"))  # how many times as many; 0 = the usual ones
 SHARDS = (
     *(Kind("paged", "model"),) * 3,
@@ -40,6 +41,7 @@ SHARDS = (
     Kind("slotted", "model"),
     Kind("slotted", "tree"),
 )
+KINDS = tuple(dict.fromkeys(SHARDS))
 EVERYWHERE = ("steps", "interrupts", "refused", *(f"ended by {end}" for end in ("stop", "length", "abort", "error")))
 PAGED = ("preemptions", "evictions", "prefix hits", "forks", "copies on write")
 
@@ -49,32 +51,32 @@ def test_the_shards_make_a_thousand_schedules_of_200_actions() -> None:
     assert ACTIONS >= 200
 
 
-def shards() -> list[object]:
-    """Return the parameters of all shards; the first of each kind are not slow."""
-    return [
-        pytest.param(
-            shard, id=f"{shard}-{kind.cache}-{kind.drafter}", marks=[pytest.mark.slow] * (kind in SHARDS[:shard])
-        )
+def walks() -> list[object]:
+    """Return shards with the number of schedules; whole shards are slow."""
+    few = [pytest.param(SHARDS.index(kind), FEWER, id=f"few-{kind.cache}-{kind.drafter}") for kind in KINDS]
+    whole = [
+        pytest.param(shard, SCHEDULES, id=f"{shard}-{kind.cache}-{kind.drafter}", marks=pytest.mark.slow)
         for shard, kind in enumerate(SHARDS)
     ]
+    return [*few, *whole]
 
 
-@pytest.mark.parametrize("shard", shards())
-def test_nothing_is_lost_leaked_or_mixed_up(shard: int) -> None:
+@pytest.mark.parametrize(("shard", "schedules"), walks())
+def test_nothing_is_lost_leaked_or_mixed_up(shard: int, schedules: int) -> None:
     kind, tally, size = SHARDS[shard], Counter[str](), size_of(ACTIONS)
 
-    @settings(max_examples=SCHEDULES * max(SOAK, 1), database=None, phases=[Phase.generate, Phase.shrink])
+    @settings(max_examples=schedules * max(SOAK, 1), database=None, phases=[Phase.generate, Phase.shrink])
     @given(st.binary(min_size=size, max_size=size))
     def walk(data: bytes) -> None:
         run_schedule(kind, data, tally)
 
     (walk if SOAK else seed(shard)(walk))()
-    assert tally["schedules"] >= SCHEDULES
-    assert tally["actions"] >= SCHEDULES * ACTIONS
+    assert tally["schedules"] >= schedules
+    assert tally["actions"] >= schedules * ACTIONS
     for happening in (*EVERYWHERE, *(PAGED if kind.cache == "paged" else ())):
-        assert tally[happening] >= SCHEDULES // 4, f"hardly any {happening}: a weak test"
+        assert tally[happening] >= schedules // 4, f"hardly any {happening}: a weak test"
     if kind == Kind("paged", "tree"):
-        assert tally["compactions"] >= SCHEDULES
+        assert tally["compactions"] >= schedules
 
 
 # --- the machine notices what it is there for
