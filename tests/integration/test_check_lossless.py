@@ -232,7 +232,7 @@ def test_a_mistake_is_explained(checkpoints: Checkpoints, arguments: list[str], 
 
 
 def test_a_model_without_a_draft_is_checked(checkpoints: Checkpoints) -> None:
-    result = _invoke("--model", checkpoints.target, "--texts", "4", "--json")
+    result = _invoke("--model", checkpoints.target, *SMALL, "--json")
     assert "fallback (no draft model is named)" in json.loads(result.stdout)["settings"]["speculation"]
 
 
