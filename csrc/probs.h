@@ -270,6 +270,12 @@ static void race(const double *weights, int64_t begin, int64_t end, uint64_t key
       share.best = best[j], share.at = at[j] + j;
 }
 
+static void find_largest(const double *weights, int64_t begin, int64_t end, Share &share) {
+  share.best = 0.0, share.at = -1;
+  for (int64_t i = begin; i < end; i++)
+    if (weights[i] > share.best) share.best = weights[i], share.at = i;
+}
+
 static void add_up(const double *weights, int64_t begin, int64_t end, Share &share) {
   Reals sum = {};
   int64_t i = begin;
@@ -310,10 +316,13 @@ static int64_t at_share(const double *weights, int64_t n, double u, const Share 
   return last;
 }
 
-// One draw: `chance` is the key of a race, or 64 bits of which the highest 53 make a uniform. It takes two stages.
-static inline void share_draw(const double *weights, int64_t n, bool shared_noise, uint64_t chance, int64_t chunk, Share &share) {
+// One draw, with the kinds of noise of SpDraft: `chance` is the key of a race, or 64 bits of which the highest 53 make a uniform.
+// It takes two stages.
+static inline void share_draw(const double *weights, int64_t n, int64_t noise, uint64_t chance, int64_t chunk, Share &share) {
   const int64_t begin = chunk * CHUNK, end = begin + CHUNK < n ? begin + CHUNK : n;
-  if (shared_noise)
+  if (noise == 2)
+    find_largest(weights, begin, end, share);
+  else if (noise)
     race(weights, begin, end, chance, share);
   else
     add_up(weights, begin, end, share);
@@ -326,8 +335,8 @@ static inline bool is_distribution(const Share *shares, int64_t chunks) {
   return std::isfinite(all) && all > 0.0;
 }
 
-static inline int64_t finish_draw(const double *weights, int64_t n, bool shared_noise, uint64_t chance, const Share *shares) {
-  if (shared_noise) return winner(shares, chunks_of(n));
+static inline int64_t finish_draw(const double *weights, int64_t n, int64_t noise, uint64_t chance, const Share *shares) {
+  if (noise) return winner(shares, chunks_of(n));
   return at_share(weights, n, (chance >> 11) * 0x1p-53, shares, chunks_of(n));
 }
 

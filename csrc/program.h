@@ -73,7 +73,7 @@ struct Drafting {
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Tiles x;
-  List<int64_t> tokens, positions, slots;
+  List<int64_t> tokens, positions, slots, ended;  // ended[s]: whether no token follows
   List<SpSegment> segments;
   List<WorkQueue> stages;
   Step *steps = nullptr;
@@ -87,6 +87,9 @@ struct Drafting {
     rows.resize(most * head.k), logits.resize(most * head.n), shares.resize(most * chunks_of(draft->width));
     for (int64_t s = 0; s < most; s++)
       if (!draft->out[s]) unread.resize(most * draft->width);
+    ended.resize(most);
+    for (int64_t s = 0; s < most; s++) ended[s] = 0;
+    for (int64_t i = 0; i < all; i++) draft->drawn[i] = -1;
     tokens.resize(all), positions.resize(all), slots.resize(all), segments.resize(all);
     make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
     head.in = rows.items, head.out = logits.items;
@@ -117,9 +120,10 @@ struct Drafting {
 
   void prepare(int64_t step) {
     int64_t drawing = draft->sequences;
-    while (drawing && draft->limits[drawing - 1] <= step) drawing--;
+    while (drawing && (draft->limits[drawing - 1] <= step || ended[drawing - 1])) drawing--;
     Step &now = steps[step];
     now.drawing = drawing;
+    if (!drawing) return;
     now.pass = step ? next_pass(step, drawing) : *first;
     plan_pass(ops, count, now.pass, threads, now.plan);
     now.probs.resize(drawing);
@@ -148,12 +152,14 @@ struct Drafting {
     const auto chance = [&](int64_t s) { return mix_in(draft->chances[2 * s], draft->chances[2 * s + 1] + step); };
     stages[5].run(job.rows * chunks, [&](int64_t p) {
       const int64_t s = p / chunks;
-      share_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), p % chunks, job.of(s)[p % chunks]);
+      share_draw(job.probs_of(s), job.width, draft->noise[s], chance(s), p % chunks, job.of(s)[p % chunks]);
     });
     stages[6].run(job.rows, [&](int64_t s) {
-      const bool drawable = draft->shared_noise[s] || is_distribution(job.of(s), chunks);  // a race without a winner returns -1 by itself
-      draft->drawn[s * draft->steps + step] =
-          drawable ? finish_draw(job.probs_of(s), job.width, draft->shared_noise[s], chance(s), job.of(s)) : -1;
+      const bool drawable = draft->noise[s] || is_distribution(job.of(s), chunks);  // a race without a winner returns -1 by itself
+      int64_t token = -1;
+      if (drawable && !ended[s]) token = finish_draw(job.probs_of(s), job.width, draft->noise[s], chance(s), job.of(s));
+      ended[s] = token < 0 || job.probs_of(s)[token] < draft->stop_below;
+      draft->drawn[s * draft->steps + step] = token;
     });
   }
 
@@ -162,6 +168,7 @@ struct Drafting {
     WorkQueue *own = stages.items + step * num_stages(), *after = own + 1 + 2 * count;
     own[0].run(1, [&](int64_t) { prepare(step); });
     Step &now = steps[step];
+    if (!now.drawing) return;
     run_ops(ops, count, now.pass, now.plan, x, own + 1);
     after[0].run(now.drawing, [&](int64_t s) {
       const float *last = ops[count - 1].out + (now.pass.segments[s].first + now.pass.segments[s].rows - 1) * head.k;

@@ -97,10 +97,11 @@ typedef struct {
   const int64_t *limits;     /* [sequences] tokens to draw, 1 .. steps, in descending order */
   const SpSamplingSettings *settings;         /* [sequences] */
   const SpEdits *const *edits;    /* [sequences] or NULL; NULL = none */
-  const int64_t *shared_noise;    /* [sequences] the kind of each one's noise: see sp_draw */
+  const int64_t *noise;      /* [sequences] how each one draws: 0 and 1 as in sp_draw, 2 = the most probable token, the first among equals */
   const uint64_t *chances;   /* [sequences, 2] a key and a count: step i's chance is the hash of the key and count + i */
-  int64_t *drawn;            /* [sequences, steps]; -1 = no distribution; later tokens of the sequence are undefined */
+  int64_t *drawn;            /* [sequences, steps]; -1 = the sequence has ended */
   double *const *out;        /* [sequences] each one's distributions [limit, width], or NULL: they are not returned */
+  double stop_below;         /* a token of a lower probability is the last of its sequence; 0 = none is */
 } SpDraft;
 
 int sp_version(void);

@@ -241,7 +241,9 @@ def model_drafter(
     limits: Limits = ROOMY,
     cache: MakeCache = paged,
     topology: TreeTopology | None = None,
+    stop_below: float = 0.0,
 ) -> ModelDrafter:
-    """Make the real drafter around a table model, with a cache of its own; branching None = chains."""
+    """Make the real drafter around a table model, with a cache of its own; topology None = chains."""
     made, chances = cache(draft.cache_shape, limits), chances or KeyedChances()
-    return ModelDrafter(draft, made, chances, vocab_size, limits.max_num_batched_tokens, topology=topology)
+    budget = limits.max_num_batched_tokens
+    return ModelDrafter(draft, made, chances, vocab_size, budget, topology=topology, stop_below=stop_below)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,17 +17,19 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.drafting.draft_model import ModelDrafter
 from speculant.drafting.ngram import NgramDrafter, Options
 from speculant.drafting.recent_match import LookupDrafter, LookupOptions
 from speculant.drafting.suffix import Options as SuffixOptions
 from speculant.drafting.suffix import SuffixDrafter
 from speculant.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
+from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import mean_accepted
 from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
-from tests.fakes import ScriptedDrafter, few_blocks
+from tests.fakes import ScriptedDrafter, few_blocks, model_drafter, slotted
 from tests.models import make_request
 
 # (vocabulary, draft length) -> random pairs; together at least 500
@@ -129,6 +132,40 @@ def test_several_steps_with_penalties() -> None:
     params = SamplingParams(max_tokens=None, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9173)
     for seed in range(6):
         assert_exact(Case(Pair(seed, 3, FULL_SUPPORT), 1, params, steps=2, width=8))
+
+
+def unsure(pair: Pair, chances: Chances, limits: Limits, sizes: set[int] | None = None) -> Drafter:
+    """Make the real drafter; its drafts end with a token of a probability below 0.6. Their sizes go to `sizes`."""
+    draft = TableModel(pair.draft, pair.vocab_size)
+    drafter = model_drafter(draft, pair.vocab_size, chances, limits, slotted, stop_below=0.6)
+    if sizes is None:
+        return drafter
+
+    def propose(requests: Sequence[Request], lengths: Sequence[int]) -> list[DraftTree]:
+        drafts = ModelDrafter.propose(drafter, requests, lengths)
+        sizes.update(draft.size for draft in drafts)
+        return drafts
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    return drafter
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
+def test_drafts_that_end_with_an_unsure_token(verifier: str, temperature: float) -> None:
+    params, sizes = SamplingParams(max_tokens=None, temperature=temperature), set[int]()
+    make = functools.partial(unsure, sizes=sizes)
+    for seed, vocab_size in enumerate((2, 3, 3, 4, 4)):
+        case = Case(Pair(seed, vocab_size), 3, params, verifier, width=8, make_drafter=make)
+        assert enumerate_case(case).deviation() <= EXACT, case
+    assert sizes >= {1, 2, 3}
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
+def test_several_steps_that_end_with_an_unsure_token(verifier: str) -> None:
+    for seed in range(3):
+        case = Case(Pair(seed, 2), 2, verification=verifier, steps=2, width=8, make_drafter=unsure)
+        assert enumerate_case(case).deviation() <= EXACT, case
 
 
 @pytest.mark.parametrize("budget", [2, 3, 5])

@@ -17,7 +17,7 @@ from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native_decoder import NativeDecoder
 from speculant.models.replay import can_replay
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling.chance import KeyedChances, MostLikely
 from speculant.types import DraftTree
 from tests.automata import Automaton
 from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, packed, tokens_of
@@ -44,14 +44,15 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
     return made
 
 
-def make_chains(model: NativeDecoder, shared_noise: Sequence[bool]) -> list[Chain]:
+def make_chains(model: NativeDecoder, shared_noise: Sequence[bool], stop_below: float = 0.0) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
     chances, made = KeyedChances(NativeSampler(model.kernels)), []
     for seq_id, (distribution, limit, shares) in enumerate(zip(DISTRIBUTIONS, LIMITS, shared_noise, strict=True)):
         tokens = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id]
         params = SamplingParams(**distribution)  # type: ignore[arg-type]
         request = make_request(tokens, params=params, seq_id=seq_id, shared_noise=shares)
-        made.append(Chain(request, tokens[-1:] if seq_id % 2 else tokens[5:], limit, chances.draft(request)))
+        chance = MostLikely() if stop_below and params.greedy else chances.draft(request)
+        made.append(Chain(request, tokens[-1:] if seq_id % 2 else tokens[5:], limit, chance, stop_below=stop_below))
     return made
 
 
@@ -67,10 +68,15 @@ def feed_before(model: NativeDecoder, made: list[Chain], cache: KVCache) -> None
 
 @torch.inference_mode()
 def grown(
-    model: NativeDecoder, kind: str, shared_noise: Sequence[bool], vocab_size: int, together: bool = True
+    model: NativeDecoder,
+    kind: str,
+    shared_noise: Sequence[bool],
+    vocab_size: int,
+    together: bool = True,
+    stop_below: float = 0.0,
 ) -> list[Chain]:
     """Let the chains grow, all at once or one after the other."""
-    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise)
+    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, stop_below)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
         grow(model, share, cache, vocab_size, NativeSampler(model.kernels))
@@ -83,7 +89,7 @@ def grown(
 def assert_same(some: list[Chain], others: list[Chain]) -> None:
     assert [chain.tokens for chain in some] == [chain.tokens for chain in others]
     for one, other in zip(some, others, strict=True):
-        assert (one.probs is None) == (other.probs is None) == (one.request.shared_noise or not one.tokens)
+        assert (one.probs is None) == (other.probs is None) == (not one.emits_probs or not one.tokens)
         if one.probs is not None and other.probs is not None:
             assert torch.equal(one.probs, other.probs)
 
@@ -111,6 +117,32 @@ def test_one_call_is_many(
     assert_same(alone, stepwise)
     assert [len(chain.tokens) for chain in stepwise] == LIMITS
     assert len({token for chain in stepwise for token in chain.tokens}) > 5
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("stop_below", [0.02, 0.03, 0.2])
+@pytest.mark.parametrize("shared_noise", COUPLED)
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("isa", SETS)
+def test_a_chain_ends_with_an_unlikely_token(
+    isa: str, kind: str, shared_noise: list[bool], stop_below: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, size = make_native(isa), 96
+    whole = grown(model, kind, shared_noise, size, stop_below=1e-300)
+    at_once = grown(model, kind, shared_noise, size, stop_below=stop_below)
+    alone = grown(model, kind, shared_noise, size, together=False, stop_below=stop_below)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    assert_same(at_once, grown(model, kind, shared_noise, size, stop_below=stop_below))
+    assert_same(alone, at_once)
+    for chain, long in zip(at_once, whole, strict=True):
+        assert chain.tokens == long.tokens[: len(chain.tokens)]
+        if chain.probs is not None:
+            drawn = [float(row[token]) for row, token in zip(chain.probs, chain.tokens, strict=True)]
+            assert all(p >= stop_below for p in drawn[:-1])
+            assert len(drawn) == chain.limit or drawn[-1] < stop_below
+    assert at_once[0].probs is None, "a greedy token is not drawn from its distribution"
+    assert [len(chain.tokens) for chain in whole] == LIMITS
+    assert 0 < sum(len(chain.tokens) for chain in at_once) < sum(LIMITS)
 
 
 EDITED = [

@@ -308,6 +308,26 @@ def test_a_request_may_choose_its_draft_length(llm_of: MakeLLM, length: int) -> 
     assert tokens_of([result]) == tokens_of(llm_of().generate(TEXTS[0], GREEDY))
 
 
+@pytest.mark.parametrize("method", ["draft_model", "cascade", "suffix"])
+def test_drafts_that_end_where_the_drafter_is_unsure(llm_of: MakeLLM, method: str) -> None:
+    draft = None if method == "suffix" else "near"
+    config = {"method": method, "draft_length": {"policy": "confidence", "threshold": 0.05}}
+    params = [SamplingParams(temperature=0, max_tokens=40), SamplingParams(seed=3, max_tokens=40)]
+    speculating = llm_of(draft, speculative_config=config).generate([TEXTS[0] * 3] * 2, params)
+    assert tokens_of(speculating) == tokens_of(llm_of().generate([TEXTS[0] * 3] * 2, params))
+    metrics = speculating[0].metrics.speculative_decoding
+    assert 0 < metrics.num_draft_tokens < 16 * metrics.num_spec_steps
+
+
+@pytest.mark.parametrize("threshold", [0, 1.5, "high"])
+def test_a_threshold_that_is_no_probability_is_refused(llm_of: MakeLLM, threshold: Any) -> None:
+    config = {"draft_length": {"policy": "confidence", "threshold": threshold}}
+    with pytest.raises(ConfigError, match="threshold"):
+        llm_of("near", speculative_config=config)
+    with pytest.raises(ConfigError, match="draws trees"):
+        llm_of("near", speculative_config={"draft_length": "confidence", "tree": [2, 1]})
+
+
 def test_a_request_may_choose_its_rule(llm_of: MakeLLM) -> None:
     verifiers = ["match", "rejection", "auto"]
     params = [SamplingParams(max_tokens=8, speculation={"verification": verifier}) for verifier in verifiers]

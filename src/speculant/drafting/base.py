@@ -224,6 +224,7 @@ class DrafterContext:
     load_draft: loads a checkpoint by name and checks that its tokens are the target's.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
+    stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
     """
 
     options: Mapping[str, Any]
@@ -235,6 +236,15 @@ class DrafterContext:
     load_draft: Callable[[str], CausalLM]
     make_cache: Callable[[CacheShape], KVCache]
     sampler: Sampler = REFERENCE
+    stop_below: float = 0.0
+
+
+def require_no_stop(context: DrafterContext) -> None:
+    """Refuse `stop_below` for drafters of trees without scores."""
+    if context.stop_below:
+        raise ConfigError(
+            "draft_length 'confidence' stops chains, and this method draws trees", 'draft chains, or use "adaptive".'
+        )
 
 
 def read_options(context: DrafterContext, kind: type[T]) -> T:

@@ -44,7 +44,13 @@ class CascadeDrafter(ChainDrafter):
 
     def __init__(self, model: CausalLM, cache: KVCache, inner: Member, context: DrafterContext) -> None:
         super().__init__(
-            model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens, context.sampler
+            model,
+            cache,
+            context.chances,
+            context.vocab_size,
+            context.max_num_batched_tokens,
+            context.sampler,
+            context.stop_below,
         )
         self._inner = ShadowedDrafter(inner, context.vocab_size, self._count)
         self.guess = self._inner.guess

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant.cache.base import KVCache
-from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
 from speculant.drafting.growth.drafter import NODES_PER_BEAM, ChainDrafter, Drafting
 from speculant.drafting.growth.topology import StaticTree, TreeTopology
 from speculant.drafting.growth.trees import grow_trees, plan_trees
@@ -43,8 +43,9 @@ class ModelDrafter(ChainDrafter):
         max_num_batched_tokens: int,
         sampler: Sampler = REFERENCE,
         topology: TreeTopology | None = None,
+        stop_below: float = 0.0,
     ) -> None:
-        super().__init__(model, cache, chances, vocab_size, max_num_batched_tokens, sampler)
+        super().__init__(model, cache, chances, vocab_size, max_num_batched_tokens, sampler, stop_below)
         nodes = topology.most_nodes if topology else None
         depth = topology.depth if topology else None
         self.needs = replace(
@@ -75,10 +76,19 @@ class ModelDrafter(ChainDrafter):
 def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own."""
     topology = read_tree(read_options(context, Options).tree)
+    if topology is not None:
+        require_no_stop(context)
     model = context.load_draft(str(context.model))
     cache = context.make_cache(model.cache_shape)
     return ModelDrafter(
-        model, cache, context.chances, context.vocab_size, context.max_num_batched_tokens, context.sampler, topology
+        model,
+        cache,
+        context.chances,
+        context.vocab_size,
+        context.max_num_batched_tokens,
+        context.sampler,
+        topology,
+        context.stop_below,
     )
 
 

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
+from speculant.drafting.base import (
+    DrafterContext,
+    DrafterNeeds,
+    Method,
+    StatelessDrafter,
+    read_options,
+    require_no_stop,
+)
 from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.drafting.growth.topology import ParallelChains
 from speculant.drafting.growth.trees import grow_trees, plan_trees
@@ -87,6 +94,7 @@ class SpecInfer(StatelessDrafter):
 def build(context: DrafterContext) -> SpecInfer:
     """Load every draft model and give each a cache of its own."""
     options = read_options(context, Options)
+    require_no_stop(context)
     further = read_models(options.models)
     draws = read_count("draws", (1 if further else USUAL_DRAWS) if options.draws is None else options.draws)
     depth = read_count("depth", options.depth)

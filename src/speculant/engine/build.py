@@ -151,16 +151,21 @@ def _is_usual(method: Method, model: str | None) -> bool:
     return method.preferred if model is not None else method.preferred_without_model
 
 
-def _draft_length(
-    spec: SpeculativeConfig | None, length: int, drafters: Drafters, measured: Calibration
-) -> DraftLength:
-    """Make the configured draft-length policy, by its name or by a mapping with its `policy` and its own keys."""
+def _policy(spec: SpeculativeConfig | None) -> tuple[Any, dict[str, Any]]:
+    """Return the plugin of the configured draft-length policy, and its own options."""
     options = dict(spec.policy) if spec else {"policy": "fixed"}
     name = str(options.pop("policy"))
     try:
-        plugin = plugins.load(_LENGTHS, name)
+        return plugins.load(_LENGTHS, name), options
     except ConfigError as error:
         raise ConfigError(f"draft_length={name!r} is unknown", error.fix) from None
+
+
+def _draft_length(
+    spec: SpeculativeConfig | None, length: int, drafters: Drafters, measured: Calibration
+) -> DraftLength:
+    """Make the configured draft-length policy."""
+    plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
     context = DraftLengthContext(length, options, longest, measured.costs, drafters.tree)
     policy: DraftLength = plugin.build(context)
@@ -178,44 +183,63 @@ def build_drafters(
 
     A method without a model need not be listed: it is made when a request names it.
     """
+    workshop = _Workshop(config, spec, target, tokenizer, make_cache)
+    drafters: dict[str, Drafter] = {}
+    if spec is not None:
+        drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
+        drafters |= {method: workshop.build(method, {}) for method in spec.methods if method not in drafters}
+    return Drafters(drafters, method_name(spec) if spec else None, workshop.on_request, usual_length(drafters))
 
-    def load_draft(source: str) -> CausalLM:
-        draft = load_model(
-            source, config.dtype, config.device, role="draft",
-            kernels=config.kernels, quantization=config.draft_quantization,
-        )  # fmt: skip
-        compare_vocabularies(tokenizer, Tokenizer.from_folder(draft.folder))
-        return draft.model
 
-    def build(method: str, options: Mapping[str, Any], model: str | None = spec.model if spec else None) -> Drafter:
-        context = DrafterContext(
-            options=options,
-            model=model,
-            vocab_size=target.model.vocab_size,
-            device=target.model.cache_shape.device,
-            chances=KeyedChances(target.backend.sampler),
-            sampler=target.backend.sampler,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            load_draft=load_draft,
-            make_cache=make_cache,
-        )
-        return complete(plugins.load(_DRAFTERS, method).build(context), target.model.num_layers)
+@dataclass(frozen=True)
+class _Workshop:
+    """Makes the drafters of an engine."""
 
-    def make(method: str) -> Drafter:
-        if config.use_speculative_decoding is False:
+    config: EngineConfig
+    spec: SpeculativeConfig | None
+    target: Checkpoint
+    tokenizer: Tokenizer
+    make_cache: Callable[[CacheShape], KVCache]
+
+    def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
+        """Make a drafter, with the configured draft model."""
+        return self._build(method, options, self.spec.model if self.spec else None)
+
+    def on_request(self, method: str) -> Drafter:
+        """Make a drafter that a request names; it can't load a model."""
+        if self.config.use_speculative_decoding is False:
             raise ConfigError(f"a request asks for {method!r} drafts", "use_speculative_decoding is False; change it.")
         if method in plugins.names(_DRAFTERS) and (_method(method).uses_model or not _method(method).on_request):
             raise ConfigError(
                 f"method {method!r} was not loaded with the engine, and a request can't load it",
                 'name it in speculative_config, as "method" or in the list "methods".',
             )
-        return build(method, {}, model=None)
+        return self._build(method, {}, None)
 
-    drafters: dict[str, Drafter] = {}
-    if spec is not None:
-        drafters[method_name(spec)] = build(method_name(spec), build_verifiers(spec)[1])
-        drafters |= {method: build(method, {}) for method in spec.methods if method not in drafters}
-    return Drafters(drafters, method_name(spec) if spec else None, make, usual_length(drafters))
+    def _build(self, method: str, options: Mapping[str, Any], model: str | None) -> Drafter:
+        policy, policy_options = _policy(self.spec)
+        context = DrafterContext(
+            options=options,
+            model=model,
+            vocab_size=self.target.model.vocab_size,
+            device=self.target.model.cache_shape.device,
+            chances=KeyedChances(self.target.backend.sampler),
+            sampler=self.target.backend.sampler,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            load_draft=self._load_draft,
+            make_cache=self.make_cache,
+            stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
+        )
+        return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
+
+    def _load_draft(self, source: str) -> CausalLM:
+        config = self.config
+        draft = load_model(
+            source, config.dtype, config.device, role="draft",
+            kernels=config.kernels, quantization=config.draft_quantization,
+        )  # fmt: skip
+        compare_vocabularies(self.tokenizer, Tokenizer.from_folder(draft.folder))
+        return draft.model
 
 
 def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import SamplingSettings
 
-VERSION = 7
+VERSION = 8
 ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -122,8 +122,8 @@ class Draft(Structure):
 
     _fields_: ClassVar[Any] = [
         ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
-        ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("shared_noise", c_void_p),
-        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
+        ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
+        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
     ]  # fmt: skip
 
 

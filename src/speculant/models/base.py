@@ -97,8 +97,9 @@ class Chain:
     """One sequence's part of a draft: forward `input_tokens`, then draw `limit` tokens (0 = none).
 
     `input_tokens` are the committed tokens that are not in its cache. Each drawn token but the last is forwarded in
-    turn. A row without a distribution, because no token is possible or the model failed, ends the chain. probs
-    [tokens, V] are the distributions that the tokens were drawn from; None if the verifier does not read them.
+    turn. A row without a distribution, because no token is possible or the model failed, ends the chain, and so does a
+    token whose probability is below `stop_below`, which is kept. probs [tokens, V] are the distributions that the
+    tokens were drawn from; None if the verifier does not read them.
     """
 
     request: Request
@@ -107,6 +108,17 @@ class Chain:
     chance: Chance
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+    stop_below: float = 0.0
+
+    @property
+    def softened(self) -> bool:
+        """Whether a greedy chain's distributions are those at temperature 1, as its tokens' probabilities matter."""
+        return self.stop_below > 0 and self.request.params.greedy
+
+    @property
+    def emits_probs(self) -> bool:
+        """Whether a verifier reads `probs`. Greedy tokens are not drawn from softened ones."""
+        return not self.request.shared_noise and not self.softened
 
     @property
     def num_positions(self) -> int:

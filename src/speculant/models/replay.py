@@ -9,22 +9,26 @@ from collections.abc import Sequence
 import torch
 
 from speculant.cache.base import KVCache
-from speculant.kernels.base import Edits
+from speculant.kernels.base import Edits, SamplingSettings
 from speculant.kernels.native import NO_TOKEN, Draft, address, settings_array
 from speculant.kernels.native_sampler import NativeEdits
 from speculant.models.base import Chain, known
-from speculant.sampling.chance import KeyedNoise, Stream
+from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import sampling_settings
 from speculant.sampling.edits import edits_of
 from speculant.sampling.node import Node
 
-FORESEEABLE = (Stream, KeyedNoise)
+FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
 
 def _edits(chain: Chain) -> Edits | None:
     """Return the edits of a chain's rows; None if its first row has none, and so no other either."""
     node = Node(chain.request)
     return edits_of(node) if node.edited else None
+
+
+def _settings(chain: Chain) -> SamplingSettings:
+    return sampling_settings(chain.request.params.softened if chain.softened else chain.request.params)
 
 
 def can_replay(chain: Chain) -> bool:
@@ -59,18 +63,18 @@ class Drawn:
         count, steps = len(chains), chains[0].limit
         self._steps = steps
         self._tokens = array("q", bytes(8 * count * steps))
-        chances, shared_noise, limits, out = array("Q"), array("q"), array("q"), array("Q")
+        chances, noise, limits, out = array("Q"), array("q"), array("q"), array("Q")
         for chain in chains:
             assert isinstance(chain.chance, FORESEEABLE)
             chances.extend(chain.chance.take_keys(chain.limit))
-            shared_noise.append(chain.chance.shared_noise)
+            noise.append(chain.chance.noise)
             limits.append(chain.limit)
-            if not chain.request.shared_noise:  # with shared noise no verifier reads them
+            if chain.emits_probs:
                 chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
-        settings = settings_array([sampling_settings(chain.request.params) for chain in chains])
+        settings = settings_array([_settings(chain) for chain in chains])
         edits = NativeEdits([_edits(chain) for chain in chains])
-        self._owners = (chances, limits, shared_noise, settings, edits, out)
+        self._owners = (chances, limits, noise, settings, edits, out)
         self.call = Draft(
             sequences=count,
             steps=steps,
@@ -78,10 +82,11 @@ class Drawn:
             limits=address(limits),
             settings=ctypes.addressof(settings),
             edits=edits.address,
-            shared_noise=address(shared_noise),
+            noise=address(noise),
             chances=address(chances),
             drawn=address(self._tokens),
             out=address(out),
+            stop_below=chains[0].stop_below,
         )
 
     def write_to(self, chains: Sequence[Chain]) -> None:

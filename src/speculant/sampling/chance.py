@@ -55,10 +55,18 @@ class Purpose(IntEnum):
     REQUEST = 5
 
 
+class Noise(IntEnum):
+    """How a token is drawn from weights; the numbers are those of csrc/speculant.h."""
+
+    INDEPENDENT = 0  # the inverse of the cumulative sum
+    SHARED = 1  # Gumbel noise
+    NONE = 2  # the largest weight
+
+
 class Stream:
     """Independent uniforms, keyed by (seed, purpose, round) and counted from 0."""
 
-    shared_noise = False
+    noise = Noise.INDEPENDENT
 
     def __init__(self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, sampler: Sampler = REFERENCE) -> None:
         self._sampler = sampler
@@ -71,7 +79,7 @@ class Stream:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
-        return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
+        return self._sampler.draw(weights, False, mix_in(*self.take_keys(1)))
 
     def take_keys(self, n: int) -> tuple[int, int]:
         """Skip n draws; return (key, count): skipped draw i has the random bits `mix_in(key, count + i)`."""
@@ -90,7 +98,7 @@ class KeyedNoise:
     (`match`); a draw depends on its own position alone. A ratio rule must not use it.
     """
 
-    shared_noise = True
+    noise = Noise.SHARED
 
     def __init__(self, seed: int, position: int, sampler: Sampler = REFERENCE) -> None:
         self._key, self._position, self._sampler = mix(seed, Purpose.NOISE), position, sampler
@@ -101,7 +109,7 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call advances by one position. Ties go to the lowest id."""
-        return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))
+        return self._sampler.draw(weights, True, mix_in(*self.take_keys(1)))
 
     def moved(self, places: int) -> KeyedNoise:
         """Return the noise that begins `places` positions later; draws from either do not affect the other."""
@@ -113,6 +121,24 @@ class KeyedNoise:
         """Skip n draws; return (key, count): skipped draw i has the noise of `mix_in(key, count + i)`."""
         self._position += n
         return self._key, self._position - n
+
+
+class MostLikely:
+    """No randomness: the token with the largest weight, the lowest id among equals."""
+
+    noise = Noise.NONE
+
+    def accept(self, probability: float) -> bool:
+        """See `Chance.accept`; it raises TypeError."""
+        raise TypeError("the most likely token is no draw and must not decide a p/q ratio test")
+
+    def draw(self, weights: Tensor) -> int:
+        """See `Chance.draw`, without chance."""
+        return int(weights.argmax())
+
+    def take_keys(self, n: int) -> tuple[int, int]:
+        """Return (key, count), which mean nothing here."""
+        return 0, 0
 
 
 class KeyedChances:

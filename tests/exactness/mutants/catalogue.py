@@ -49,11 +49,11 @@ RANDOMNESS = [
         "acceptance uniform reused for the residual draw",
         CHANCE,
         'cumulative sum, in float64."""\n'
-        "        return self._sampler.draw(weights, self.shared_noise, mix_in(*self.take_keys(1)))\n",
+        "        return self._sampler.draw(weights, False, mix_in(*self.take_keys(1)))\n",
         'cumulative sum, in float64."""\n'
         "        self._count = max(self._count - 1, 0)\n"
         "        key = mix_in(self._accept_key, self.take_keys(1)[1])\n"
-        "        return self._sampler.draw(weights, self.shared_noise, key)\n",
+        "        return self._sampler.draw(weights, False, key)\n",
         STREAMS,
     ),
     Mutant(
@@ -165,8 +165,8 @@ DISTRIBUTIONS = [
     Mutant(
         "draft distribution blind to drafted ancestors",
         CHAINS,
-        "Node(chain.request, [*chain.tokens, *tree.tokens_to(node)])",
-        "Node(chain.request, [])",
+        "Node(chain.request, [*chain.tokens, *tree.tokens_to(node)], chain.softened)",
+        "Node(chain.request, [], chain.softened)",
         TRANSFORM.format("frequency"),
     ),
     Mutant(

@@ -228,7 +228,7 @@ DRAFTING = [
     Mutant(
         "a cascade accepts what it was told",
         CHAINS,
-        "child = tree.child(node, chain.tokens[-1])",
+        "child = tree.child(node, token)",
         "child = next(iter(tree.children(node)), None)",
         CASCADES.format("wrong"),
     ),

@@ -82,7 +82,7 @@ class _Stepwise:
         """
         logits = fit_vocabulary(self.model.logits(hidden), self.vocab_size)
         nodes = [
-            Node(chain.request, [*chain.tokens, *tree.tokens_to(node)])
+            Node(chain.request, [*chain.tokens, *tree.tokens_to(node)], chain.softened)
             for chain, tree in drawing
             for node in range(-1, tree.size)
         ]
@@ -91,7 +91,7 @@ class _Stepwise:
         for chain, tree in drawing:
             end = first + 1 + tree.size
             path, goes_on = draw_along(chain, tree, probs[first:end], totals[first:end])
-            if path and not chain.request.shared_noise:
+            if path and chain.emits_probs:
                 drawn = probs[[first + 1 + node for node in path]]
                 chain.probs = drawn if chain.probs is None else torch.cat([chain.probs, drawn])
             if tree.size:
@@ -107,15 +107,16 @@ def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[fl
     """Draw a chain's tokens after the root of a guess and after each node that is drawn.
 
     probs [n + 1, V] and their sums `totals` are those after the root and after each node. Returns the nodes after which
-    a token was drawn, -1 = the root, and whether the chain goes on: a row that is no distribution ends it.
+    a token was drawn, -1 = the root, and whether the chain goes on: see `Chain` for what ends it.
     """
     path, node = list[int](), -1
     while 0 < totals[1 + node] < math.inf:
-        chain.tokens = [*chain.tokens, chain.chance.draw(probs[1 + node])]
+        token = chain.chance.draw(probs[1 + node])
+        chain.tokens = [*chain.tokens, token]
         path.append(node)
-        if len(chain.tokens) == chain.limit:
+        if len(chain.tokens) == chain.limit or (chain.stop_below and float(probs[1 + node, token]) < chain.stop_below):
             return path, False
-        child = tree.child(node, chain.tokens[-1])
+        child = tree.child(node, token)
         if child is None:
             return path, True
         node = child

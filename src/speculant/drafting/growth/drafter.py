@@ -24,7 +24,7 @@ class ChainDrafter(StatelessDrafter):
     """Drafts with `model`, all sequences of a round in one flat batch.
 
     vocab_size is the target's: the draft's distributions are cut or padded with zeros to it. max_num_batched_tokens
-    bounds the backlog that is processed in a round.
+    bounds the backlog that is processed in a round. stop_below: see `Chain`; drafts of beam searches go on.
     """
 
     guess: Guess | None = None  # what the model may draw next
@@ -37,11 +37,12 @@ class ChainDrafter(StatelessDrafter):
         vocab_size: int,
         max_num_batched_tokens: int,
         sampler: Sampler = REFERENCE,
+        stop_below: float = 0.0,
     ) -> None:
         self.needs = DrafterNeeds(
             emits_probs=True, own_cache=True, max_positions=model.max_positions, nodes_per_beam=NODES_PER_BEAM
         )
-        self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens)
+        self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens, stop_below)
         self.caches = (cache,)
         self._vocab_size, self._sampler = vocab_size, sampler
 

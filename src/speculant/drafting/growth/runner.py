@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.models.base import CausalLM, Chain
-from speculant.sampling.chance import Chances
+from speculant.sampling.chance import Chance, Chances, MostLikely
 from speculant.types import Request
 
 
@@ -31,11 +31,18 @@ class _CachedTokens:
 class DraftModelRunner:
     """A draft model with a KV cache of its own, which may lack a request's newest tokens.
 
-    A backlog over max_num_batched_tokens takes several rounds, without drafting.
+    A backlog over max_num_batched_tokens takes several rounds, without drafting. stop_below: see `Chain`.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, chances: Chances, max_num_batched_tokens: int) -> None:
-        self.model, self.cache = model, cache
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        chances: Chances,
+        max_num_batched_tokens: int,
+        stop_below: float = 0.0,
+    ) -> None:
+        self.model, self.cache, self._stop_below = model, cache, stop_below
         self._chances, self._budget = chances, max_num_batched_tokens
         self._cached: dict[int, _CachedTokens] = {}
 
@@ -77,8 +84,12 @@ class DraftModelRunner:
                 plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
                 ready = start + len(missing) == len(request.tokens)
-                chains.append(Chain(request, missing, limit if ready else 0, self._chances.draft(request)))
+                chance, stop = self._chance(request), self._stop_below
+                chains.append(Chain(request, missing, limit if ready else 0, chance, stop_below=stop))
         return chains
+
+    def _chance(self, request: Request) -> Chance:
+        return MostLikely() if self._stop_below and request.params.greedy else self._chances.draft(request)
 
     def _roll_back(self, request: Request) -> None:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.

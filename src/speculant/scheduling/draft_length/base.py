@@ -1,6 +1,7 @@
 """The draft-length policy protocol, and the outcomes that a policy observes.
 
-A policy is one module with a function `build(context) -> DraftLength`; the module's name is the policy's name.
+A policy is one module with a function `build(context) -> DraftLength`; the module's name is the policy's name. It may
+also have a function `stop_below(options) -> float`: see `DrafterContext`.
 """
 
 from __future__ import annotations
