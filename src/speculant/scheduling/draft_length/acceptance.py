@@ -35,10 +35,11 @@ class Rate:
         """The estimate."""
         return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
 
-    def add(self, accepted: bool, memory: float) -> None:
-        """Count a test."""
-        self.accepted = memory * self.accepted + accepted
-        self.tested = memory * self.tested + 1
+    def add(self, accepted: int, memory: float, tested: int = 1) -> None:
+        """Count tests."""
+        kept = memory if tested == 1 else memory**tested
+        self.accepted = kept * self.accepted + accepted
+        self.tested = kept * self.tested + tested
 
     def forget(self, memory: float) -> None:
         """Let the tests so far count less."""
@@ -72,25 +73,25 @@ class MethodAcceptance:
             survivals.append(before * min(HIGHEST, share * rates[bucket_of(score)]))
         return survivals
 
-    def observe(self, request: Request, tests: Sequence[bool], scores: Sequence[float | None]) -> None:
-        """Count the tests of a draft, from the root's child down, with the scores that the nodes had."""
-        own = self._by_sequence.setdefault(request, Rate(self._whole.value, SEQUENCE_PRIOR_TESTS))
-        for depth, (accepted, score) in enumerate(zip(tests, scores, strict=True)):
-            if depth == len(self._by_depth):
-                self._by_depth.append(Rate(self._rate(depth - 1) if depth else PRIOR))
-            self._by_depth[depth].add(accepted, METHOD_MEMORY)
-            self._whole.add(accepted, METHOD_MEMORY)
-            own.add(accepted, SEQUENCE_MEMORY)
-            if score is not None:
-                self._by_score[bucket_of(score)].add(accepted, METHOD_MEMORY)
+    def observe(self, request: Request, tests: Sequence[int], scores: Sequence[float]) -> None:
+        """Count the tests of a draft (1 = accepted), from the root's child down, with the scores of the nodes, if any."""
+        own = self._by_sequence.get(request)
+        if own is None:
+            own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
+        while len(self._by_depth) < len(tests):
+            self._by_depth.append(Rate(self._by_depth[-1].value if self._by_depth else PRIOR))
+        for rate, accepted in zip(self._by_depth, tests, strict=False):
+            rate.accepted = METHOD_MEMORY * rate.accepted + accepted  # as `add`, which takes longer
+            rate.tested = METHOD_MEMORY * rate.tested + 1
+        for score, accepted in zip(scores, tests, strict=False):
+            self._by_score[bucket_of(score)].add(accepted, METHOD_MEMORY)
+        self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
+        own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 
     def forget(self, request: Request, steps: int) -> None:
         """Let a sequence that is not drafted for in so many steps return to its method's rate."""
         if (own := self._by_sequence.get(request)) is not None:
             own.forget(SEQUENCE_MEMORY**steps)
-
-    def _rate(self, depth: int) -> float:
-        return self._by_depth[min(depth, len(self._by_depth) - 1)].value if self._by_depth else PRIOR
 
     def _share(self, request: Request) -> float:
         """Return a sequence's rate in proportion to its method's."""
@@ -106,10 +107,8 @@ def bucket_of(score: float) -> int:
     return min(int(score * BUCKETS), BUCKETS - 1)
 
 
-def tested_scores(draft: ScoredDraft | None, outcome: DraftOutcome, count: int) -> list[float | None]:
+def tested_scores(draft: ScoredDraft, outcome: DraftOutcome, count: int) -> list[float]:
     """Return the scores of the first `count` tested nodes: the accepted ones, then the first sibling rejected there."""
-    if draft is None:
-        return [None] * count
     path = list(outcome.path)
     if len(path) < count:
         parent = path[-1] if path else -1

@@ -26,11 +26,12 @@ from speculant.types import Request
 LONGEST = 16  # nodes of a draft unless the user sets a number
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
-HOLDS, LONGEST_HOLD = 8, 64  # steps for which a choice holds, for the same sequences; the second if nothing is drafted
+HOLDS = 8  # steps for which a choice holds, for the same sequences
+LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
 PLAIN_TRIAL = 6  # steps without drafts in a row, to see what they take
 FIRST_PLAIN_WAIT, LONGEST_PLAIN_WAIT = 64, 1024  # steps with drafts between two such trials
-WATCHED = 8  # of so many steps without drafts the times of one are taken in
+WATCHED, FOLLOWED = 8, 4  # of so many steps without drafts, and with drafts, the times of one are taken in
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
@@ -69,6 +70,7 @@ class Adaptive:
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
         self._held = _Choice([], [], 0, False, 0)
+        self._holds = HOLDS  # of a choice
         self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
         self._undrafted = False  # whether the last step had no drafts
         self._scores: WeakKeyDictionary[Request, ScoredDraft] = WeakKeyDictionary()  # of this step
@@ -79,7 +81,10 @@ class Adaptive:
         """See `DraftLength.choose`."""
         made_for = [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
         if not self._held.left or self._held.made_for != made_for:
-            self._held = self._choose(schedule, made_for)
+            before, self._held = self._held, self._choose(schedule, made_for)
+            same = self._held.left == HOLDS and (before.made_for, before.lengths) == (made_for, self._held.lengths)
+            self._holds = min(2 * self._holds, LONGEST_HOLD) if same else HOLDS
+            self._held.left = max(self._held.left, self._holds) if same else self._held.left
         self._held.left -= 1
         if self._scores:
             self._scores.clear()
@@ -127,25 +132,28 @@ class Adaptive:
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        held = self._held
+        held, missed = self._held, bool(outcomes)
         for outcome in outcomes:
             method = str(outcome.request.drafter)
-            tests = [bool(accepted) for accepted in outcome.accepted[: sum(outcome.tested)]]
+            tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request) if self._scores else None
             self._note_scores(outcome.request, method, draft is not None)
-            self._acceptance[method].observe(outcome.request, tests, tested_scores(draft, outcome, len(tests)))
+            scores = () if draft is None else tested_scores(draft, outcome, len(tests))
+            self._acceptance[method].observe(outcome.request, tests, scores)
             trials = self._trials.get(method)
             if trials is not None and trials.probing:
                 trials.end(all(tests))
                 held.left = 0
-            elif not any(tests) and method not in self._scored:
-                held.left //= 2
+            missed = missed and not any(tests) and method not in self._scored
+        if missed:
+            held.left //= 2
         for method in held.asked:
             own = [outcome for outcome in outcomes if outcome.request.drafter == method]
             self._scored[method].observe(sum(sum(outcome.accepted) for outcome in own), timing.draft_s)
         if held.pure and outcomes:
             self._drafted += 1
-            self._follow(outcomes, timing)
+            if self._drafted % FOLLOWED == 1 or not held.left:
+                self._follow(outcomes, timing)
         elif held.pure and self._undrafted and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL):
             self._costs.observe_undrafted(held.rows, timing.verify_s)
         self._undrafted = not outcomes
@@ -201,7 +209,7 @@ class Adaptive:
             if any(choose_jointly(chain_offers(hopes), count, count, seconds, LEAST_GAIN)):
                 return [min(PROBE, longest) for longest in most], 1
         else:
-            steps = min(LONGEST_HOLD, trials.wait - trials.since)
+            steps = min(LONGEST_REST, trials.wait - trials.since)
             trials.due(steps)
         for request, length in zip(requests, counts, strict=True):
             if not length:
