@@ -31,7 +31,8 @@ class EngineConfig:
     kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
     reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
-    different model, and speculation is exact with respect to it.
+    different model, and speculation is exact with respect to it. draft_quantization="auto" takes the type, unchanged
+    among them, that is expected to be fastest here: see engine/draft_precision.py.
     scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue.
     """
 

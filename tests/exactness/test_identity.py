@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
+from tests.covering import covering
 from tests.drafters import BLIND, options_of, predicting
 from tests.examples import examples
 
@@ -31,13 +33,14 @@ DISTRIBUTIONS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1},
 }
-FLOAT64 = {"dtype": "float64"}
 NATIVE = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
+ENGINES = {"float64": {"dtype": "float64"}, **{name: {"kernels": "native", **own} for name, own in NATIVE.items()}}
+SPEC_LENGTHS = (1, 2, 4, 8)
 DRAFTERS = plugins.names("speculant.drafting")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 VOCAB_SIZE = 8192
@@ -55,7 +58,7 @@ class Work:
         return PROMPTS[:: self.every]
 
 
-REDUCED, FULL = Work(every=7, tokens=24), Work(every=3, tokens=64)
+SHORT, LONG = Work(every=7, tokens=24), Work(every=3, tokens=64)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,30 +129,37 @@ def check_identity(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("spec_length", [1, 4])
+@pytest.mark.parametrize("spec_length", SPEC_LENGTHS)
 def test_text_is_identical_in_float64(drafter: str, distribution: str, spec_length: int) -> None:
-    check_identity(drafter, distribution, spec_length, REDUCED, FLOAT64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("spec_length", [1, 2, 4, 8])
-def test_text_is_identical_in_float64_in_full(drafter: str, distribution: str, spec_length: int) -> None:
-    check_identity(drafter, distribution, spec_length, FULL, FLOAT64)
+    check_identity(drafter, distribution, spec_length, SHORT, ENGINES["float64"])
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("spec_length", [1, 4])
+@pytest.mark.parametrize("spec_length", SPEC_LENGTHS)
 @pytest.mark.parametrize("weights", NATIVE)
 def test_text_is_identical_on_the_native_kernels(
     weights: str, drafter: str, distribution: str, spec_length: int
 ) -> None:
     """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
-    check_identity(drafter, distribution, spec_length, REDUCED, {"kernels": "native", **NATIVE[weights]})
+    check_identity(drafter, distribution, spec_length, SHORT, ENGINES[weights])
+
+
+PRODUCT = [
+    {"weights": weights, "drafter": drafter, "distribution": distribution, "spec_length": spec_length}
+    for weights, drafter, distribution, spec_length in product(ENGINES, DRAFTERS, DISTRIBUTIONS, SPEC_LENGTHS)
+    if weights == "float64" or usable_sets()
+]
+PAIRS = [PRODUCT[index] for index in covering(PRODUCT, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case.values())))
+def test_long_texts_are_identical(case: dict[str, Any]) -> None:
+    """Every pair of values occurs."""
+    check_identity(case["drafter"], case["distribution"], case["spec_length"], LONG, ENGINES[case["weights"]])
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -158,20 +168,7 @@ def test_text_is_identical_on_the_native_kernels(
 @pytest.mark.parametrize("weights", NATIVE)
 def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
     """Cousins that are checked in one pass change no bit of one another, nor of what stays."""
-    engine = {"kernels": "native", **NATIVE[weights]}
-    check_identity("draft_model", distribution, 9, REDUCED, engine, {"tree": [3, 2]})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("spec_length", [1, 2, 4, 8])
-@pytest.mark.parametrize("weights", NATIVE)
-def test_text_is_identical_on_the_native_kernels_in_full(
-    weights: str, drafter: str, distribution: str, spec_length: int
-) -> None:
-    check_identity(drafter, distribution, spec_length, FULL, {"kernels": "native", **NATIVE[weights]})
+    check_identity("draft_model", distribution, 9, SHORT, ENGINES[weights], {"tree": [3, 2]})
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])

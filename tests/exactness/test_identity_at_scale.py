@@ -21,6 +21,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels.native import usable_sets
 from speculant.models.source import resolve_source
+from tests.covering import covering
 from tests.drafters import BLIND, options_of, predicting
 
 pytestmark = [
@@ -121,26 +122,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, write_model(folder / "draft", DRAFT_LAYERS), plain)
 
 
-@pytest.mark.parametrize("drafter", [None, *plugins.names("speculant.drafting")])
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"max_num_seqs": 1},
-        {"max_num_seqs": 8, "max_num_batched_tokens": 61},
-        {"max_num_seqs": 3, "max_num_batched_tokens": 24, "kv_cache_backend": "slotted"},
-    ],
-    ids=["alone", "eight", "slotted, small chunks"],
-)
-def test_text_is_identical_on_a_model_of_a_billion_weights(
-    pair: Pair, engine: dict[str, Any], drafter: str | None
-) -> None:
+ENGINES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1},
+    "eight": {"max_num_seqs": 8, "max_num_batched_tokens": 61},
+    "slotted, small chunks": {"max_num_seqs": 3, "max_num_batched_tokens": 24, "kv_cache_backend": "slotted"},
+}
+PRODUCT = [{"engine": engine, "drafter": name} for engine in ENGINES for name in plugins.names("speculant.drafting")]
+ONCE = [tuple(PRODUCT[index].values()) for index in covering(PRODUCT, 1)]  # each drafter with one engine
+EVERYWHERE = [(engine, drafter) for engine in ENGINES for drafter in (None, "draft_model")]
+
+
+@pytest.mark.parametrize(("engine", "drafter"), sorted({*ONCE, *EVERYWHERE}, key=str))
+def test_text_is_identical_on_a_model_of_a_billion_weights(pair: Pair, engine: str, drafter: str | None) -> None:
     method = plugins.load("speculant.drafting", drafter).METHOD if drafter else None
     known = [text for plain in pair.plain.values() for text in plain]
     own = options_of(drafter, CONFIG["vocab_size"], known) if drafter else {}
     drafting = {"method": drafter, "num_speculative_tokens": 4, **own} if drafter else None
     llm = LLM(
         pair.target, draft_model=pair.draft if method and method.uses_model else None, dtype="bfloat16",
-        kernels="native", max_model_len=256, speculative_config=drafting, **engine,
+        kernels="native", max_model_len=256, speculative_config=drafting, **ENGINES[engine],
     )  # fmt: skip
     accepted = 0
     for distribution, plain in pair.plain.items():

@@ -135,7 +135,7 @@ class EngineFlags(FlagGroup):
     max_waiting: Annotated[int, "Sequences that may wait; more are refused."]
     kernels: Annotated[str, "Which kernels compute: auto, native or reference."]
     quantization: Annotated[str, "Weights of the target in int8 or int4."]
-    draft_quantization: Annotated[str, "Weights of the draft model in int8 or int4."]
+    draft_quantization: Annotated[str, "Weights of the draft model in int8 or int4; auto = whatever is fastest here."]
     seed: Annotated[int, "Seeds the requests that bring no seed of their own."]
 
     def values(self) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from speculant import plugins
@@ -13,12 +14,14 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
 from speculant.engine.calibration import Calibration
+from speculant.engine.draft_precision import AUTO, choose_precision
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
+from speculant.models.source import resolve_source
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
@@ -49,8 +52,9 @@ class Runtime:
 
 def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
-    for option in ("quantization", "draft_quantization"):
-        find_backends(config.kernels, getattr(config, option), option)
+    find_backends(config.kernels, config.quantization, "quantization")
+    if config.draft_quantization != AUTO:
+        find_backends(config.kernels, config.draft_quantization, "draft_quantization")
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
     )
@@ -65,7 +69,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     name = method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
     verifiers, _ = build_verifiers(spec)
-    drafters = build_drafters(config, spec, target, tokenizer, memory.make)
+    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     facts = str(replace(config, seed=0))  # costs do not depend on the seed
@@ -75,7 +79,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         sampler,
         drafters.known,
         limits,
-        (facts, target.kernels, str(target.folder)),
+        (facts, target.kernels, str(target.folder), notes),
     )
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),
@@ -87,7 +91,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         drafters,
     )
     drafter = drafters.find(name) if name else None
-    says = describe(config, spec, length)
+    says = describe(config, spec, length) + notes
     if spec and spec.verification in verifiers and not verifiers[spec.verification].lossless:
         says += f", {spec.verification} and so NOT LOSSLESS"
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
@@ -178,17 +182,19 @@ def build_drafters(
     target: Checkpoint,
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
-) -> Drafters:
+) -> tuple[Drafters, str]:
     """Make what drafts for a target: the configured method, and those of its `methods` that requests may name.
 
-    A method without a model need not be listed: it is made when a request names it.
+    A method without a model need not be listed: it is made when a request names it. Returns the drafters, and what was
+    chosen for them.
     """
     workshop = _Workshop(config, spec, target, tokenizer, make_cache)
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
         drafters |= {method: workshop.build(method, {}) for method in spec.methods if method not in drafters}
-    return Drafters(drafters, method_name(spec) if spec else None, workshop.on_request, usual_length(drafters))
+    name = method_name(spec) if spec else None
+    return Drafters(drafters, name, workshop.on_request, usual_length(drafters)), "".join(workshop.notes)
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,7 @@ class _Workshop:
     target: Checkpoint
     tokenizer: Tokenizer
     make_cache: Callable[[CacheShape], KVCache]
+    notes: list[str] = field(default_factory=list)  # what was chosen
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
         """Make a drafter, with the configured draft model."""
@@ -233,13 +240,20 @@ class _Workshop:
         return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
 
     def _load_draft(self, source: str) -> CausalLM:
-        config = self.config
-        draft = load_model(
-            source, config.dtype, config.device, role="draft",
-            kernels=config.kernels, quantization=config.draft_quantization,
-        )  # fmt: skip
-        compare_vocabularies(self.tokenizer, Tokenizer.from_folder(draft.folder))
+        folder = resolve_source(source, "draft")
+        compare_vocabularies(self.tokenizer, Tokenizer.from_folder(folder))
+        if self.config.draft_quantization != AUTO:
+            return self._load(source, self.config.draft_quantization).model
+        facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype)
+        draft, chosen = choose_precision(self.target.model, partial(self._load, source), facts)
+        self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model
+
+    def _load(self, source: str, quantization: str | None) -> Checkpoint:
+        config = self.config
+        return load_model(
+            source, config.dtype, config.device, role="draft", kernels=config.kernels, quantization=quantization
+        )
 
 
 def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:

@@ -72,7 +72,7 @@ class Calibration:
             started = time.perf_counter()
             kept = self._measure()
             logger.info("measured the costs of passes and drafts in %.1f s", time.perf_counter() - started)
-            write_curves(path, kept)
+            write_file(path, kept)
         drafts = {
             method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
             for method, curves in kept["drafts"].items()
@@ -80,9 +80,7 @@ class Calibration:
         return StepCosts(CostCurve(points(kept["passes"])), drafts)
 
     def _key(self) -> str:
-        machine = (platform.processor(), platform.node(), str(os.cpu_count()), str(torch.get_num_threads()))
-        facts = (__version__, *machine, *self.identity, *sorted(self.drafters), str(self.limits))
-        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+        return key_of([*self.identity, *sorted(self.drafters), str(self.limits)])
 
     @torch.inference_mode()
     def _measure(self) -> dict[str, Any]:
@@ -137,13 +135,13 @@ class Calibration:
                 drafter.end(request)
 
 
-def requests(count: int, length: int, vocab_size: int) -> list[Request]:
-    """Make greedy requests that no caller sees; their sequence ids are below all others."""
+def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:
+    """Make requests that no caller sees; their sequence ids are below all others."""
     made = []
     for index in range(count):
         tokens = [(7 * place + index) % vocab_size for place in range(length)]
         metrics = RequestMetrics(TimingMetrics(arrival=0.0))
-        made.append(Request(-index, "calibration", 0, tuple(tokens), GREEDY, 0, frozenset(), metrics, tokens=tokens))
+        made.append(Request(-index, "calibration", 0, tuple(tokens), params, 0, frozenset(), metrics, tokens=tokens))
     return made
 
 
@@ -188,12 +186,18 @@ def read_curves(path: Path) -> dict[str, Any] | None:
     return kept if sound else None
 
 
-def write_curves(path: Path, curves: Mapping[str, Any]) -> None:
-    """Keep curves, whole or not at all; a folder that can't be written costs the next start its measurement."""
+def key_of(facts: Sequence[str]) -> str:
+    """Return the name of a file for what was measured under these facts, on this machine with this version."""
+    machine = (platform.processor(), platform.node(), str(os.cpu_count()), str(torch.get_num_threads()))
+    return hashlib.sha256("\n".join((__version__, *machine, *facts)).encode()).hexdigest()[:32]
+
+
+def write_file(path: Path, measured: Mapping[str, Any]) -> None:
+    """Keep what was measured, whole or not at all; a folder that can't be written costs the next start its time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(curves, file)
+            json.dump(measured, file)
         Path(file.name).replace(path)
         drop_oldest(path.parent.glob("*.json"))
 

@@ -96,7 +96,7 @@ class Second:
         def make_cache(shape: CacheShape) -> KVCache:
             return slotted_cache(shape, num_seqs, longest + 1)
 
-        drafters = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
+        drafters, _ = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
         self._longest = min(drafter.needs.max_positions or longest, longest)

@@ -99,5 +99,5 @@ def test_calibration_works_without_a_place_to_keep_it(
 
 def test_calibration_keeps_a_bounded_number_of_files(tmp_path: Path) -> None:
     for index in range(calibration.MOST_FILES + 5):
-        calibration.write_curves(tmp_path / f"{index}.json", {"passes": {1: 1.0}, "drafts": {}})
+        calibration.write_file(tmp_path / f"{index}.json", {"passes": {1: 1.0}, "drafts": {}})
     assert len([*tmp_path.glob("*.json")]) == calibration.MOST_FILES

@@ -74,7 +74,7 @@ class MethodAcceptance:
         return survivals
 
     def observe(self, request: Request, tests: Sequence[int], scores: Sequence[float]) -> None:
-        """Count the tests of a draft (1 = accepted), from the root's child down, with the scores of the nodes, if any."""
+        """Count a draft's tests, 1 = accepted, from the root's child down, with its nodes' scores if it has any."""
         own = self._by_sequence.get(request)
         if own is None:
             own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)

@@ -1,0 +1,137 @@
+"""Chooses the type of a draft model's weights: that with which text is expected to come fastest on this machine.
+
+A draft does not change the output's distribution, so its weights may be rounded: its passes become faster, and fewer of
+its tokens are accepted. Both are measured, on a text that the draft itself draws, and the choice is kept on disk beside
+the curves of costs (engine/calibration.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.cache.factory import slotted_cache
+from speculant.drafting.growth.chains import fit_vocabulary, grow
+from speculant.engine.calibration import folder, key_of, requests, timed, write_file
+from speculant.errors import ConfigError
+from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
+from speculant.models.weights import Checkpoint
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedChances
+from speculant.types import DraftTree
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that the estimate is wrong
+LONGEST = 16  # drafts that are compared
+PROMPT, SAMPLE = 8, 48  # tokens
+DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A draft in one type. acceptance: the mean of sum min(p, q) with the target. token_s: seconds of a draft pass."""
+
+    quantization: str | None
+    acceptance: float
+    token_s: float
+
+    def speed(self, pass_s: Callable[[int], float]) -> float:
+        """Return the expected tokens per second with the best length; pass_s: seconds of the target's pass, by rows."""
+        reached = expected = 1.0
+        best = 0.0
+        for length in range(1, LONGEST + 1):
+            reached *= self.acceptance
+            expected += reached
+            best = max(best, expected / (pass_s(length + 1) + length * self.token_s))
+        return best
+
+
+def choose_precision(
+    target: CausalLM, load: Callable[[str | None], Checkpoint], identity: Sequence[str]
+) -> tuple[Checkpoint, str | None]:
+    """Return the draft in the type that is expected to be fastest, and the type; None = unchanged.
+
+    load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
+    the key of the kept choice.
+    """
+    path = folder() / f"{key_of(identity)}.precision.json"
+    with suppress(OSError, ValueError, TypeError, KeyError, ConfigError):
+        kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
+        return load(kept), kept
+    started = time.perf_counter()
+    drafts: dict[str | None, Checkpoint] = {None: load(None)}
+    drafts |= {each: load(each) for each in drafts[None].backend.quantizations}
+    chosen = _fastest(target, drafts) if len(drafts) > 1 else None
+    logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
+    write_file(path, {"draft_quantization": chosen})
+    return drafts[chosen], chosen
+
+
+@torch.inference_mode()
+def _fastest(target: CausalLM, drafts: dict[str | None, Checkpoint]) -> str | None:
+    size, pass_s = target.vocab_size, _pass_seconds(target)
+    tokens = _drawn(drafts[None], size)
+    wanted = _probs(target, tokens, size)
+    found = list[Precision]()
+    for quantization, draft in drafts.items():
+        overlap = float(torch.minimum(wanted, _probs(draft.model, tokens, size)).sum(-1).mean())
+        found.append(Precision(quantization, overlap, _token_seconds(draft, size)))
+        logger.info("a draft in %s: acceptance %.3f, %.2g s a token", *vars(found[-1]).values())
+    best = max(found, key=lambda each: each.speed(pass_s))
+    return best.quantization if best.speed(pass_s) > (1 + LEAST_GAIN) * found[0].speed(pass_s) else None
+
+
+def _chain(draft: Checkpoint, size: int, length: int) -> tuple[Chain, KVCache]:
+    """Make a chain of `length` tokens to draw, and a cache for it."""
+    (request,) = requests(1, PROMPT, size, DRAWN)
+    chance = KeyedChances(draft.backend.sampler).draft(request)
+    return Chain(request, request.tokens, length, chance), slotted_cache(draft.model.cache_shape, 1, PROMPT + length)
+
+
+def _drawn(draft: Checkpoint, size: int) -> list[int]:
+    """Return a text that the draft draws at temperature 1."""
+    chain, cache = _chain(draft, size, min(SAMPLE, draft.model.max_positions - PROMPT))
+    grow(draft.model, [chain], cache, size, draft.backend.sampler)
+    return [*chain.input_tokens, *chain.tokens]
+
+
+def _probs(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
+    """Return a model's distributions [n, size] at temperature 1 after each of the drawn tokens but the last."""
+    cache = slotted_cache(model.cache_shape, 1, len(tokens))
+    known = [token if token < model.vocab_size else 0 for token in tokens]
+    batch = build_batch([SequenceInput(0, known, DraftTree.empty())], cache, model.cache_shape.device)
+    hidden = model.forward(batch, cache.storage).last[PROMPT - 1 : -1]
+    return torch.softmax(fit_vocabulary(model.logits(hidden), size).double(), -1)
+
+
+def _token_seconds(draft: Checkpoint, size: int) -> float:
+    def draw(length: int) -> None:
+        chain, cache = _chain(draft, size, length)
+        grow(draft.model, [chain], cache, size, draft.backend.sampler)
+
+    seconds = timed(draw, [1, 5])
+    return max((seconds[5] - seconds[1]) / 4, 1e-9)
+
+
+def _pass_seconds(target: CausalLM) -> Callable[[int], float]:
+    """Return a function of a number of rows: the seconds of the target's pass, linear between those measured."""
+    rows = [1, 8]
+
+    def run(count: int) -> None:
+        cache = slotted_cache(target.cache_shape, 1, count)
+        batch = build_batch([SequenceInput(0, [0] * count, DraftTree.empty())], cache, target.cache_shape.device)
+        target.logits(target.forward(batch, cache.storage).last)
+
+    seconds = timed(run, rows)
+    slope = (seconds[8] - seconds[1]) / 7
+    return lambda count: seconds[1] + (count - 1) * slope

@@ -1,0 +1,88 @@
+"""The type of a draft's weights is chosen by measurement, kept on disk, and changes no text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculant import LLM, SamplingParams
+from speculant.engine import calibration, draft_precision
+from speculant.engine.draft_precision import Precision, choose_precision
+from speculant.models.weights import load_model
+from tests.models import Checkpoints
+
+PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]
+TYPES = ("int8", "int4")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.02)
+    return tmp_path / "speculant" / "costs"
+
+
+def chosen_of(llm: LLM) -> str:
+    return llm.speculation.partition("draft weights in ")[2].partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "token_s", "faster"), [(0.8, 0.1, True), (0.78, 0.1, True), (0.5, 0.1, False), (0.8, 0.3, False)]
+)
+def test_speed_weighs_acceptance_and_time(acceptance: float, token_s: float, faster: bool) -> None:
+    whole, rounded = Precision(None, 0.8, 0.2), Precision("int8", acceptance, token_s)
+    assert (rounded.speed(lambda rows: 1.0) > whole.speed(lambda rows: 1.0)) is faster
+
+
+def test_speed_is_that_of_the_best_length() -> None:
+    reached = [sum(0.8**place for place in range(length + 1)) for length in range(17)]
+    expected = max(reached[length] / (1.0 + 0.1 * length + 0.2 * length) for length in range(1, 17))
+    assert Precision(None, 0.8, 0.2).speed(lambda rows: 1.0 + 0.1 * (rows - 1)) == pytest.approx(expected)
+
+
+def test_choice_changes_no_text(checkpoints: Checkpoints, kept: Path) -> None:
+    arguments: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2}
+    plain = LLM(checkpoints.target, use_speculative_decoding=False, **arguments)
+    auto = LLM(checkpoints.target, checkpoints.near, draft_quantization="auto", **arguments)
+    assert chosen_of(auto) in (*TYPES, "float32")
+    texts = [[out.outputs[0].token_ids for out in llm.generate(["def f", "import"], PARAMS)] for llm in (plain, auto)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kept_text", ['{"draft_quantization": null}', '{"draft_quantization": "int8"}'])
+def test_choice_is_kept_and_read_again(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch, kept_text: str
+) -> None:
+    def load(quantization: str | None) -> Any:
+        loaded.append(quantization)
+        return load_model(checkpoints.near, "float32", role="draft", kernels="auto", quantization=quantization)
+
+    loaded: list[str | None] = []
+    target = load_model(checkpoints.target, "float32", kernels="auto").model
+    choose_precision(target, load, ["pair"])
+    (file,) = kept.glob("*.precision.json")
+    if len(loaded) == 1:
+        pytest.skip("the native kernels are not built")
+    assert loaded == [None, *TYPES]
+    file.write_text(kept_text)
+    monkeypatch.setattr(draft_precision, "timed", lambda run, sizes: pytest.fail("it was measured again"))
+    loaded.clear()
+    assert choose_precision(target, load, ["pair"])[1] == json.loads(kept_text)["draft_quantization"] == loaded[0]
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"draft_quantization": "int3"}', '{"draft_quantization": 8}'])
+def test_choice_that_is_damaged_is_made_again(checkpoints: Checkpoints, kept: Path, damaged: str) -> None:
+    arguments: dict[str, Any] = {"dtype": "float32", "draft_quantization": "auto"}
+    LLM(checkpoints.target, checkpoints.near, **arguments)
+    (file,) = kept.glob("*.precision.json")
+    file.write_text(damaged)
+    assert chosen_of(LLM(checkpoints.target, checkpoints.near, **arguments)) in (*TYPES, "float32")
+    assert json.loads(file.read_text())["draft_quantization"] in (*TYPES, None)
+
+
+def test_kernels_without_other_types_keep_the_draft(checkpoints: Checkpoints, kept: Path) -> None:
+    assert chosen_of(LLM(checkpoints.target, checkpoints.near, dtype="float64", draft_quantization="auto")) == "float64"
