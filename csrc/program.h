@@ -69,7 +69,7 @@ struct Drafting {
   SpOp head;
   const SpPass *first;
   const SpDraft *draft;
-  List<float> rows, logits;
+  List<float> rows, logits, head_out;  // head_out: the logits of a head whose rows are `head_tokens`
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Tiles x;
@@ -80,11 +80,11 @@ struct Drafting {
   int64_t num_steps = 0;
   ~Drafting() { delete[] steps; }
 
-  int num_stages() const { return 2 * count + 11; }
+  int num_stages() const { return 2 * count + 12; }
 
   void begin() {
     const int64_t most = draft->sequences, all = most * draft->steps;
-    rows.resize(most * head.k), logits.resize(most * head.n), shares.resize(most * chunks_of(draft->width));
+    rows.resize(most * head.k), logits.resize(most * draft->num_logits), shares.resize(most * chunks_of(draft->width));
     for (int64_t s = 0; s < most; s++)
       if (!draft->out[s]) unread.resize(most * draft->width);
     ended.resize(most);
@@ -93,6 +93,10 @@ struct Drafting {
     tokens.resize(all), positions.resize(all), slots.resize(all), segments.resize(all);
     make_room(ops, count, first->rows, x), make_room(&head, 1, most, x);
     head.in = rows.items, head.out = logits.items;
+    if (draft->head_tokens) {
+      head_out.resize(most * head.n), head.out = head_out.items;
+      for (int64_t i = 0; i < most * draft->num_logits; i++) logits[i] = -INFINITY;
+    }
     clear_stages(stages, num_stages() * draft->steps);
     if (draft->steps > num_steps) {
       delete[] steps;
@@ -107,7 +111,7 @@ struct Drafting {
     for (int64_t s = 0; s < drawing; s++) {
       const SpSegment &segment = first->segments[s];
       const int64_t token = draft->drawn[s * draft->steps + step - 1], position = segment.start + segment.rows + step - 1;
-      tokens[from + s] = 0 <= token && token < head.n ? token : 0;  // a draft may be any token, but the table has no such row
+      tokens[from + s] = 0 <= token && token < draft->num_logits ? token : 0;  // a draft may be any token, but the table has no such row
       positions[from + s] = position;
       slots[from + s] = segment.table[position / first->block] * first->block + position % first->block;
       segments[from + s] = {s, 1, position, 1, -1, segment.table};
@@ -146,7 +150,7 @@ struct Drafting {
   void draw(int64_t step, WorkQueue *stages) {
     const Step &now = steps[step];
     const SpEdits *const *edits = draft->edits ? now.edits_of.items : nullptr;
-    const ProbsJob job = {head.out, now.drawing, head.n, draft->width, draft->settings, edits, now.probs.items, shares.items};
+    const ProbsJob job = {logits.items, now.drawing, draft->num_logits, draft->width, draft->settings, edits, now.probs.items, shares.items};
     make_probs(job, stages);
     const int64_t chunks = job.chunks();
     const auto chance = [&](int64_t s) { return mix_in(draft->chances[2 * s], draft->chances[2 * s + 1] + step); };
@@ -175,6 +179,10 @@ struct Drafting {
       memcpy(rows.items + s * head.k, last, head.k * sizeof(float));
     });
     run_linear_op(head, now.drawing, x, after + 1);
+    if (draft->head_tokens)
+      after[10].run(now.drawing, [&](int64_t s) {
+        for (int64_t i = 0; i < head.n; i++) logits[s * draft->num_logits + draft->head_tokens[i]] = head_out[s * head.n + i];
+      });
     draw(step, after + 3);
   }
 };

@@ -102,6 +102,8 @@ typedef struct {
   int64_t *drawn;            /* [sequences, steps]; -1 = the sequence has ended */
   double *const *out;        /* [sequences] each one's distributions [limit, width], or NULL: they are not returned */
   double stop_below;         /* a token of a lower probability is the last of its sequence; 0 = none is */
+  int64_t num_logits;        /* tokens of the model */
+  const int64_t *head_tokens;  /* the token of each row of the head, other tokens have the logit -infinity; NULL = row i is token i */
 } SpDraft;
 
 int sp_version(void);

@@ -145,6 +145,24 @@ def test_a_chain_ends_with_an_unlikely_token(
     assert 0 < sum(len(chain.tokens) for chain in at_once) < sum(LIMITS)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("vocab_size", [96, 80, 130])
+@pytest.mark.parametrize("shared_noise", COUPLED)
+@pytest.mark.parametrize("isa", SETS)
+def test_a_short_head_draws_its_own_tokens(
+    isa: str, shared_noise: list[bool], vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = tuple(range(1, 96, 3))
+    model = make_native(isa, head_tokens=head)
+    at_once = grown(model, "paged", shared_noise, vocab_size)
+    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    assert_same(at_once, grown(model, "paged", shared_noise, vocab_size))
+    drawn = {token for chain in at_once for token in chain.tokens}
+    assert len(drawn) > 3
+    assert drawn <= set(head)
+    assert [len(chain.tokens) for chain in at_once] == LIMITS
+
+
 EDITED = [
     {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 0.9},
     {"temperature": 0.8, "logit_bias": {3: 9.5, 40: -float("inf"), 90: 9.0}},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from speculant.cli import train_static
+from speculant.cli import train_head_tokens, train_static
 from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import examples, messages, print_json, progress
@@ -33,6 +33,7 @@ _LOG_STEPS = 50  # steps per line of output without a terminal
 
 app = typer.Typer(help="Train small models: a target, or a draft for a target.", no_args_is_help=True)
 app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
+app.command(epilog=train_head_tokens.EXAMPLES)(accepts_log_level(train_head_tokens.head_tokens))
 
 
 @app.callback()

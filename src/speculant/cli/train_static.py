@@ -49,12 +49,11 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
     from speculant.text.tokenizer import Tokenizer
     from speculant.training.bigrams import count_bigrams, read_sequences
 
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}", "make it, or name another file.")
+    require_folder(out)
     folder = resolve_source(model, "target")
     tokenizer = Tokenizer.from_folder(folder)
     with progress("Counting"):
-        found = count_bigrams(read_sequences(files, tokenizer), _vocab_size(folder, tokenizer))
+        found = count_bigrams(read_sequences(files, tokenizer), vocab_size_of(folder, tokenizer))
         tables = BigramTables.of_counts(found.tokens, found.pairs, found.counts, continuations)
         tables.save(out)
     return {
@@ -66,7 +65,13 @@ def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[
     }
 
 
-def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
+def require_folder(out: Path) -> None:
+    """Check that a file can be written there. Raises ConfigError."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}", "make it, or name another file.")
+
+
+def vocab_size_of(folder: Path, tokenizer: Tokenizer) -> int:
     """Return the rows of the model's head; a folder of a tokenizer alone has as many as tokens."""
     config = folder / "config.json"
     return count(read_json(config), "vocab_size") if config.exists() else tokenizer.vocab_size

@@ -217,11 +217,19 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
     return cast(Drafter, completed)
 
 
+class LoadDraft(Protocol):
+    """Loads a draft model. head_tokens: the tokens that it can draw, in ascending order; () = all."""
+
+    def __call__(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
+        """Return the model. Raises SpeculantError for one that can't be used."""
+        ...
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """What a drafter is built from.
 
-    load_draft: loads a checkpoint by name and checks that its tokens are the target's.
+    load_draft: loads a checkpoint by name and checks that its tokens are the target's; see `LoadDraft`.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
@@ -233,7 +241,7 @@ class DrafterContext:
     device: torch.device
     chances: Chances
     max_num_batched_tokens: int
-    load_draft: Callable[[str], CausalLM]
+    load_draft: LoadDraft
     make_cache: Callable[[CacheShape], KVCache]
     sampler: Sampler = REFERENCE
     stop_below: float = 0.0

@@ -22,6 +22,7 @@ from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.growth.drafter import ChainDrafter
 from speculant.drafting.growth.shadow import ShadowedDrafter
+from speculant.drafting.head_tokens import read_head_tokens
 from speculant.drafting.members import Member, build_member
 from speculant.models.base import CausalLM
 from speculant.types import CommittedRows, Request
@@ -33,10 +34,11 @@ METHOD = Method(default_length=5, uses_model=True)
 class Options:
     """inner: the method that guesses, by name or as a mapping with `method` and its options.
 
-    None = the first of the methods that look drafts up in text.
+    None = the first of the methods that look drafts up in text. head_tokens: as of `draft_model`.
     """
 
     inner: Any = None
+    head_tokens: Any = None
 
 
 class CascadeDrafter(ChainDrafter):
@@ -88,5 +90,5 @@ def build(context: DrafterContext) -> CascadeDrafter:
     """Load the draft checkpoint, give it a cache of its own, and build the inner drafter."""
     options = read_options(context, Options)
     inner = build_member(replace(context, model=None), options.inner)
-    model = context.load_draft(str(context.model))
+    model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
     return CascadeDrafter(model, context.make_cache(model.cache_shape), inner, context)

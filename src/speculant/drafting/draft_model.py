@@ -14,6 +14,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options, requir
 from speculant.drafting.growth.drafter import NODES_PER_BEAM, ChainDrafter, Drafting
 from speculant.drafting.growth.topology import StaticTree, TreeTopology
 from speculant.drafting.growth.trees import grow_trees, plan_trees
+from speculant.drafting.head_tokens import read_head_tokens
 from speculant.errors import ConfigError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -26,9 +27,13 @@ METHOD = Method(default_length=5, uses_model=True, preferred=True)  # docs/refer
 
 @dataclass(frozen=True)
 class Options:
-    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
+
+    head_tokens: the file of a short head, see drafting/head_tokens.py; None = all tokens can be drawn.
+    """
 
     tree: Any = None
+    head_tokens: Any = None
 
 
 class ModelDrafter(ChainDrafter):
@@ -75,10 +80,11 @@ class ModelDrafter(ChainDrafter):
 
 def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own."""
-    topology = read_tree(read_options(context, Options).tree)
+    options = read_options(context, Options)
+    topology = read_tree(options.tree)
     if topology is not None:
         require_no_stop(context)
-    model = context.load_draft(str(context.model))
+    model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
     cache = context.make_cache(model.cache_shape)
     return ModelDrafter(
         model,

@@ -239,21 +239,22 @@ class _Workshop:
         )
         return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
 
-    def _load_draft(self, source: str) -> CausalLM:
+    def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft")
         compare_vocabularies(self.tokenizer, Tokenizer.from_folder(folder))
         if self.config.draft_quantization != AUTO:
-            return self._load(source, self.config.draft_quantization).model
-        facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype)
-        draft, chosen = choose_precision(self.target.model, partial(self._load, source), facts)
+            return self._load(source, head_tokens, self.config.draft_quantization).model
+        facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
+        draft, chosen = choose_precision(self.target.model, partial(self._load, source, head_tokens), facts)
         self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model
 
-    def _load(self, source: str, quantization: str | None) -> Checkpoint:
+    def _load(self, source: str, head_tokens: tuple[int, ...], quantization: str | None) -> Checkpoint:
         config = self.config
         return load_model(
-            source, config.dtype, config.device, role="draft", kernels=config.kernels, quantization=quantization
-        )
+            source, config.dtype, config.device, role="draft",
+            kernels=config.kernels, quantization=quantization, head_tokens=head_tokens,
+        )  # fmt: skip
 
 
 def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:

@@ -114,7 +114,7 @@ def of_method(spec: SpeculativeConfig) -> MakeDrafter:
             device=torch.device("cpu"),
             chances=chances,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            load_draft=lambda source: TableModel(next(pairs).draft, pair.vocab_size),
+            load_draft=lambda source, head_tokens=(): TableModel(next(pairs).draft, pair.vocab_size),
             make_cache=make_cache,
         )
         drafter = complete(plugin.build(context))

@@ -124,6 +124,7 @@ class Draft(Structure):
         ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
         ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
         ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
+        ("num_logits", c_int64), ("head_tokens", c_void_p),
     ]  # fmt: skip
 
 

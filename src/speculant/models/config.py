@@ -29,7 +29,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that determines a decoder's arithmetic."""
+    """Everything that determines a decoder's arithmetic.
+
+    head_tokens: the ascending ids of the head's rows, see `with_short_head`; () = all. Others have the logit -inf.
+    """
 
     model_type: str
     vocab_size: int
@@ -48,6 +51,7 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    head_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,11 @@ from speculant.models.attention import AttentionPlan, attend
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
 from speculant.models.rotary import Rotary
+
+
+def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [r, vocab_size] from those [r, n] of a short head with the ids `tokens` [n]; others are -inf."""
+    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, tokens, logits)
 
 
 class RMSNorm(nn.Module):
@@ -109,7 +115,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = _Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, len(config.head_tokens) or config.vocab_size, bias=False)
         self.tie_head()
         self._rotary = Rotary(config.rope, config.head_dim)
         self._windows = frozenset(config.windows)
@@ -141,6 +147,10 @@ class Decoder(nn.Module):
         weight = self.model.embed_tokens.weight
         config = self.config
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+
+    @cached_property
+    def _head_tokens(self) -> Tensor:
+        return torch.tensor(self.config.head_tokens, device=self.lm_head.weight.device)
 
     def tie_head(self) -> None:
         """Share the embedding's weight with the head if the config ties them; call it after parameters are replaced."""
@@ -181,7 +191,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         out: Tensor = self.lm_head(hidden)
-        return out
+        return spread(out, self._head_tokens, self.vocab_size) if self.config.head_tokens else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this model draws none by itself."""

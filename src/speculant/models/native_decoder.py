@@ -13,6 +13,7 @@ from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.native import Kernels, Op, Pass, Type, address
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
 from speculant.models.config import DecoderConfig
+from speculant.models.decoder import spread
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
 from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
@@ -55,6 +56,7 @@ class NativeDecoder:
         self._weights = PackedDecoder.read(config, WeightReader(weights, kernels, dtype), quantization)
         self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self._weights.head, None, None)
+        self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64)
         self._cosines = self._sines = torch.empty(0)
 
     @property
@@ -136,10 +138,10 @@ class NativeDecoder:
             raise ValueError(f"hidden states are {list(hidden.shape)}, and the model's are [r, {self.hidden_size}]")
         hidden = hidden.float().contiguous()  # copies nothing if it is both already
         rows, ops = hidden.shape[0], (Op * 1)(self._head)
-        out = torch.empty(rows, self.vocab_size)
+        out = torch.empty(rows, self._head.n)
         ops[0].source, ops[0].out = hidden.data_ptr(), out.data_ptr()
         self.kernels.run(ops, Pass(rows=rows))
-        return out
+        return spread(out, self._head_tokens, self.vocab_size) if len(self._head_tokens) else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`: all chains that can be replayed are drawn in one call."""
@@ -161,6 +163,8 @@ class NativeDecoder:
         drawing = [chain for chain in chains if chain.limit]
         if drawing:
             draft = Drawn(drawing, vocab_size)
+            draft.call.num_logits = self.vocab_size
+            draft.call.head_tokens = self._head_tokens.data_ptr() if len(self._head_tokens) else None
             self.kernels.draft(self.program.ops, self._head, on, draft.call)
             draft.write_to(drawing)
         else:

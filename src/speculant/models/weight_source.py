@@ -69,6 +69,31 @@ class ModuleWeights:
         return self._parameters[name].detach()
 
 
+@dataclass(frozen=True)
+class ShortHead:
+    """A source whose output head has the rows of some tokens only.
+
+    stored: the name of the whole head, which is the embedding's where they are tied.
+    """
+
+    source: WeightSource
+    tokens: tuple[int, ...]
+    stored: str
+    head: str = "lm_head.weight"
+
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`."""
+        return {**dict.fromkeys(self.source.names()), self.head: None}.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        return (len(self.tokens), *self.source.shape(self.stored)[1:]) if name == self.head else self.source.shape(name)
+
+    def read(self, name: str) -> Tensor | QuantizedBlocks:
+        """See `WeightSource.read`."""
+        return read_plain(self.source, self.stored)[list(self.tokens)] if name == self.head else self.source.read(name)
+
+
 class CheckedWeights:
     """The tensors of a source that a model consists of; `check` requires that all were read."""
 

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from speculant.models.decoder import Decoder
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles, check_layers, check_tensors
-from speculant.models.weight_source import CheckedWeights
+from speculant.models.weight_source import CheckedWeights, ShortHead, WeightSource
 from speculant.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,13 @@ def load_model(
     revision: str | None = None,
     kernels: str = "reference",
     quantization: str | None = None,
+    head_tokens: tuple[int, ...] = (),
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
 
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
-    quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None.
+    quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
+    the tokens that have a logit, in ascending order; () = all.
 
     dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
     "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
@@ -83,12 +85,31 @@ def load_model(
     chosen = _choose_dtype(dtype, config, tensors)
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place)
     weights = CheckedWeights(tensors, shapes.keys())
-    model = backend.load(decoder, weights, chosen, place, quantization)
+    decoder, own = with_short_head(decoder, weights, head_tokens)
+    model = backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)
     check_needs(model.needs)
     name, seconds = _name(source, role, folder), time.perf_counter() - started
     logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
     return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, description, backend)
+
+
+def with_short_head(
+    config: DecoderConfig, weights: WeightSource, tokens: tuple[int, ...]
+) -> tuple[DecoderConfig, WeightSource]:
+    """Return the config and the weights of a model whose head has the rows of these tokens only; () = all.
+
+    Raises ConfigError for a token that the model does not have.
+    """
+    if not tokens:
+        return config, weights
+    if not 0 <= tokens[0] <= tokens[-1] < config.vocab_size:
+        raise ConfigError(
+            f"head_tokens has the tokens {tokens[0]} to {tokens[-1]} and the draft model has {config.vocab_size}",
+            "make the file with this model's tokenizer.",
+        )
+    stored = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    return replace(config, tie_embeddings=False, head_tokens=tokens), ShortHead(weights, tokens, stored)
 
 
 def _check_dtype(dtype: str) -> None:

@@ -63,12 +63,7 @@ def count_bigrams(sequences: Iterable[Sequence[int]], vocab_size: int) -> Bigram
     pairs = counts = np.zeros(0, dtype=np.int64)
     pending, num_pending = list[NDArray[np.int64]](), 0
     for sequence in sequences:
-        own = np.array(sequence, dtype=np.int64)
-        if len(own) and not 0 <= int(own.min()) <= int(own.max()) < vocab_size:
-            raise ConfigError(
-                f"the files have the token {int(own.max())} and the vocabulary has {vocab_size}",
-                "name the model whose tokens they are.",
-            )
+        own = _checked(sequence, vocab_size)
         tokens += np.bincount(own, minlength=vocab_size)
         pending.append(own[:-1] * vocab_size + own[1:])
         num_pending += len(pending[-1])
@@ -79,6 +74,24 @@ def count_bigrams(sequences: Iterable[Sequence[int]], vocab_size: int) -> Bigram
     if not len(pairs):
         raise ConfigError("the files hold no two tokens in a row", "name files with text.")
     return BigramCounts(tokens, pairs, counts)
+
+
+def count_tokens(sequences: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token [V] occurs; raises ConfigError for a token beyond the vocabulary."""
+    tokens = np.zeros(vocab_size, dtype=np.int64)
+    for sequence in sequences:
+        tokens += np.bincount(_checked(sequence, vocab_size), minlength=vocab_size)
+    return tokens
+
+
+def _checked(sequence: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    own = np.array(sequence, dtype=np.int64)
+    if len(own) and not 0 <= int(own.min()) <= int(own.max()) < vocab_size:
+        raise ConfigError(
+            f"the files have the token {int(own.max())} and the vocabulary has {vocab_size}",
+            "name the model whose tokens they are.",
+        )
+    return own
 
 
 def _add(
