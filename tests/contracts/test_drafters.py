@@ -93,9 +93,9 @@ class Workshop:
 
 
 @functools.cache
-def load_once(source: str) -> CausalLM:
+def load_once(source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
     """Load a model, which has no state, once for all drafters."""
-    return load_model(source, "float64", "cpu").model
+    return load_model(source, "float64", "cpu", head_tokens=head_tokens).model
 
 
 def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> None:

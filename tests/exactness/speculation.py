@@ -13,6 +13,7 @@ from speculant.exactness.enumeration import EnumeratingChances
 from speculant.exactness.speculation import Enumerated
 from speculant.exactness.tables import History, TableModel
 from speculant.sampling.chance import Chances
+from speculant.scheduling.draft_length.base import DraftLength
 from tests.exactness.distributions import transformed
 from tests.fakes import MakeCache, Rig, build_rig, model_drafter, slotted
 
@@ -26,10 +27,11 @@ def draft_model(pair: Pair, chances: Chances, limits: Limits, cache: MakeCache =
 
 @dataclass(frozen=True)
 class Case(speculation.Case):
-    """A case with any drafter and cache, whose distribution is worked out independently."""
+    """A case with any drafter, cache and draft-length policy, whose distribution is worked out independently."""
 
     make_drafter: MakeDrafter = draft_model
     cache: MakeCache = slotted
+    policy: Callable[[], DraftLength] | None = None  # None = `length` for every draft
 
     def transformed(self, logits: Sequence[float], history: History) -> list[float]:
         """See the base."""
@@ -51,6 +53,7 @@ def _rig(case: Case, chances: EnumeratingChances) -> Rig:
         limits=case.limits,
         ends=case.ends,
         cache=case.cache,
+        draft_length=case.policy() if case.policy else None,
     )
 
 

@@ -1,0 +1,100 @@
+"""A length that learns leaves the output's distribution as it is: every branch of the real step is followed.
+
+Each branch has a policy of its own, which learns from that branch alone, and all steps take the same time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.exactness.distributions import EXACT, Pair
+from speculant.metrics import StepTiming
+from speculant.params import SamplingParams
+from speculant.sampling.chance import Chances
+from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.draft_length import adaptive as adaptive_length
+from speculant.scheduling.draft_length.adaptive import Adaptive
+from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
+from speculant.scheduling.draft_length.confidence import Confidence
+from speculant.scheduling.scheduler import Schedule
+from tests.exactness.speculation import Case, enumerate_case
+
+TIMING = StepTiming(0.0, 0.01, 0.11)
+Policy = Adaptive | Confidence
+
+
+class Apart:
+    """A policy for each request. `lengths` counts what was chosen, `cut` the drafts that were cut."""
+
+    keeps_up = False
+
+    def __init__(self, make: Callable[[], Policy], lengths: Counter[int], cut: Counter[bool]) -> None:
+        self._make, self._lengths, self._cut = make, lengths, cut
+        self._own: dict[int, Policy] = {}
+
+    def choose(self, schedule: Schedule) -> list[int]:
+        chosen = list[int]()
+        for item in schedule.items:
+            own = self._own.setdefault(item.request.seq_id, self._make())
+            chosen += own.choose(replace(schedule, items=[item]))
+        self._lengths.update(chosen)
+        return [min(length, 3) for length in chosen]
+
+    def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
+        counts = [count for draft in drafts for count in self._own[draft.request.seq_id].trim([draft])]
+        self._cut.update(count < len(draft.scores) for count, draft in zip(counts, drafts, strict=True))
+        return counts
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        for outcome in outcomes:
+            self._own[outcome.request.seq_id].observe([outcome], TIMING)
+
+
+def adaptive(token_s: float) -> Adaptive:
+    """Make an adaptive length whose drafts cost so much of a pass a token."""
+    drafts = CostCurve({1: token_s, 8: 8 * token_s})
+    return Adaptive(3, StepCosts(CostCurve({1: 1.0, 8: 1.2}), {"default": {1: drafts}}))
+
+
+def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    """Make a drafter of deterministic drafts with scores."""
+    return NgramDrafter(Options(max_order=2))
+
+
+def check(case: Case, make: Callable[[], Policy]) -> tuple[Counter[int], Counter[bool]]:
+    lengths, cut = Counter[int](), Counter[bool]()
+    found = enumerate_case(replace(case, policy=lambda: Apart(make, lengths, cut)))
+    assert found.deviation() <= EXACT, case
+    return lengths, cut
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
+def test_adaptive_lengths_keep_the_distribution(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice is made before every step, from what was accepted in the branch."""
+    monkeypatch.setattr(adaptive_length, "HOLDS", 1)
+    lengths = Counter[int]()
+    for seed in range(2):
+        case = Case(Pair(seed, 2), 3, verification=verifier, steps=2, idle=2, width=8)
+        lengths += check(case, lambda: adaptive(0.25))[0]
+    assert len(lengths) > 2, "the length hardly changed"
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
+@pytest.mark.parametrize("make", [lambda: adaptive(0.02), lambda: Confidence(3, 0.6)], ids=["adaptive", "confidence"])
+def test_cut_drafts_keep_the_distribution(make: Callable[[], Policy], verifier: str) -> None:
+    cut = Counter[bool]()
+    for seed in range(3):
+        params = SamplingParams(max_tokens=None, temperature=0.7)
+        case = Case(
+            Pair(seed, 3), 3, params, verifier, prompt=(0, 1, 2, 0, 2, 0, 1), steps=2, idle=2, width=8,
+            make_drafter=ngram,
+        )  # fmt: skip
+        cut += check(case, make)[1]
+    assert cut[True], "no draft was cut"
