@@ -43,8 +43,9 @@ def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
 
 
 def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:
-    assert "INFO" not in _stderr(checkpoints)
-    assert len(_stderr(checkpoints).splitlines()) == 1, "the line of figures"
+    shown = _stderr(checkpoints)
+    assert "INFO" not in shown
+    assert len(shown.splitlines()) == 1, "the line of figures"
 
 
 def test_log_level_that_is_none_is_refused() -> None:
