@@ -30,7 +30,7 @@ def read_head_tokens(given: Any) -> tuple[int, ...]:
         raise ConfigError(f"head_tokens={given!r} names no file", fix)
     try:
         tokens = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))[KEY]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:  # RuntimeError: no such home, deep JSON
         raise ConfigError(f"{given} is no file of head tokens: {type(error).__name__}: {error}", fix) from None
     if not isinstance(tokens, list) or not tokens or not all(type(token) is int and token >= 0 for token in tokens):
         raise ConfigError(f"{given} has no list of token ids", fix)

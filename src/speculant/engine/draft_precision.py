@@ -21,7 +21,7 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.drafting.growth.chains import fit_vocabulary, grow
 from speculant.engine.calibration import folder, key_of, requests, timed, write_file
-from speculant.errors import ConfigError
+from speculant.errors import ModelError, SpeculantError
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.weights import Checkpoint
 from speculant.params import SamplingParams
@@ -65,12 +65,14 @@ def choose_precision(
     the key of the kept choice.
     """
     path = folder() / f"{key_of(identity)}.precision.json"
-    with suppress(OSError, ValueError, TypeError, KeyError, ConfigError):
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
         kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
         return load(kept), kept
     started = time.perf_counter()
     drafts: dict[str | None, Checkpoint] = {None: load(None)}
-    drafts |= {each: load(each) for each in drafts[None].backend.quantizations}
+    for each in drafts[None].backend.quantizations:
+        with suppress(ModelError):  # weights that are not finite can't be rounded
+            drafts[each] = load(each)
     chosen = _fastest(target, drafts) if len(drafts) > 1 else None
     logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
     write_file(path, {"draft_quantization": chosen})
@@ -100,7 +102,7 @@ def _chain(draft: Checkpoint, size: int, length: int) -> tuple[Chain, KVCache]:
 
 def _drawn(draft: Checkpoint, size: int) -> list[int]:
     """Return a text that the draft draws at temperature 1."""
-    chain, cache = _chain(draft, size, min(SAMPLE, draft.model.max_positions - PROMPT))
+    chain, cache = _chain(draft, size, max(1, min(SAMPLE, draft.model.max_positions - PROMPT)))
     grow(draft.model, [chain], cache, size, draft.backend.sampler)
     return [*chain.input_tokens, *chain.tokens]
 

@@ -85,13 +85,12 @@ def count_tokens(sequences: Iterable[Sequence[int]], vocab_size: int) -> NDArray
 
 
 def _checked(sequence: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-    own = np.array(sequence, dtype=np.int64)
-    if len(own) and not 0 <= int(own.min()) <= int(own.max()) < vocab_size:
+    if len(sequence) and not 0 <= min(sequence) <= max(sequence) < vocab_size:
         raise ConfigError(
-            f"the files have the token {int(own.max())} and the vocabulary has {vocab_size}",
+            f"the files have the token {max(sequence)} and the vocabulary has {vocab_size}",
             "name the model whose tokens they are.",
         )
-    return own
+    return np.array(sequence, dtype=np.int64)
 
 
 def _add(

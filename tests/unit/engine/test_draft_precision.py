@@ -11,6 +11,7 @@ import pytest
 from speculant import LLM, SamplingParams
 from speculant.engine import calibration, draft_precision
 from speculant.engine.draft_precision import Precision, choose_precision
+from speculant.errors import ModelError
 from speculant.models.weights import load_model
 from tests.models import Checkpoints
 
@@ -72,6 +73,16 @@ def test_choice_is_kept_and_read_again(
     loaded.clear()
     assert choose_precision(target, load, ["pair"])[1] == json.loads(kept_text)["draft_quantization"] == loaded[0]
     assert len(loaded) == 1
+
+
+def test_types_that_can_t_hold_the_weights_are_left_out(checkpoints: Checkpoints, kept: Path) -> None:
+    def load(quantization: str | None) -> Any:
+        if quantization is not None:
+            raise ModelError("weights that are NaN can't be rounded", "download the checkpoint again.")
+        return load_model(checkpoints.near, "float32", role="draft", kernels="auto")
+
+    target = load_model(checkpoints.target, "float32", kernels="auto").model
+    assert choose_precision(target, load, ["pair"])[1] is None
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"draft_quantization": "int3"}', '{"draft_quantization": 8}'])

@@ -82,6 +82,17 @@ def test_file_without_tokens_is_refused(tmp_path: Path, content: str | None) -> 
         read_head_tokens(tmp_path / "head.json")
 
 
+def test_tokens_beyond_the_vocabulary_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"[1, {10**30}]\n")
+    with pytest.raises(ConfigError, match="vocabulary"):
+        train(tmp_path / "a.jsonl", "--tokenizer", checkpoints.target, "--out", tmp_path / "head.json")
+
+
+def test_home_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no file of head tokens"):
+        read_head_tokens("~nobody-of-this-name/head.json")
+
+
 def test_option_that_names_no_file_is_refused(checkpoints: Checkpoints) -> None:
     with pytest.raises(ConfigError, match="names no file"):
         LLM(checkpoints.target, checkpoints.near, speculative_config={"head_tokens": 7})

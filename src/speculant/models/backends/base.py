@@ -61,7 +61,8 @@ class Backend(Protocol):
     ) -> CausalLM:
         """Return a model that is ready to run. Each tensor is read when it is needed and then dropped.
 
-        Peak memory is at most that of the model and of one tensor of the source.
+        Peak memory is at most that of the model and of one tensor of the source. If `config.head_tokens` is not empty,
+        `lm_head.weight` has one row for each of these tokens, and all others have the logit -infinity.
         """
         ...
 

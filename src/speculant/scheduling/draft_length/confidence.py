@@ -56,4 +56,5 @@ def build(context: DraftLengthContext) -> Confidence:
     for key in context.options:
         if key != "threshold":
             raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy", "threshold"]))
-    return Confidence(context.longest or LONGEST, stop_below(context.options))
+    length = LONGEST if context.longest is None else context.longest
+    return Confidence(length, stop_below(context.options))
