@@ -11,6 +11,7 @@ packages add plugins under an entry point group of the kind's name:
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -66,7 +67,12 @@ def _defines(module: str, attribute: str) -> bool:
     source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
     if source is None:
         return hasattr(importlib.import_module(module), attribute)
-    return any(attribute in _bound_names(statement) for statement in ast.parse(source).body)
+    return attribute in _bound_in(source)
+
+
+@functools.lru_cache(maxsize=256)  # an engine's start asks for the same modules again and again
+def _bound_in(source: str) -> frozenset[str]:
+    return frozenset(name for statement in ast.parse(source).body for name in _bound_names(statement))
 
 
 def _bound_names(statement: ast.stmt) -> list[str]:

@@ -16,6 +16,7 @@ from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.speculation import Case, enumerate_case
+from tests.examples import examples
 from tests.fakes import ROOMY, MakeCache, build_rig, few_blocks, known_verifiers, model_drafter, slotted
 
 BRANCHINGS: dict[str, TreeTopology] = {
@@ -27,7 +28,7 @@ BRANCHINGS: dict[str, TreeTopology] = {
     "three draws": ParallelChains((0, 0, 0), 1),
 }
 # With three tokens a second sibling has hardly a choice, and much that is wrong does not show.
-PAIRS = [*(Pair(seed, 3) for seed in range(4)), *(Pair(seed, 4) for seed in range(4))]
+PAIRS = [Pair(seed, vocab_size) for vocab_size in (3, 4) for seed in range(examples(4, least=2))]
 VERIFIERS = [name for name, verifier in known_verifiers().items() if verifier.lossless and verifier.needs.branches]
 SAMPLED = [name for name in VERIFIERS if not known_verifiers()[name].needs.shared_noise]
 

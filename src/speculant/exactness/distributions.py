@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,20 +32,23 @@ class Pair:
     vocab_size: int
     kinds: tuple[str, ...] = MIXED
 
-    def target(self, history: History) -> list[float]:
+    def target(self, history: History) -> Sequence[float]:
         """Return the target's logits."""
-        return self._logits(history, 0)
+        return _logits(self, history)[0]
 
-    def draft(self, history: History) -> list[float]:
+    def draft(self, history: History) -> Sequence[float]:
         """Return the draft's logits."""
-        return self._logits(history, 1)
+        return _logits(self, history)[1]
 
-    def _logits(self, history: History, which: int) -> list[float]:
-        rng = np.random.default_rng([self.seed, self.vocab_size, *history])
-        kind = self.kinds[rng.integers(len(self.kinds))]
-        shift = rng.uniform(-1, 2)  # logits of both signs, for penalties that look at the sign
-        distribution = two_distributions(kind, self.vocab_size, rng)[which]
-        return [math.log(p) + shift if p > 0 else -math.inf for p in distribution.tolist()]
+
+@functools.lru_cache(maxsize=1 << 14)
+def _logits(pair: Pair, history: History) -> tuple[tuple[float, ...], ...]:
+    """Return the target's logits after a history, and the draft's: an enumeration asks for the same ones often."""
+    rng = np.random.default_rng([pair.seed, pair.vocab_size, *history])
+    kind = pair.kinds[rng.integers(len(pair.kinds))]
+    shift = rng.uniform(-1, 2)  # logits of both signs, for penalties that look at the sign
+    distributions = two_distributions(kind, pair.vocab_size, rng)
+    return tuple(tuple(math.log(p) + shift if p > 0 else -math.inf for p in each.tolist()) for each in distributions)
 
 
 def two_distributions(kind: str, vocab_size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +92,8 @@ def softmax(logits: Sequence[float]) -> list[float]:
     """Return the distribution of logits."""
     top = max(logits)
     weights = [math.exp(logit - top) for logit in logits]
-    return [weight / math.fsum(weights) for weight in weights]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
 
 
 def joint_distribution(

@@ -101,7 +101,9 @@ class Layer(nn.Module):
 class _Backbone(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # From a tensor: on "meta", the default initialisation would import torch's compiler, which takes a second.
+        zeros = torch.zeros(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 

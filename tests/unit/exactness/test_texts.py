@@ -112,8 +112,7 @@ def texts_of(runtime: Runtime, params: SamplingParams) -> list[Request]:
 def test_the_reader_sees_the_distributions_drawn_from(checkpoints: Checkpoints, dtype: str) -> None:
     """A seeded token is the argmax of its distribution and the noise of its place."""
     runtime = build_engine(pair(checkpoints, dtype=dtype, max_num_batched_tokens=4))
-    chances = {"seed": 3, "speculation": False}
-    (text,) = complete(runtime, [PROMPTS[1]], [SamplingParams(**{**vars(DISTRIBUTION), **chances})])  # type: ignore[arg-type]
+    (text,) = complete(runtime, [PROMPTS[1]], [replace(DISTRIBUTION, seed=3, speculation=False)])
     reader = Reader(runtime, 1, len(text.tokens))
     for place in range(text.num_output):
         here = reread(text, place)
