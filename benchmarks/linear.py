@@ -19,7 +19,8 @@ from measuring import interleave, ratio, spread, write
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.kernels.native import Flag, Kernels, Op, Pass, Type, Weight, aligned, open_kernels
+from speculant.kernels.memory import aligned
+from speculant.kernels.native import Flag, Kernels, Op, Pass, Type, Weight, open_kernels
 from speculant.models.decoder_program import linear
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16

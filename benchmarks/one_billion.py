@@ -19,7 +19,8 @@ from measuring import Clock, spread, write
 from shapes import VOCABULARY, write_pair
 
 from speculant import LLM, SamplingParams
-from speculant.kernels.native import Kernels, aligned, open_kernels
+from speculant.kernels.memory import aligned
+from speculant.kernels.native import Kernels, open_kernels
 from speculant.models.native_decoder import NativeDecoder
 
 PROMPT, TOKENS, DRAFTS, AGREEMENT = 128, 256, 4, 0.85

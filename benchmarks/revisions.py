@@ -5,7 +5,8 @@
 `other` is a checkout with an environment of its own in .venv. A round runs every workload twice in each process, one
 process at a time. Where a process's weights lie in memory changes its speed by a third, so the processes are started
 several times: `speed` has the median over starts of the median over rounds of the other's time over this one's. More
-than 1 means that this checkout is faster.
+than 1 means that this checkout is faster. `python benchmarks/revisions.py .` compares this checkout with itself: what it
+shows is the error of the method.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def compare(this: Process, other: Process, workloads: Sequence[str], rounds: int
     for _ in range(rounds):
         for workload in workloads:
             seconds = {this: 0.0, other: 0.0}
-            for each in (this, other, other, this):  # whoever comes second finds other caches
+            for each in (this, other) * 2:  # nobody runs twice in a row: the second time would find warm caches
                 seconds[each] += each.run(workload)
             ratios[workload].append(seconds[other] / seconds[this])
     return {workload: statistics.median(values) for workload, values in ratios.items()}

@@ -24,7 +24,8 @@ def measure_speeds() -> Speeds:
     """Measure the speeds; takes one or two seconds."""
     import torch
 
-    from speculant.kernels.native import Op, Pass, Type, aligned, open_kernels
+    from speculant.kernels.memory import aligned
+    from speculant.kernels.native import Op, Pass, Type, open_kernels
     from speculant.models.decoder_program import linear
 
     kernels = open_kernels()

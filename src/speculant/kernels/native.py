@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from importlib.resources import files
 from pathlib import Path
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import SamplingSettings
+from speculant.kernels.memory import Scratch, aligned
 
 VERSION = 8
-ALIGNMENT = 64  # bytes
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 NO_TOKEN = -1  # the draw of a row without a distribution
@@ -151,6 +151,7 @@ class Kernels:
     isa: str
     index: int
     threads: int
+    scratch: Scratch = field(default_factory=Scratch, compare=False)
 
     def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
         """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, interleaved by panels."""
@@ -190,7 +191,7 @@ class Kernels:
         A row without a possible token is all zeros; one with a logit that is NaN or +infinity is all NaN.
         """
         logits = logits.contiguous()
-        out = torch.empty(logits.shape, dtype=torch.float64)
+        out = self.scratch.empty(*logits.shape, dtype=torch.float64)
         rows, width = logits.shape
         settings_, source, result = settings_array(settings), logits.data_ptr(), out.data_ptr()
         self.library.sp_probs(self.index, self.threads, source, rows, width, width, settings_, edits or None, result)
@@ -210,12 +211,6 @@ class Kernels:
 def address(items: array[int] | array[float]) -> int:
     """Return the address of an array's first item."""
     return items.buffer_info()[0]
-
-
-def aligned(size: int) -> Tensor:
-    """Return `size` bytes of memory that are aligned to a cache line."""
-    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % ALIGNMENT :][:size]
 
 
 def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels | None:

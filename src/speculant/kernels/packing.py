@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import Kernels, Type, Weight, aligned
+from speculant.kernels.memory import aligned
+from speculant.kernels.native import Kernels, Type, Weight
 
 CHUNK_BYTES = 2**22  # of rows that are converted at once; a chunk has at least one panel per thread
 

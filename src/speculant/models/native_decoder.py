@@ -138,7 +138,7 @@ class NativeDecoder:
             raise ValueError(f"hidden states are {list(hidden.shape)}, and the model's are [r, {self.hidden_size}]")
         hidden = hidden.float().contiguous()  # copies nothing if it is both already
         rows, ops = hidden.shape[0], (Op * 1)(self._head)
-        out = torch.empty(rows, self._head.n)
+        out = self.kernels.scratch.empty(rows, self._head.n, dtype=torch.float32)
         ops[0].source, ops[0].out = hidden.data_ptr(), out.data_ptr()
         self.kernels.run(ops, Pass(rows=rows))
         return spread(out, self._head_tokens, self.vocab_size) if len(self._head_tokens) else out
@@ -162,7 +162,7 @@ class NativeDecoder:
         on.num_segments, on.segments = len(chains), address(rows.segments)
         drawing = [chain for chain in chains if chain.limit]
         if drawing:
-            draft = Drawn(drawing, vocab_size)
+            draft = Drawn(drawing, vocab_size, self.kernels.scratch)
             draft.call.num_logits = self.vocab_size
             draft.call.head_tokens = self._head_tokens.data_ptr() if len(self._head_tokens) else None
             self.kernels.draft(self.program.ops, self._head, on, draft.call)

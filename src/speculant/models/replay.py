@@ -10,6 +10,7 @@ import torch
 
 from speculant.cache.base import KVCache
 from speculant.kernels.base import Edits, SamplingSettings
+from speculant.kernels.memory import Scratch
 from speculant.kernels.native import NO_TOKEN, Draft, address, settings_array
 from speculant.kernels.native_sampler import NativeEdits
 from speculant.models.base import Chain, known
@@ -59,18 +60,22 @@ class ChainRows:
 class Drawn:
     """Memory for the tokens and probs that chains draw, longest first; `call` points to it."""
 
-    def __init__(self, chains: Sequence[Chain], vocab_size: int) -> None:
+    def __init__(self, chains: Sequence[Chain], vocab_size: int, scratch: Scratch) -> None:
         count, steps = len(chains), chains[0].limit
         self._steps = steps
         self._tokens = array("q", bytes(8 * count * steps))
         chances, noise, limits, out = array("Q"), array("q"), array("q"), array("Q")
+        emitting = [chain for chain in chains if chain.emits_probs]
+        if emitting:
+            lengths = [chain.limit for chain in emitting]
+            probs = torch.split(scratch.empty(sum(lengths), vocab_size, dtype=torch.float64), lengths)
+            for chain, own in zip(emitting, probs, strict=True):
+                chain.probs = own
         for chain in chains:
             assert isinstance(chain.chance, FORESEEABLE)
             chances.extend(chain.chance.take_keys(chain.limit))
             noise.append(chain.chance.noise)
             limits.append(chain.limit)
-            if chain.emits_probs:
-                chain.probs = torch.empty(chain.limit, vocab_size, dtype=torch.float64)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
         settings = settings_array([_settings(chain) for chain in chains])
         edits = NativeEdits([_edits(chain) for chain in chains])
