@@ -24,7 +24,8 @@ class World:
     alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the
     drafter says of it; None = nothing. first_scored: only the first steps have scores, so many. draftable: whether
     there is anything to draft, by the same number. ask_s: seconds to find that out. undrafted: of a pass that follows
-    another one without a draft between them, in proportion.
+    another one without a draft between them, in proportion. bursts: the share of passes that other programs make up to
+    five times as long; what they add is seen by the policy and not counted.
     """
 
     pass_s: Callable[[int], float]
@@ -36,6 +37,7 @@ class World:
     draftable: Callable[[int], bool] = lambda place: True
     ask_s: float = 0.0
     undrafted: float = 1.0
+    bursts: float = 0.0
     seed: int = 0
     time: float = 0.0
     tokens: int = 0
@@ -72,6 +74,8 @@ class World:
                 if count:
                     outcomes.append(outcome_of(request, count, accepted))
             self.time += drafted_s + verify_s
+            if self.bursts and self._random.random() < self.bursts:
+                verify_s *= self._random.uniform(1, 5)
             policy.observe(outcomes, StepTiming(0.0, drafted_s, drafted_s + verify_s, drafted_s + verify_s))
         return self.tokens / self.time
 

@@ -80,7 +80,7 @@ class StepCosts:
 
     passes: a target pass and its verdicts, by rows. drafts: for each method and number of sequences, a draft by depth.
     rest_s: what else a step takes. undrafted: of a pass after another one, without a draft between them, in proportion:
-    weights that fit a processor's cache are still there.
+    weights that fit a processor's cache are still there. It is at most 1, whatever other programs add to a time.
     """
 
     passes: CostCurve
@@ -113,7 +113,7 @@ class StepCosts:
     def observe_undrafted(self, rows: int, seconds: float) -> None:
         """Follow a pass after another one, without a draft between them."""
         ratio = min(max(seconds / self.passes.at(rows), 1 / OUTLIER), OUTLIER)
-        self.undrafted += TRIED * (ratio - self.undrafted)
+        self.undrafted = min(1.0, self.undrafted + TRIED * (ratio - self.undrafted))
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step took."""

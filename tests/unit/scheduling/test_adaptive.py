@@ -116,6 +116,17 @@ def test_adaptive_finds_that_steps_without_drafts_are_faster() -> None:
     assert sum(ratios) / len(ratios) >= 0.95
 
 
+@pytest.mark.parametrize("name", ["random", "as large as the target"])
+def test_adaptive_is_not_misled_by_other_programs(name: str) -> None:
+    """What they add to a pass must not make passes without drafts look dear."""
+    ratios = list[float]()
+    for seed in range(12):
+        world, plain = USELESS[name].world(seed), USELESS[name].world(seed)
+        world.bursts = plain.bursts = 0.3
+        ratios.append(world.run(USELESS[name].adaptive(), 1, 2000) / plain.run(Fixed(0), 1, 2000))
+    assert min(ratios) >= 0.97, ratios
+
+
 @pytest.mark.parametrize(("ask_s", "share"), [(0.2, 0.95), (0.005, 0.99)])
 def test_adaptive_seldom_asks_a_drafter_that_has_nothing(ask_s: float, share: float) -> None:
     useless = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)

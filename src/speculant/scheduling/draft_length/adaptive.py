@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from speculant.errors import ConfigError, suggest
 from speculant.metrics import StepTiming
@@ -73,7 +73,7 @@ class Adaptive:
         self._holds = HOLDS  # of a choice
         self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
         self._undrafted = False  # whether the last step had no drafts
-        self._scores: WeakKeyDictionary[Request, ScoredDraft] = WeakKeyDictionary()  # of this step
+        self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
         self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
 
@@ -86,8 +86,7 @@ class Adaptive:
             self._holds = min(2 * self._holds, LONGEST_HOLD) if same else HOLDS
             self._held.left = max(self._held.left, self._holds) if same else self._held.left
         self._held.left -= 1
-        if self._scores:
-            self._scores.clear()
+        self._scores.clear()
         return self._held.lengths
 
     def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> _Choice:
@@ -118,7 +117,7 @@ class Adaptive:
         """See `TrimmingLength.trim`."""
         for draft in drafts:
             self._scored.setdefault(str(draft.request.drafter), Lookups())
-            self._scores[draft.request] = draft
+            self._scores[draft.request.seq_id] = draft
         offers = [
             Offer(gain, 1, depth, owner)
             for owner, draft in enumerate(drafts)
@@ -133,10 +132,13 @@ class Adaptive:
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
         held, missed = self._held, bool(outcomes)
+        if not (outcomes or held.asked):
+            self._observe_plain(timing)
+            return
         for outcome in outcomes:
             method = str(outcome.request.drafter)
             tests = outcome.accepted[: sum(outcome.tested)]
-            draft = self._scores.get(outcome.request) if self._scores else None
+            draft = self._scores.get(outcome.request.seq_id)
             self._note_scores(outcome.request, method, draft is not None)
             scores = () if draft is None else tested_scores(draft, outcome, len(tests))
             self._acceptance[method].observe(outcome.request, tests, scores)
@@ -150,13 +152,21 @@ class Adaptive:
         for method in held.asked:
             own = [outcome for outcome in outcomes if outcome.request.drafter == method]
             self._scored[method].observe(sum(sum(outcome.accepted) for outcome in own), timing.draft_s)
-        if held.pure and outcomes:
+        if not outcomes:
+            self._observe_plain(timing)
+            return
+        self._undrafted = False
+        if held.pure:
             self._drafted += 1
             if self._drafted % FOLLOWED == 1 or not held.left:
                 self._follow(outcomes, timing)
-        elif held.pure and self._undrafted and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL):
+
+    def _observe_plain(self, timing: StepTiming) -> None:
+        """Take in a step without drafts."""
+        held = self._held
+        if self._undrafted and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL) and held.pure:
             self._costs.observe_undrafted(held.rows, timing.verify_s)
-        self._undrafted = not outcomes
+        self._undrafted = True
 
     def _note_scores(self, request: Request, method: str, scored: bool) -> None:
         """Remember whether a draft of a method that gives scores had some."""
@@ -229,9 +239,10 @@ class Adaptive:
         return self._acceptance[str(draft.request.drafter)].scored_survivals(draft)
 
     def _pass_s(self, nodes: int) -> float:
-        """Return the seconds of a step with so many nodes, without the time to draft them."""
-        pass_s = self._costs.passes.at(self._held.rows + nodes)
-        return self._costs.rest_s + (pass_s if nodes else pass_s * self._costs.undrafted)
+        """Return the seconds of a step with so many nodes, without the time to draft them: at least that of none."""
+        costs, rows = self._costs, self._held.rows
+        plain = costs.passes.at(rows) * costs.undrafted
+        return costs.rest_s + (max(costs.passes.at(rows + nodes), plain) if nodes else plain)
 
     def _probed(self, draft: ScoredDraft) -> int:
         """Return how many nodes of a scored draft are tried although they do not seem to pay."""

@@ -53,8 +53,8 @@ class GuardedLength:
         self._guard.succeeds("the draft length policy", partial(self._policy.observe, outcomes, timing))
 
     def _checked(self, schedule: Schedule) -> list[int]:
-        wishes = [index(wish) for wish in self._policy.choose(schedule)]
-        if len(wishes) != len(schedule.items) or any(wish < 0 for wish in wishes):
+        wishes = list(map(index, self._policy.choose(schedule)))
+        if len(wishes) != len(schedule.items) or min(wishes, default=0) < 0:
             raise DraftLengthError(
                 f"the lengths are {wishes!r} for {len(schedule.items)} sequences", "give one from 0 up for each."
             )
