@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
+from speculant.drafting.arms import Arms
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -233,6 +234,7 @@ class DrafterContext:
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
+    arms: for drafters that combine others: which draft to take.
     """
 
     options: Mapping[str, Any]
@@ -245,6 +247,7 @@ class DrafterContext:
     make_cache: Callable[[CacheShape], KVCache]
     sampler: Sampler = REFERENCE
     stop_below: float = 0.0
+    arms: Arms = field(default_factory=Arms)
 
 
 def require_no_stop(context: DrafterContext) -> None:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from speculant.drafting.arms import Arms
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.checks import Proposals
-from speculant.drafting.members import CompositeDrafter, build_members
+from speculant.drafting.members import CompositeDrafter, Member, build_members
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, accepts_model=True, preferred_without_model=True)
@@ -35,16 +36,30 @@ class Options:
 class FallbackDrafter(CompositeDrafter):
     """See the module's docstring."""
 
+    def __init__(self, members: Sequence[Member], vocab_size: int, arms: Arms | None = None) -> None:
+        super().__init__(members, vocab_size)
+        models = [member.drafter.needs.own_cache for member in members]
+        follows = [any(models[place + 1 :]) for place in range(len(models))]
+        self._stages = list(zip(self.members, models, follows, strict=True))
+        self._arms = arms or Arms()
+
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
         drafts: Proposals = {}
         waiting = list(zip(requests, limits, strict=True))
-        for member in self.members:
-            drafts |= self.ask(member, waiting)
+        for member, is_model, model_follows in self._stages:
+            if is_model:
+                waiting = [(request, self._arms.bound(request, limit)) for request, limit in waiting]
+            found = self.ask(member, waiting)
+            for request, _ in waiting:
+                draft = found.get(request.seq_id)
+                if draft is not None and (not model_follows or self._arms.take(request, draft)):
+                    drafts[request.seq_id] = draft
             waiting = [(request, limit) for request, limit in waiting if request.seq_id not in drafts]
         return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
 
 
 def build(context: DrafterContext) -> FallbackDrafter:
     """Build the members."""
-    return FallbackDrafter(build_members(context, read_options(context, Options).members), context.vocab_size)
+    members = build_members(context, read_options(context, Options).members)
+    return FallbackDrafter(members, context.vocab_size, context.arms)

@@ -12,6 +12,7 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
+from speculant.drafting.arms import Arms, Judge
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
 from speculant.engine.calibration import Calibration
 from speculant.engine.draft_precision import AUTO, choose_precision
@@ -69,7 +70,8 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     name = method_name(spec) if spec else None
     memory = CacheMemory.of(config, limits, target.model.cache_shape)
     verifiers, _ = build_verifiers(spec)
-    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make)
+    arms = Arms()
+    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, arms)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     facts = str(replace(config, seed=0))  # costs do not depend on the seed
@@ -81,13 +83,15 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         limits,
         (facts, target.kernels, str(target.folder), notes),
     )
+    policy = _draft_length(spec, length, drafters, measured)
+    arms.judge = policy if isinstance(policy, Judge) else None
     engine = Engine(
         EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),
         target.model,
         cache,
         KeyedChances(sampler),
         verifiers,
-        _draft_length(spec, length, drafters, measured),
+        policy,
         drafters,
     )
     drafter = drafters.find(name) if name else None
@@ -182,13 +186,14 @@ def build_drafters(
     target: Checkpoint,
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
+    arms: Arms | None = None,
 ) -> tuple[Drafters, str]:
     """Make what drafts for a target: the configured method, and those of its `methods` that requests may name.
 
-    A method without a model need not be listed: it is made when a request names it. Returns the drafters, and what was
-    chosen for them.
+    A method without a model need not be listed: it is made when a request names it. arms: gets its judge later. Returns
+    the drafters, and what was chosen for them.
     """
-    workshop = _Workshop(config, spec, target, tokenizer, make_cache)
+    workshop = _Workshop(config, spec, target, tokenizer, make_cache, arms or Arms())
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
@@ -206,6 +211,7 @@ class _Workshop:
     target: Checkpoint
     tokenizer: Tokenizer
     make_cache: Callable[[CacheShape], KVCache]
+    arms: Arms
     notes: list[str] = field(default_factory=list)  # what was chosen
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
@@ -236,6 +242,7 @@ class _Workshop:
             load_draft=self._load_draft,
             make_cache=self.make_cache,
             stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
+            arms=self.arms,
         )
         return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
 

@@ -56,7 +56,7 @@ class NativeDecoder:
         self._weights = PackedDecoder.read(config, WeightReader(weights, kernels, dtype), quantization)
         self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self._weights.head, None, None)
-        self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64)
+        self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64) if config.head_tokens else None
         self._cosines = self._sines = torch.empty(0)
 
     @property
@@ -141,7 +141,7 @@ class NativeDecoder:
         out = self.kernels.scratch.empty(rows, self._head.n, dtype=torch.float32)
         ops[0].source, ops[0].out = hidden.data_ptr(), out.data_ptr()
         self.kernels.run(ops, Pass(rows=rows))
-        return spread(out, self._head_tokens, self.vocab_size) if len(self._head_tokens) else out
+        return out if self._head_tokens is None else spread(out, self._head_tokens, self.vocab_size)
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`: all chains that can be replayed are drawn in one call."""
@@ -164,7 +164,7 @@ class NativeDecoder:
         if drawing:
             draft = Drawn(drawing, vocab_size, self.kernels.scratch)
             draft.call.num_logits = self.vocab_size
-            draft.call.head_tokens = self._head_tokens.data_ptr() if len(self._head_tokens) else None
+            draft.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
             self.kernels.draft(self.program.ops, self._head, on, draft.call)
             draft.write_to(drawing)
         else:

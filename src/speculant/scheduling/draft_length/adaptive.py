@@ -8,8 +8,7 @@ Where drafting does not pay, it is tried again now and then, less often after ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 from speculant.errors import ConfigError, suggest
@@ -17,6 +16,7 @@ from speculant.metrics import StepTiming
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, tested_scores
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
+from speculant.scheduling.draft_length.choice import Choice, asked_length, scored
 from speculant.scheduling.draft_length.joint import Offer, chain_offers, choose_jointly
 from speculant.scheduling.draft_length.trials import FIRST_WAIT, Lookups, Trials
 from speculant.scheduling.scheduler import Schedule
@@ -33,22 +33,6 @@ PLAIN_TRIAL = 6  # steps without drafts in a row, to see what they take
 FIRST_PLAIN_WAIT, LONGEST_PLAIN_WAIT = 64, 1024  # steps with drafts between two such trials
 WATCHED, FOLLOWED = 8, 4  # of so many steps without drafts, and with drafts, the times of one are taken in
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
-
-
-@dataclass
-class _Choice:
-    """The lengths of a step's sequences, and for how many more steps they hold.
-
-    made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
-    rows. pure: whether all only decode, and none is a beam search.
-    """
-
-    made_for: list[tuple[int, int, bool]]
-    lengths: list[int]
-    rows: int
-    pure: bool
-    left: int
-    asked: list[str] = field(default_factory=list)  # methods with scores that may draft
 
 
 class Adaptive:
@@ -69,13 +53,15 @@ class Adaptive:
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
-        self._held = _Choice([], [], 0, False, 0)
+        self._held = Choice([], [], 0, False, 0)
         self._holds = HOLDS  # of a choice
         self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
         self._undrafted = False  # whether the last step had no drafts
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
         self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
+        self._armed: set[str] = set()  # methods that ask which of several drafters' drafts to take
+        self._unscored_lengths: dict[int, int] = {}  # of their drafts without scores, by sequence id
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
@@ -89,9 +75,10 @@ class Adaptive:
         self._scores.clear()
         return self._held.lengths
 
-    def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> _Choice:
+    def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> Choice:
         by_method: dict[str, list[int]] = {}
-        held = self._held = _Choice(made_for, [0] * len(made_for), sum(rows for _, rows, _ in made_for), True, HOLDS)
+        self._unscored_lengths = {}
+        held = self._held = Choice(made_for, [0] * len(made_for), sum(rows for _, rows, _ in made_for), True, HOLDS)
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
             held.pure = held.pure and item.decodes and request.search is None
@@ -129,6 +116,28 @@ class Adaptive:
             for count, draft in zip(counts, drafts, strict=True)
         ]
 
+    def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
+        """See `Judge.prefers`: the draft with the more expected tokens per second is taken."""
+        method, tokens = str(request.drafter), len(self._held.lengths)
+        if method not in self._armed:
+            self._armed.add(method)
+            self._held.left = 0
+        if asked_length(request) is not None:
+            return True
+        length = self._unscored_lengths.get(request.seq_id, 0)
+        gain = sum(self._acceptance[method].survivals(request, length))
+        other = (tokens + gain) / (self._pass_s(length) + self._costs.draft_s(method, 1, length))
+        expected = float(tokens)
+        for nodes, survival in enumerate(self._scored_survivals(ScoredDraft(request, scores, parents)), 1):
+            expected += survival
+            if expected >= other * self._pass_s(nodes):
+                return True
+        return False
+
+    def longest_unscored(self, request: Request) -> int | None:
+        """See `Judge.longest_unscored`."""
+        return self._unscored_lengths.get(request.seq_id)
+
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
         held, missed = self._held, bool(outcomes)
@@ -141,8 +150,9 @@ class Adaptive:
             draft = self._scores.get(outcome.request.seq_id)
             self._note_scores(outcome.request, method, draft is not None)
             scores = () if draft is None else tested_scores(draft, outcome, len(tests))
-            self._acceptance[method].observe(outcome.request, tests, scores)
-            trials = self._trials.get(method)
+            key = method if draft is None else scored(method)
+            self._acceptance[key].observe(outcome.request, tests, scores)
+            trials = self._trials.get(key)
             if trials is not None and trials.probing:
                 trials.end(all(tests))
                 held.left = 0
@@ -168,10 +178,10 @@ class Adaptive:
             self._costs.observe_undrafted(held.rows, timing.verify_s)
         self._undrafted = True
 
-    def _note_scores(self, request: Request, method: str, scored: bool) -> None:
+    def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
         """Remember whether a draft of a method that gives scores had some."""
-        if method in self._scored and scored is (request in self._unscored):
-            (self._unscored.discard if scored else self._unscored.add)(request)
+        if method in self._scored and method not in self._armed and has_scores is (request in self._unscored):
+            (self._unscored.discard if has_scores else self._unscored.add)(request)
             self._held.left = 0
 
     def _most(self, request: Request) -> int:
@@ -185,6 +195,11 @@ class Adaptive:
         Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
         """
         most = [self._most(request) for request in requests]
+        if method in self._armed:
+            lengths, holds = self._joint_lengths(method, requests, most)
+            self._unscored_lengths |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
+            if any(lengths):
+                return most, holds
         if method not in self._scored:
             return self._joint_lengths(method, requests, most)
         lookups, steps = self._scored[method], HOLDS
@@ -236,7 +251,7 @@ class Adaptive:
         return [Offer(gain, nodes, depth, owner) for owner, gain in enumerate(gains)]
 
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        return self._acceptance[str(draft.request.drafter)].scored_survivals(draft)
+        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft)
 
     def _pass_s(self, nodes: int) -> float:
         """Return the seconds of a step with so many nodes, without the time to draft them: at least that of none."""
@@ -246,7 +261,7 @@ class Adaptive:
 
     def _probed(self, draft: ScoredDraft) -> int:
         """Return how many nodes of a scored draft are tried although they do not seem to pay."""
-        trials = self._trials.setdefault(str(draft.request.drafter), Trials())
+        trials = self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
         if not trials.due():
             return 0
         trials.start()
@@ -258,15 +273,9 @@ class Adaptive:
         self._costs.passes.observe(self._held.rows + nodes, timing.verify_s)
         self._costs.observe_rest(timing.rest_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
-        if len(methods) == 1:
+        if len(methods) == 1 and not (self._scores and methods & self._armed):
             depth = max(len(outcome.drafted) for outcome in outcomes)
             self._costs.observe_draft(methods.pop(), len(outcomes), depth, timing.draft_s)
-
-
-def asked_length(request: Request) -> int | None:
-    """Return the number of draft tokens that a request itself asks for; it gets this number, whatever it costs."""
-    speculation = request.params.speculation
-    return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None
 
 
 def build(context: DraftLengthContext) -> Adaptive:

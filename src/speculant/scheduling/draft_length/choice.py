@@ -1,0 +1,35 @@
+"""A choice of draft lengths that holds for some steps, and what it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from speculant.types import Request
+
+
+@dataclass
+class Choice:
+    """The lengths of a step's sequences, and for how many more steps they hold.
+
+    made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
+    rows. pure: whether all only decode, and none is a beam search.
+    """
+
+    made_for: list[tuple[int, int, bool]]
+    lengths: list[int]
+    rows: int
+    pure: bool
+    left: int
+    asked: list[str] = field(default_factory=list)  # methods with scores that may draft
+
+
+def scored(method: str) -> str:
+    """Return the key of what is known of a method's drafts with scores; those without are known by its name."""
+    return f"{method}, scored"
+
+
+def asked_length(request: Request) -> int | None:
+    """Return the number of draft tokens that a request itself asks for; it gets this number, whatever it costs."""
+    speculation = request.params.speculation
+    return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None
