@@ -11,6 +11,7 @@ import pytest
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter
+from speculant.drafting.fallback import FallbackDrafter
 from speculant.engine.drafters import Drafters
 from speculant.exactness import speculation
 from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
@@ -80,6 +81,42 @@ def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
         assert_exact(
             Case(pair, 1, verification=verifier, prompt=UNKNOWN_LAST, make_drafter=make, steps=2, idle=1, width=8)
         )
+
+
+class FickleJudge:
+    """Takes a looked-up draft now and then, by what was committed; the model's drafts are as long as it says."""
+
+    def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
+        return (sum(request.tokens) + len(scores)) % 2 == 0
+
+    def longest_unscored(self, request: Request) -> int | None:
+        return (None, 1, 2)[sum(request.tokens) % 3]
+
+
+def judged(config: dict[str, Any]) -> MakeDrafter:
+    """Return a maker of a fallback whose judge is fickle."""
+
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        drafter = made_by(config)(pair, chances, limits)
+        assert isinstance(drafter, FallbackDrafter)
+        drafter._arms.judge = FickleJudge()
+        return drafter
+
+    return make
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize(("vocab_size", "length", "steps", "prompt"), [(3, 2, 1, PROMPT), (4, 1, 2, UNKNOWN_LAST)])
+def test_judged_drafts_keep_the_distribution(
+    verifier: str, vocab_size: int, length: int, steps: int, prompt: tuple[int, ...]
+) -> None:
+    """Which of the drafts is verified depends on scores and on what was committed, and may change in every step."""
+    make = judged(CHAINS["fallback"])
+    case = Case(
+        Pair(90, vocab_size), length, verification=verifier, prompt=prompt, make_drafter=make, steps=steps, idle=1,
+        width=8,
+    )  # fmt: skip
+    assert_exact(case)
 
 
 @pytest.mark.parametrize("verifier", BRANCHING)

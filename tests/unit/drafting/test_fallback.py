@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from speculant.drafting.arms import Arms
 from speculant.drafting.base import DrafterNeeds
 from speculant.drafting.fallback import FallbackDrafter
 from speculant.drafting.members import Member
@@ -64,3 +65,49 @@ def test_fallback_leaves_trees_as_they_are() -> None:
     request = make_request([1, 2])
     drafter.begin(request)
     assert drafter.propose([request], [4]) == [tree]
+
+
+class Scripted:
+    """A judge that takes the drafts whose first score is at least so high, and bounds the model's."""
+
+    def __init__(self, least: float, longest: int | None) -> None:
+        self.least, self.longest = least, longest
+
+    def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
+        return scores[0] >= self.least
+
+    def longest_unscored(self, request: Request) -> int | None:
+        return self.longest
+
+
+MODEL = DrafterNeeds(own_cache=True)
+
+
+def lookup(scores: Sequence[float], needs: DrafterNeeds | None = None) -> ScriptedDrafter:
+    tree = DraftTree.chain([5] * len(scores), scores=scores)
+    return ScriptedDrafter(lambda request: tree, needs)
+
+
+def judged(judge: Scripted, *members: ScriptedDrafter) -> FallbackDrafter:
+    return FallbackDrafter([Member("scripted", each, 4) for each in members], V, Arms(judge))
+
+
+def test_fallback_asks_a_model_where_the_judge_prefers_it() -> None:
+    model = Knowing({1: [8, 9]}, MODEL)
+    assert proposed(judged(Scripted(0.5, 2), lookup([0.4, 0.4]), model), [4]) == [[8, 9]]
+    assert model.asked == [[(1, 2)]], "as long as the judge says"
+    assert proposed(judged(Scripted(0.4, 2), lookup([0.4, 0.4]), model), [4]) == [[5, 5]]
+    assert proposed(judged(Scripted(0.5, 0), lookup([0.4, 0.4]), model), [4]) == [[]], "the judge wants no draft"
+
+
+def test_fallback_asks_the_judge_only_before_a_model() -> None:
+    """Among drafts that cost next to nothing the first one wins, and so does the last one."""
+    first, second = lookup([0.1]), lookup([0.9])
+    assert proposed(judged(Scripted(0.5, 0), first, second), [4]) == [[5]]
+    model = Knowing({}, MODEL)
+    assert proposed(judged(Scripted(0.5, None), model, first), [4]) == [[5]]
+
+
+def test_fallback_takes_drafts_without_scores_unasked() -> None:
+    first = Knowing({1: [6]})
+    assert proposed(judged(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)), [4]) == [[6]]

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.adaptive import Adaptive
 from speculant.scheduling.draft_length.base import ScoredDraft
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.types import Request
 from tests.models import make_request
-from tests.simulation import World
+from tests.simulation import LONG, World, outcome_of
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128)
 DEPTHS, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 12)
@@ -149,3 +151,36 @@ def test_adaptive_drafts_what_a_request_asks_for(wished: int) -> None:
     schedule = Schedule([Scheduled(request, 0, 1)], None, 10**6, [], [])  # type: ignore[arg-type]
     assert USELESS["random"].adaptive().choose(schedule) == [wished]
     assert USELESS["random"].adaptive().trim([ScoredDraft(request, [0.0] * 5, range(-1, 4))]) == [5]
+
+
+def judge_of(alpha: float) -> tuple[Adaptive, Request]:
+    """Return a policy that has seen a model's drafts, of which so many tokens were accepted, beside looked-up ones."""
+    setting, request = Setting(lambda place: alpha, 0.1), make_request([1], [], LONG, seq_id=1, drafter="some")
+    policy = setting.adaptive()
+    for _ in range(40):
+        assert policy.prefers(request, [1.0], [-1]) in (True, False)  # so that the policy knows both arms
+        policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]
+        drafted = policy.longest_unscored(request) or 0
+        if drafted:
+            accepted = next((place for place in range(drafted) if alpha < 0.5), drafted)
+            policy.observe([outcome_of(request, drafted, accepted)], StepTiming(0.0, 0.1 * drafted, 1.2, 1.2))
+    return policy, request
+
+
+def test_adaptive_prefers_the_better_arm() -> None:
+    """A long copy beats a draft model, a doubtful one does not unless the model is poor."""
+    good, request = judge_of(0.9)
+    assert (good.longest_unscored(request) or 0) > 2
+    assert good.prefers(request, [0.95] * 12, range(-1, 11))
+    assert not good.prefers(request, [0.3], [-1])
+    poor, request = judge_of(0.1)
+    assert poor.longest_unscored(request) == 0
+    assert poor.prefers(request, [0.5], [-1])
+
+
+def test_adaptive_lets_each_arm_be_as_long_as_it_should() -> None:
+    """Looked-up drafts are cut by their scores, so the model's length does not bound them."""
+    policy, request = judge_of(0.9)
+    (wished,) = policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]
+    assert wished == 16
+    assert 0 < (policy.longest_unscored(request) or 0) <= 16
