@@ -3,19 +3,20 @@
     python benchmarks/never_slower.py [--texts edit] [--methods suffix] [--rounds 5] [--batch 1]
 
 Texts, greedy: "edit" repeats a prompt of code with changes; "completion" continues openings of code; "unseen" continues
-random tokens. Engines run in turn, round by round; a figure is the median over rounds of tokens per second over those
-of plain decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too.
+random tokens. Engines run in turn, round by round, on prompts of the round's own, so that no store of finished requests
+knows the answers; the first round warms up. A figure is the median over rounds of tokens per second over those of plain
+decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from measuring import interleave, spread, write
+from measuring import spread, write
 
 from speculant import LLM, SamplingParams
 from speculant.bench.workloads import code_prompt
@@ -30,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "token_recycling": {"method": "token_recycling"},
     "fallback": {"method": "fallback"},
+    "arms": {"model": "demo", "method": "fallback"},
     "random": {"method": "random"},
 }
 PREDICTED = (
@@ -60,11 +62,11 @@ def engine(arguments: argparse.Namespace, config: dict[str, Any] | None) -> LLM:
     return LLM(arguments.model, dtype="bfloat16", max_num_seqs=arguments.batch, max_model_len=1024, **chosen)
 
 
-def run(llm: LLM, batch: Sequence[Sequence[int]], tokens: int) -> int:
-    """Generate and return how many passes of the target were made."""
-    before = llm.engine.metrics.steps
+def run(llm: LLM, batch: Sequence[Sequence[int]], tokens: int) -> tuple[float, int]:
+    """Generate and return the seconds, and how many passes of the target were made."""
+    before, started = llm.engine.metrics.steps, time.perf_counter()
     llm.generate([list(prompt) for prompt in batch], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-    return llm.engine.metrics.steps - before
+    return time.perf_counter() - started, llm.engine.metrics.steps - before
 
 
 def measure(arguments: argparse.Namespace, kind: str, name: str) -> dict[str, Any]:
@@ -74,10 +76,15 @@ def measure(arguments: argparse.Namespace, kind: str, name: str) -> dict[str, An
     for length in arguments.lengths:
         engines[str(length)] = engine(arguments, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
     engines["adaptive"] = engine(arguments, {**base, "draft_length": "adaptive"})
-    batch = prompts(kind, engines["plain"]._runtime, arguments.prompts)
-    steps = {label: run(llm, batch, arguments.tokens) for label, llm in engines.items()}
-    subjects = {label: partial(run, llm, batch, arguments.tokens) for label, llm in engines.items()}
-    times = interleave(subjects, arguments.rounds)
+    every = prompts(kind, engines["plain"]._runtime, arguments.prompts * (1 + arguments.rounds))
+    times: dict[str, list[float]] = {label: [] for label in engines}
+    steps = dict.fromkeys(engines, 0)
+    for first in range(0, len(every), arguments.prompts):
+        for label, llm in engines.items():
+            seconds, passes = run(llm, every[first : first + arguments.prompts], arguments.tokens)
+            if first:
+                times[label].append(seconds)
+                steps[label] += passes
     speeds = {
         label: [plain / own for plain, own in zip(times["plain"], times[label], strict=True)]
         for label in engines
@@ -85,7 +92,7 @@ def measure(arguments: argparse.Namespace, kind: str, name: str) -> dict[str, An
     }
     best = max(["plain", *map(str, arguments.lengths)], key=lambda label: statistics.median(speeds.get(label, [1.0])))
     over = [fixed / own for fixed, own in zip(times[best], times["adaptive"], strict=True)]
-    tokens = arguments.tokens * len(batch)
+    tokens = arguments.tokens * arguments.prompts * arguments.rounds
     return {
         "speed": {label: spread(values) for label, values in speeds.items()},
         "tokens_per_pass": {label: tokens / count for label, count in steps.items()},

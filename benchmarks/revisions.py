@@ -5,8 +5,8 @@
 `other` is a checkout with an environment of its own in .venv. A round runs every workload twice in each process, one
 process at a time. Where a process's weights lie in memory changes its speed by a third, so the processes are started
 several times: `speed` has the median over starts of the median over rounds of the other's time over this one's. More
-than 1 means that this checkout is faster. `python benchmarks/revisions.py .` compares this checkout with itself: what it
-shows is the error of the method.
+than 1 means that this checkout is faster. `python benchmarks/revisions.py .` compares this checkout with itself, which
+shows the error of the method.
 """
 
 from __future__ import annotations
