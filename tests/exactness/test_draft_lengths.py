@@ -12,7 +12,10 @@ from dataclasses import replace
 import pytest
 
 from speculant.config import Limits
+from speculant.drafting.arms import Arms
 from speculant.drafting.base import Drafter
+from speculant.drafting.fallback import FallbackDrafter
+from speculant.drafting.members import Member
 from speculant.drafting.ngram import NgramDrafter, Options
 from speculant.exactness.distributions import EXACT, Pair
 from speculant.metrics import StepTiming
@@ -24,7 +27,8 @@ from speculant.scheduling.draft_length.adaptive import Adaptive
 from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.confidence import Confidence
 from speculant.scheduling.scheduler import Schedule
-from tests.exactness.speculation import Case, enumerate_case
+from speculant.types import Request
+from tests.exactness.speculation import Case, draft_model, enumerate_case
 
 TIMING = StepTiming(0.0, 0.01, 0.11)
 Policy = Adaptive | Confidence
@@ -38,6 +42,7 @@ class Apart:
     def __init__(self, make: Callable[[], Policy], lengths: Counter[int], cut: Counter[bool]) -> None:
         self._make, self._lengths, self._cut = make, lengths, cut
         self._own: dict[int, Policy] = {}
+        self.preferred = Counter[bool]()
 
     def choose(self, schedule: Schedule) -> list[int]:
         chosen = list[int]()
@@ -51,6 +56,19 @@ class Apart:
         counts = [count for draft in drafts for count in self._own[draft.request.seq_id].trim([draft])]
         self._cut.update(count < len(draft.scores) for count, draft in zip(counts, drafts, strict=True))
         return counts
+
+    def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
+        preferred = self._adaptive(request).prefers(request, scores, parents)
+        self.preferred[preferred] += 1
+        return preferred
+
+    def longest_unscored(self, request: Request) -> int | None:
+        return self._adaptive(request).longest_unscored(request)
+
+    def _adaptive(self, request: Request) -> Adaptive:
+        own = self._own[request.seq_id]
+        assert isinstance(own, Adaptive)
+        return own
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         for outcome in outcomes:
@@ -98,3 +116,28 @@ def test_cut_drafts_keep_the_distribution(make: Callable[[], Policy], verifier: 
         )  # fmt: skip
         cut += check(case, make)[1]
     assert cut[True], "no draft was cut"
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
+def test_arms_keep_the_distribution(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked-up and drawn drafts compete in every step, by what was accepted in the branch."""
+    monkeypatch.setattr(adaptive_length, "HOLDS", 1)
+    preferred = Counter[bool]()
+    arms = Arms()
+
+    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+        looked_up, drawn = ngram(pair, chances, limits), draft_model(pair, chances, limits)
+        return FallbackDrafter([Member("ngram", looked_up, 3), Member("model", drawn, 3)], pair.vocab_size, arms)
+
+    def policy() -> Apart:
+        judge = Apart(lambda: adaptive(0.05), Counter[int](), Counter[bool]())
+        arms.judge, judge.preferred = judge, preferred
+        return judge
+
+    case = Case(
+        Pair(0, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 2, 0, 1), steps=2, idle=1, width=8,
+        make_drafter=make, policy=policy,
+    )  # fmt: skip
+    assert enumerate_case(case).deviation() <= EXACT, case
+    assert preferred[True], "no looked-up draft was ever preferred"
+    assert preferred[False], "none was ever passed over"

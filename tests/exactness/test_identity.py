@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
+from speculant.engine import calibration
 from speculant.kernels.native import usable_sets
 from tests.covering import covering
 from tests.drafters import BLIND, options_of, predicting
@@ -169,6 +170,24 @@ def test_long_texts_are_identical(case: dict[str, Any]) -> None:
 def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
     """Cousins that are checked in one pass change no bit of one another, nor of what stays."""
     check_identity("draft_model", distribution, 9, SHORT, ENGINES[weights], {"tree": [3, 2]})
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("weights", NATIVE)
+def test_text_is_identical_with_arms(weights: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter and the length change from step to step, by times that differ from run to run."""
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.05)
+    engine, prompts = ENGINES[weights], [*SHORT.prompts, *SHORT.prompts]  # the second time their texts are known
+    plain = plain_texts(distribution, SHORT, tuple(engine.items()))
+    config = {"method": "fallback", "draft_length": "adaptive"}
+    for batch in (1, 8):
+        llm = LLM("demo", "demo", speculative_config=config, max_num_seqs=batch, max_model_len=256, **engine)
+        outputs = llm.generate(prompts, params(distribution, SHORT) * 2)
+        assert tokens_of(outputs) == plain * 2, f"{batch} at a time"
+        counted = [out.metrics.speculative_decoding for out in outputs]
+        assert sum(each.num_accepted_draft_tokens for each in counted) > 0
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])

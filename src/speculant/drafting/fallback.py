@@ -48,9 +48,8 @@ class FallbackDrafter(CompositeDrafter):
         drafts: Proposals = {}
         waiting = list(zip(requests, limits, strict=True))
         for member, is_model, model_follows in self._stages:
-            if is_model:
-                waiting = [(request, self._arms.bound(request, limit)) for request, limit in waiting]
-            found = self.ask(member, waiting)
+            bounded = [(each, self._arms.bound(each, limit)) for each, limit in waiting] if is_model else waiting
+            found = self.ask(member, bounded)
             for request, _ in waiting:
                 draft = found.get(request.seq_id)
                 if draft is not None and (not model_follows or self._arms.take(request, draft)):

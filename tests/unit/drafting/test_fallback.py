@@ -105,7 +105,7 @@ def test_fallback_asks_the_judge_only_before_a_model() -> None:
     first, second = lookup([0.1]), lookup([0.9])
     assert proposed(judged(Scripted(0.5, 0), first, second), [4]) == [[5]]
     model = Knowing({}, MODEL)
-    assert proposed(judged(Scripted(0.5, None), model, first), [4]) == [[5]]
+    assert proposed(judged(Scripted(0.5, 0), model, first), [4]) == [[5]]
 
 
 def test_fallback_takes_drafts_without_scores_unasked() -> None:

@@ -86,8 +86,8 @@ class Adaptive:
                 held.lengths[place] = self._most(request) if asked is None else asked
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
-        unscored = by_method.keys() - self._scored.keys()  # only after such drafts passes differ
-        if held.pure and unscored and self._drafted >= self._plain_wait:
+        drawing = by_method.keys() - (self._scored.keys() - self._armed)  # only after such drafts passes differ
+        if held.pure and drawing and self._drafted >= self._plain_wait:
             self._drafted, self._plain_wait = 0, min(2 * self._plain_wait, LONGEST_PLAIN_WAIT)
             held.left = PLAIN_TRIAL
             return held
@@ -121,6 +121,8 @@ class Adaptive:
         method, tokens = str(request.drafter), len(self._held.lengths)
         if method not in self._armed:
             self._armed.add(method)
+            self._scored.setdefault(method, Lookups())
+            self._unscored.clear()
             self._held.left = 0
         if asked_length(request) is not None:
             return True
