@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from speculant import LLM, RequestOutput, SamplingParams, plugins
-from speculant.engine import calibration
+from speculant.engine.calibration import Calibration
 from speculant.kernels.native import usable_sets
+from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.draft_length.adaptive import Adaptive
 from tests.covering import covering
 from tests.drafters import BLIND, options_of, predicting
 from tests.examples import examples
@@ -177,8 +179,11 @@ def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("weights", NATIVE)
 def test_text_is_identical_with_arms(weights: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter and the length change from step to step, by times that differ from run to run."""
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.05)
+    """The drafter and the length change from step to step. Costs are given, so that they do so in every run."""
+    costs = StepCosts(CostCurve({1: 1.0, 64: 1.3}), {"fallback": {1: CostCurve({1: 0.02, 16: 0.32})}})
+    monkeypatch.setattr(Calibration, "costs", lambda self: costs)
+    monkeypatch.setattr(Adaptive, "_follow", lambda self, outcomes, timing: None)
+    monkeypatch.setattr(StepCosts, "observe_undrafted", lambda self, rows, seconds: None)
     engine, prompts = ENGINES[weights], [*SHORT.prompts, *SHORT.prompts]  # the second time their texts are known
     plain = plain_texts(distribution, SHORT, tuple(engine.items()))
     config = {"method": "fallback", "draft_length": "adaptive"}
