@@ -53,7 +53,7 @@ class Adaptive:
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
-        self._held = Choice([], [], 0, False, 0)
+        self._held = Choice([], [], 0, self._costs.passes.at(0), False, 0)
         self._holds = HOLDS  # of a choice
         self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
         self._undrafted = False  # whether the last step had no drafts
@@ -78,7 +78,9 @@ class Adaptive:
     def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> Choice:
         by_method: dict[str, list[int]] = {}
         self._unscored_lengths = {}
-        held = self._held = Choice(made_for, [0] * len(made_for), sum(rows for _, rows, _ in made_for), True, HOLDS)
+        rows = sum(rows for _, rows, _ in made_for)
+        plain_s = self._costs.passes.at(rows) * self._costs.undrafted
+        held = self._held = Choice(made_for, [0] * len(made_for), rows, plain_s, True, HOLDS)
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
             held.pure = held.pure and item.decodes and request.search is None
@@ -257,9 +259,8 @@ class Adaptive:
 
     def _pass_s(self, nodes: int) -> float:
         """Return the seconds of a step with so many nodes, without the time to draft them: at least that of none."""
-        costs, rows = self._costs, self._held.rows
-        plain = costs.passes.at(rows) * costs.undrafted
-        return costs.rest_s + (max(costs.passes.at(rows + nodes), plain) if nodes else plain)
+        costs, held = self._costs, self._held
+        return costs.rest_s + (max(costs.passes.at(held.rows + nodes), held.plain_s) if nodes else held.plain_s)
 
     def _probed(self, draft: ScoredDraft) -> int:
         """Return how many nodes of a scored draft are tried although they do not seem to pay."""

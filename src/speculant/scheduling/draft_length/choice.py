@@ -13,12 +13,13 @@ class Choice:
     """The lengths of a step's sequences, and for how many more steps they hold.
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
-    rows. pure: whether all only decode, and none is a beam search.
+    rows. plain_s: the seconds of a pass over them. pure: whether all only decode, and none is a beam search.
     """
 
     made_for: list[tuple[int, int, bool]]
     lengths: list[int]
     rows: int
+    plain_s: float
     pure: bool
     left: int
     asked: list[str] = field(default_factory=list)  # methods with scores that may draft
