@@ -1,5 +1,8 @@
 """Several drafters in order: per sequence and step, the first one with a draft proposes it.
 
+Where a model follows and the draft-length policy is a judge (arms.py), a looked-up draft must also be worth more than
+one that the model would draw.
+
 A drafter is asked for the sequences that those before it have nothing for, all in one call. Verification stays exact:
 whether a drafter has a draft does not depend on the tokens that it would draw, and a draft without probs is a point
 mass at each node under every rule. A sampled request uses a ratio rule if any of the drafters emits probs.
