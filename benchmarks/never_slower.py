@@ -1,43 +1,88 @@
 """Every drafter on three kinds of text: fixed lengths beside the adaptive one and plain decoding.
 
-    python benchmarks/never_slower.py [--texts edit] [--methods suffix] [--rounds 5] [--batch 1]
+    python benchmarks/never_slower.py [--texts edit] [--methods suffix] [--rounds 5] [--batch 1] [--shape 1b]
 
 Texts, greedy: "edit" repeats a prompt of code with changes; "completion" continues openings of code; "unseen" continues
 random tokens. Engines run in turn, round by round, on prompts of the round's own, so that no store of finished requests
 knows the answers; the first round warms up. A figure is the median over rounds of tokens per second over those of plain
-decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too.
+decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too. "default" is
+what an engine does if nothing but the two models is named. With --shape, both models of the embedded pair are inflated:
+text and acceptance stay, costs are those of the shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from measuring import spread, write
 
-from speculant import LLM, SamplingParams
+from speculant.bench.inflation import inflate, named_shape
 from speculant.bench.workloads import code_prompt
-from speculant.engine.build import Runtime
+from speculant.config import EngineConfig
+from speculant.engine.build import Runtime, build_around
+from speculant.metrics import SpeculationMetrics
+from speculant.models.source import resolve_source
+from speculant.models.weights import Checkpoint, load_model
+from speculant.params import SamplingParams
 
 LENGTHS = (1, 2, 4, 6, 8, 12)
+DRAFT, TARGET = "the draft", "the target"  # models, whose folders take these names' places
 METHODS: dict[str, dict[str, Any]] = {
-    "draft_model": {"model": "demo"},
-    "as large as the target": {"method": "draft_model"},
+    "draft_model": {"model": DRAFT, "method": "draft_model"},
+    "as large as the target": {"model": TARGET, "method": "draft_model"},
     "suffix": {"method": "suffix"},
     "prompt_lookup": {"method": "prompt_lookup"},
     "ngram": {"method": "ngram"},
     "token_recycling": {"method": "token_recycling"},
     "fallback": {"method": "fallback"},
-    "arms": {"model": "demo", "method": "fallback"},
+    "default": {"model": DRAFT},
     "random": {"method": "random"},
 }
+DRAFT_SHAPES = {"1b": "50m"}  # of the draft beside a target
 PREDICTED = (
     "Adaptive is at least 0.97 of plain decoding, and of the best fixed length, everywhere. Lookup drafters gain 2 "
     "on edits and nothing on unseen text."
 )
+
+
+class Pair(NamedTuple):
+    """A target that is loaded, which all engines share, and the folders of both models."""
+
+    target: Checkpoint
+    folders: dict[str, str]
+
+    @classmethod
+    def load(cls, shape: str | None, scratch: Path) -> Pair:
+        """Load the embedded target, or the same inflated into a folder."""
+        folders = {TARGET: resolve_source("demo", "target"), DRAFT: resolve_source("demo", "draft")}
+        if shape is not None:
+            for model, name in ((TARGET, shape), (DRAFT, DRAFT_SHAPES[shape])):
+                inflate(folders[model], scratch / name, named_shape(name, head_dim=64 if model == TARGET else 32))
+                folders[model] = scratch / name
+        target = load_model(str(folders[TARGET]), "bfloat16", kernels="auto")
+        return cls(target, {model: str(folder) for model, folder in folders.items()})
+
+    def engine(self, batch: int, config: dict[str, Any] | None, **arguments: Any) -> Runtime:
+        """Make an engine; config None = plain."""
+        chosen: dict[str, Any] = {"use_speculative_decoding": False}
+        if config is not None:
+            chosen = {"speculative_config": {key: self.folders.get(str(value), value) for key, value in config.items()}}
+        settings = {"dtype": "bfloat16", "max_num_seqs": batch, "max_model_len": 1024, **chosen, **arguments}
+        return build_around(EngineConfig.from_arguments(model=self.folders[TARGET], **settings), self.target)
+
+
+class Outcome(NamedTuple):
+    """What a run took and made."""
+
+    seconds: float
+    passes: int
+    speculation: SpeculationMetrics
 
 
 def prompts(kind: str, runtime: Runtime, count: int) -> list[list[int]]:
@@ -54,37 +99,35 @@ def prompts(kind: str, runtime: Runtime, count: int) -> list[list[int]]:
     return made
 
 
-def engine(arguments: argparse.Namespace, config: dict[str, Any] | None) -> LLM:
-    """Make an engine; config None = plain."""
-    chosen: dict[str, Any] = {"use_speculative_decoding": False} if config is None else {"speculative_config": config}
-    if config is not None and config.get("method") == "draft_model" and "model" not in config:
-        chosen = {"draft_model": arguments.model_folder, "speculative_config": config}
-    return LLM(arguments.model, dtype="bfloat16", max_num_seqs=arguments.batch, max_model_len=1024, **chosen)
+def run(runtime: Runtime, batch: Sequence[Sequence[int]], tokens: int) -> Outcome:
+    """Generate so many tokens after each prompt, greedily."""
+    engine, params = runtime.engine, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    before, started = engine.metrics.steps, time.perf_counter()
+    requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(batch)]
+    while engine.has_unfinished():
+        engine.step()
+    seconds, total = time.perf_counter() - started, SpeculationMetrics()
+    for request in requests:
+        total.add(request.metrics.speculative_decoding)
+    return Outcome(seconds, engine.metrics.steps - before, total)
 
 
-def run(llm: LLM, batch: Sequence[Sequence[int]], tokens: int) -> tuple[float, int]:
-    """Generate and return the seconds, and how many passes of the target were made."""
-    before, started = llm.engine.metrics.steps, time.perf_counter()
-    llm.generate([list(prompt) for prompt in batch], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-    return time.perf_counter() - started, llm.engine.metrics.steps - before
-
-
-def measure(arguments: argparse.Namespace, kind: str, name: str) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> dict[str, Any]:
     """Compare the lengths of one method on one kind of text."""
-    base = METHODS[name]
-    engines: dict[str, LLM] = {"plain": engine(arguments, None)}
+    base, batch = METHODS[name], arguments.batch
+    engines: dict[str, Runtime] = {"plain": pair.engine(batch, None)}
     for length in arguments.lengths:
-        engines[str(length)] = engine(arguments, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
-    engines["adaptive"] = engine(arguments, {**base, "draft_length": "adaptive"})
-    every = prompts(kind, engines["plain"]._runtime, arguments.prompts * (1 + arguments.rounds))
-    times: dict[str, list[float]] = {label: [] for label in engines}
-    steps = dict.fromkeys(engines, 0)
+        fixed = {**base, "num_speculative_tokens": length, "draft_length": "fixed"}
+        engines[str(length)] = pair.engine(batch, fixed)
+    engines["adaptive"] = pair.engine(batch, base)
+    every = prompts(kind, engines["plain"], arguments.prompts * (1 + arguments.rounds))
+    runs: dict[str, list[Outcome]] = {label: [] for label in engines}
     for first in range(0, len(every), arguments.prompts):
-        for label, llm in engines.items():
-            seconds, passes = run(llm, every[first : first + arguments.prompts], arguments.tokens)
+        for label, runtime in engines.items():
+            outcome = run(runtime, every[first : first + arguments.prompts], arguments.tokens)
             if first:
-                times[label].append(seconds)
-                steps[label] += passes
+                runs[label].append(outcome)
+    times = {label: [outcome.seconds for outcome in own] for label, own in runs.items()}
     speeds = {
         label: [plain / own for plain, own in zip(times["plain"], times[label], strict=True)]
         for label in engines
@@ -94,17 +137,27 @@ def measure(arguments: argparse.Namespace, kind: str, name: str) -> dict[str, An
     over = [fixed / own for fixed, own in zip(times[best], times["adaptive"], strict=True)]
     tokens = arguments.tokens * arguments.prompts * arguments.rounds
     return {
+        "drafts_by": engines["adaptive"].speculation,
         "speed": {label: spread(values) for label, values in speeds.items()},
-        "tokens_per_pass": {label: tokens / count for label, count in steps.items()},
+        "tokens_per_pass": {label: tokens / sum(each.passes for each in own) for label, own in runs.items()},
+        "alpha": {label: alpha(own) for label, own in runs.items() if label != "plain"},
         "best_fixed": best,
         "adaptive_over_best": spread(over),
     }
 
 
+def alpha(runs: Sequence[Outcome]) -> float | None:
+    """Return accepted over tested tokens; None = nothing was drafted."""
+    total = SpeculationMetrics()
+    for outcome in runs:
+        total.add(outcome.speculation)
+    return total.acceptance_rate if total.num_tested_tokens else None
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--shape", choices=list(DRAFT_SHAPES))
     parser.add_argument("--texts", nargs="+", default=["edit", "completion", "unseen"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
@@ -113,9 +166,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_args()
-    arguments.model_folder = str(LLM(arguments.model, use_speculative_decoding=False)._runtime.checkpoint.folder)
-    seen = {kind: {name: measure(arguments, kind, name) for name in arguments.methods} for kind in arguments.texts}
-    write(f"never_slower_batch_{arguments.batch}", PREDICTED, seen)
+    with tempfile.TemporaryDirectory() as scratch:
+        pair = Pair.load(arguments.shape, Path(scratch))
+        seen = {
+            kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
+        }
+    shape = f"_{arguments.shape}" if arguments.shape else ""
+    write(f"never_slower{shape}_batch_{arguments.batch}", PREDICTED, seen)
 
 
 if __name__ == "__main__":

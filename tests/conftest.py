@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from speculant.engine import calibration
 from tests.covering import mark_the_rest_slow
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
+calibration.BUDGET_S = 0.02  # for each curve: tests do not depend on what a step costs
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=12)
 settings.load_profile("quick")  # `make test-all` asks for the other

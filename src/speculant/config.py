@@ -14,6 +14,7 @@ from speculant.params import MAX_SPECULATIVE_TOKENS
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
 CACHES = ("paged", "slotted")
+DEFAULT_POLICY = "adaptive"  # of draft lengths
 POLICIES = ("first-come", "decode-first", "shortest-prompt")
 DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len is set
 
@@ -25,14 +26,16 @@ class EngineConfig:
     Speculation is on unless `use_speculative_decoding` is False. None = on if `draft_model`, `spec_length` or
     `speculative_config` is given, or the backend computes a row alike in every batch: only then a draft can't change
     which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
+    seed: seeds the requests that bring no seed of their own. None = they differ in speed and, if they are sampled, in
+    text from run to run; a number = they are verified by `match`, and their text depends on nothing else.
 
     kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB"; None = the need of
     max_num_seqs sequences of max_model_len, but at most half of the free memory.
     kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
     reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
-    different model, and speculation is exact with respect to it. draft_quantization="auto" takes the type, unchanged
-    among them, that is expected to be fastest here: see engine/draft_precision.py.
+    different model, and speculation is exact with respect to it. draft_quantization="auto" takes the type that is
+    expected to be fastest here (engine/draft_precision.py); "none" or None leaves the draft's weights unchanged.
     scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue.
     """
 
@@ -54,12 +57,12 @@ class EngineConfig:
     max_waiting: int = 1024
     kernels: str = "auto"
     quantization: str | None = None
-    draft_quantization: str | None = None
-    seed: int = 0
+    draft_quantization: str | None = "auto"
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         seed: object = self.seed
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
         _check_models(model=self.model)
         if self.draft_model is not None:
@@ -115,11 +118,11 @@ class EngineConfig:
 class SpeculativeConfig:
     """How tokens are drafted and verified. `options` are the method's own keys.
 
-    method None = the preferred method with `model`, or the default one without. num_speculative_tokens None = the
-    policy's choice, or the method's default length if the policy is `fixed`. verification "auto" chooses per request
-    (verification/auto.py). draft_length names a policy or is a mapping with the key `policy` and the policy's own keys;
-    None = `adaptive` if neither method nor model nor num_speculative_tokens is set, else `fixed`. methods: additional
-    ones that requests may name.
+    method None = `fallback`, or `draft_model` if a model is named with a length, a policy other than `adaptive`, or
+    options. num_speculative_tokens None = the policy's choice, or the method's default length if the policy is `fixed`.
+    verification "auto" chooses per request (verification/auto.py). draft_length names a policy or is a mapping with the
+    key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, else `adaptive`. methods:
+    additional ones that requests may name.
     """
 
     method: str | None = None
@@ -148,8 +151,7 @@ class SpeculativeConfig:
         """The draft-length policy: the key `policy` and its own keys."""
         if isinstance(self.draft_length, Mapping):
             return {"policy": "fixed", **self.draft_length}
-        named = self.method or self.model or self.num_speculative_tokens
-        return {"policy": self.draft_length or ("fixed" if named else "adaptive")}
+        return {"policy": self.draft_length or ("fixed" if self.num_speculative_tokens is not None else DEFAULT_POLICY)}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], **elsewhere: Any) -> SpeculativeConfig:

@@ -35,7 +35,7 @@ def _invoke(*arguments: str, **env: str) -> Result:
 
 
 def _pair(checkpoints: Checkpoints) -> tuple[str, ...]:
-    return "--model", checkpoints.target, "--draft-model", checkpoints.near, *SMALL
+    return "--model", checkpoints.target, "--draft-model", checkpoints.near, "--spec-length", "5", *SMALL
 
 
 def _json(benchmark: str, *arguments: str) -> dict[str, Any]:

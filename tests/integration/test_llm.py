@@ -168,11 +168,11 @@ def test_mixed_parameters_share_a_batch(llm_of: MakeLLM) -> None:
 
 
 def test_an_engine_s_seed_repeats_unseeded_text(checkpoints: Checkpoints) -> None:
-    def fresh(seed: int) -> list[list[list[int]]]:
-        llm = LLM(checkpoints.target, draft_model=checkpoints.near, dtype="float64", seed=seed)
+    def fresh(seed: int, **arguments: Any) -> list[list[list[int]]]:
+        llm = LLM(checkpoints.target, draft_model=checkpoints.near, dtype="float64", seed=seed, **arguments)
         return tokens_of(llm.generate(TEXTS[:2], SamplingParams(max_tokens=24)))
 
-    assert fresh(1) == fresh(1) != fresh(2)
+    assert fresh(1) == fresh(1) == fresh(1, spec_length=4) == fresh(1, use_speculative_decoding=False) != fresh(2)
 
 
 # --- samples
@@ -209,7 +209,7 @@ def test_samples_share_the_work_on_their_prompt(llm_of: MakeLLM, monkeypatch: py
 
 
 def test_greedy_samples_are_equal(llm_of: MakeLLM) -> None:
-    (result,) = llm_of("near").generate(TEXTS[0], SamplingParams(temperature=0, n=3, max_tokens=8))
+    (result,) = llm_of("near", spec_length=2).generate(TEXTS[0], SamplingParams(temperature=0, n=3, max_tokens=8))
     assert len({tuple(sample.token_ids) for sample in result.outputs}) == 1
     assert result.metrics.speculative_decoding.num_spec_steps >= 3
 

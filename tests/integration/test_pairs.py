@@ -29,7 +29,8 @@ DRAFTS = {
 
 @pytest.mark.parametrize("shape", DRAFTS.values(), ids=DRAFTS)
 def test_a_draft_that_can_be_used_changes_no_text(llm_of: MakeLLM, tmp_path: Path, shape: Shape) -> None:
-    llm = LLM(llm_of().config.model, draft_model=write_checkpoint(tmp_path / "draft", shape), dtype="float64")
+    draft = write_checkpoint(tmp_path / "draft", shape)
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64", spec_length=5)
     drafted = 0
     for params in (GREEDY, SEEDED):
         expected = llm_of().generate(TEXTS, params)
@@ -46,7 +47,7 @@ def test_a_draft_that_can_be_used_changes_no_text(llm_of: MakeLLM, tmp_path: Pat
 def test_a_prompt_in_the_target_s_padding_is_served(llm_of: MakeLLM, tmp_path: Path, params: SamplingParams) -> None:
     """Ids that the target's head has and the draft's has not: they mean nothing, and must not crash either."""
     draft = write_checkpoint(tmp_path / "draft", Shape(noise=0.1, vocab_size=258))
-    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64")
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64", spec_length=5)
     prompt = [5, VOCAB_SIZE - 1, 6, VOCAB_SIZE - 3]
     (result,) = llm.generate([prompt], params)
     assert result.metrics.speculative_decoding.num_draft_tokens > 0
@@ -57,7 +58,7 @@ def test_a_prompt_in_the_target_s_padding_is_served(llm_of: MakeLLM, tmp_path: P
 def test_a_short_draft_context_limits_the_draft_alone(llm_of: MakeLLM, tmp_path: Path) -> None:
     """With a perfect draft of 24 positions, drafting goes as far as they reach, and the text goes on."""
     draft = write_checkpoint(tmp_path / "draft", Shape(max_positions=24))
-    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64")
+    llm = LLM(llm_of().config.model, draft_model=draft, dtype="float64", spec_length=5)
     (result,) = llm.generate(TEXTS[1], GREEDY)
     num_prompt = len(result.prompt_token_ids)
     assert len(result.outputs[0].token_ids) == 28
@@ -119,9 +120,10 @@ def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
         ({}, False, "use_speculative_decoding=True turns it on"),
         ({"use_speculative_decoding": True}, True, "fallback"),
         ({"draft": "near", "use_speculative_decoding": False}, False, "use_speculative_decoding is False"),
-        ({"draft": "near"}, True, "draft_model, 5 tokens"),
+        ({"draft": "near"}, True, "fallback, adaptive length"),
         ({"draft": "near", "spec_length": 2}, True, "draft_model, 2 tokens"),
-        ({"speculative_config": {"method": "ngram"}}, True, "ngram, 4 tokens"),
+        ({"speculative_config": {"method": "ngram"}}, True, "ngram, adaptive length"),
+        ({"speculative_config": {"method": "ngram", "draft_length": "fixed"}}, True, "ngram, 4 tokens"),
     ],
 )
 def test_the_engine_says_whether_it_speculates_and_why_not(

@@ -23,8 +23,8 @@ SPECULATIVE = Mode(GREEDY)
 
 
 def _build(checkpoints: Checkpoints, draft: bool = True, **values: Any) -> Runtime:
-    draft_model = checkpoints.near if draft else None
-    return build_engine(EngineConfig(checkpoints.target, draft_model, dtype="float64", **values))
+    drafting: dict[str, Any] = {"draft_model": checkpoints.near, "spec_length": 5} if draft else {}
+    return build_engine(EngineConfig(checkpoints.target, dtype="float64", **drafting, **values))
 
 
 def _workload(runtime: Runtime, number: int = 5, **values: Any) -> Workload:

@@ -17,6 +17,7 @@ from speculant.bench.step_costs import StepCosts, measure_steps
 from speculant.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
+from speculant.engine.draft_precision import UNCHANGED
 from speculant.models.weights import Checkpoint, load_model, tensor_shapes
 from speculant.params import SamplingParams
 from speculant.theory.speedup import best_length
@@ -33,7 +34,6 @@ COST_SECONDS = 6.0  # for measuring steps
 SPEED_SECONDS = 8.0  # for measuring speed
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 FEWEST_TOKENS = 2  # per text: the first one comes with the prompt and is never drafted
-UNCHANGED = "none"  # the precision of a draft that is not quantised
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ class EngineFlags(FlagGroup):
     max_waiting: Annotated[int, "Sequences that may wait; more are refused."]
     kernels: Annotated[str, "Which kernels compute: auto, native or reference."]
     quantization: Annotated[str, "Weights of the target in int8 or int4."]
-    draft_quantization: Annotated[str, "Weights of the draft model in int8 or int4; auto = whatever is fastest here."]
-    seed: Annotated[int, "Seeds the requests that bring no seed of their own."]
+    draft_quantization: Annotated[str, "Weights of the draft: int8, int4, none (as they are) or auto (fastest here)."]
+    seed: Annotated[int, "Seeds the requests that bring no seed of their own; their text can be repeated then."]
 
     def values(self) -> dict[str, Any]:
         """Return the arguments of `LLM`; ConfigError if no model was given."""

@@ -33,7 +33,8 @@ class Method:
 
     default_length: draft tokens per step unless the user sets a number.
     uses_model: the method needs a draft model; any other method refuses one.
-    preferred, preferred_without_model: the method that is used if none is named, with a draft model and without one.
+    default: the method that is used if none is named. preferred: the one that drafts with a model alone, which it and
+    other methods use.
     learns: earlier requests make its later drafts better.
     on_request: a request may name it although the configuration does not; it then keeps nothing across requests, or
     keeps it apart by cache salt and within a bound.
@@ -44,8 +45,8 @@ class Method:
 
     default_length: int
     uses_model: bool = False
+    default: bool = False
     preferred: bool = False
-    preferred_without_model: bool = False
     learns: bool = False
     on_request: bool = True
     accepts_model: bool = False

@@ -11,11 +11,11 @@ from typing import Any
 
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
-from speculant.config import EngineConfig, Limits, SpeculativeConfig, resolve
+from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.arms import Arms, Judge
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
 from speculant.engine.calibration import Calibration
-from speculant.engine.draft_precision import AUTO, choose_precision
+from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
@@ -55,7 +55,7 @@ def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
     find_backends(config.kernels, config.quantization, "quantization")
     if config.draft_quantization != AUTO:
-        find_backends(config.kernels, config.draft_quantization, "draft_quantization")
+        find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
     )
@@ -86,7 +86,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     policy = _draft_length(spec, length, drafters, measured)
     arms.judge = policy if isinstance(policy, Judge) else None
     engine = Engine(
-        EngineOptions(limits, config.seed, target.eos_token_ids, spec.verification if spec else "auto", sampler),
+        EngineOptions(limits, config.seed or 0, target.eos_token_ids, _verification(config, spec), sampler),
         target.model,
         cache,
         KeyedChances(sampler),
@@ -137,9 +137,19 @@ def build_verifiers(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier]
     return verifiers, {key: value for key, value in given.items() if key not in known}
 
 
+def _verification(config: EngineConfig, spec: SpeculativeConfig | None) -> str:
+    """Return the verifier of requests that name none.
+
+    With an engine's seed it is `match`: under a ratio rule the text would depend on the drafts' lengths, and so on what
+    steps take.
+    """
+    named = spec.verification if spec else "auto"
+    return "match" if named == "auto" and config.seed is not None else named
+
+
 def method_name(spec: SpeculativeConfig) -> str:
     """Return the method's name and check that a model is named just when it uses one."""
-    name = spec.method or next(n for n in plugins.names(_DRAFTERS) if _is_usual(_method(n), spec.model))
+    name = spec.method or _usual_method(spec)
     if _method(name).uses_model and spec.model is None:
         raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")
     if spec.model is not None and not (_method(name).uses_model or _method(name).accepts_model):
@@ -154,9 +164,12 @@ def _method(name: str) -> Method:
     return method
 
 
-def _is_usual(method: Method, model: str | None) -> bool:
-    """Whether a method is used if none is named, with or without a draft model."""
-    return method.preferred if model is not None else method.preferred_without_model
+def _usual_method(spec: SpeculativeConfig) -> str:
+    """Return the method that is used if none is named: with settings for a model's drafts, the one that makes them."""
+    settings = spec.num_speculative_tokens is not None or spec.options or spec.policy["policy"] != DEFAULT_POLICY
+    with_model_alone = spec.model is not None and settings
+    methods = {name: _method(name) for name in plugins.names(_DRAFTERS)}
+    return next(name for name, each in methods.items() if (each.preferred if with_model_alone else each.default))
 
 
 def _policy(spec: SpeculativeConfig | None) -> tuple[Any, dict[str, Any]]:
@@ -250,10 +263,11 @@ class _Workshop:
         folder = resolve_source(source, "draft")
         compare_vocabularies(self.tokenizer, Tokenizer.from_folder(folder))
         if self.config.draft_quantization != AUTO:
-            return self._load(source, head_tokens, self.config.draft_quantization).model
+            return self._load(source, head_tokens, rounded(self.config.draft_quantization)).model
         facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
         draft, chosen = choose_precision(self.target.model, partial(self._load, source, head_tokens), facts)
-        self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
+        if draft.backend.quantizations:
+            self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model
 
     def _load(self, source: str, head_tokens: tuple[int, ...], quantization: str | None) -> Checkpoint:

@@ -31,10 +31,16 @@ from speculant.types import DraftTree
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+UNCHANGED = "none"
 LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that the estimate is wrong
 LONGEST = 16  # drafts that are compared
 PROMPT, SAMPLE = 8, 48  # tokens
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
+
+
+def rounded(given: str | None) -> str | None:
+    """Return the type that weights are rounded to; None = unchanged, which has a name for the command line."""
+    return None if given == UNCHANGED else given
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_without_a_drafter_there_is_no_ratio(checkpoints: Checkpoints) -> None:
 
 
 def test_speculation_says_how_or_why_not(checkpoints: Checkpoints) -> None:
-    config = EngineConfig(checkpoints.target, checkpoints.near, spec_length=3)
+    config = EngineConfig(checkpoints.target, checkpoints.near, spec_length=3, draft_quantization="none")
     assert _document(config)["speculation"] == {"on": True, "detail": "draft_model, 3 tokens a step, verified by match"}
     asked = SamplingParams(temperature=0, max_tokens=4, speculation={"num_speculative_tokens": 2})
     detail = "draft_model, 3 tokens a step (2 for these requests), verified by match"

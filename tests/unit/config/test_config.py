@@ -22,7 +22,7 @@ BAD: dict[str, list[Any]] = {
     "max_num_batched_tokens": [0, -5, 2.5, 7, None],  # 7 is below the 8 sequences
     "max_model_len": [0, -1, 1.5],
     "spec_length": [0, -1, 1.5, "5", True],
-    "seed": ["x", 1.5, None, True],
+    "seed": ["x", 1.5, True],
     "speculative_config": [
         *({"method": "m", "num_speculative_tokens": 0}, {"method": "m", 5: 1}),
         *("ngram", [1]),
@@ -100,8 +100,8 @@ def test_speculation_is_on_by_default(given: dict[str, Any]) -> None:
     [
         ({}, {"policy": "adaptive"}),
         ({"num_speculative_tokens": 3}, {"policy": "fixed"}),
-        ({"model": "d"}, {"policy": "fixed"}),
-        ({"method": "m"}, {"policy": "fixed"}),
+        ({"model": "d"}, {"policy": "adaptive"}),
+        ({"method": "m"}, {"policy": "adaptive"}),
         ({"num_speculative_tokens": 3, "draft_length": "adaptive"}, {"policy": "adaptive"}),
         ({"draft_length": {"policy": "mine", "key": 1}}, {"policy": "mine", "key": 1}),
         ({"draft_length": {"key": 1}}, {"policy": "fixed", "key": 1}),

@@ -29,6 +29,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def engine(checkpoints: Checkpoints, **arguments: Any) -> LLM:
+    arguments = {"draft_quantization": "none", **arguments}
     return LLM(checkpoints.target, checkpoints.near, dtype="float64", speculative_config=ADAPTIVE, **arguments)
 
 
