@@ -81,6 +81,7 @@ class Outcome(NamedTuple):
     """What a run took and made."""
 
     seconds: float
+    decode_s: float  # of all requests, first tokens aside
     passes: int
     speculation: SpeculationMetrics
 
@@ -109,7 +110,8 @@ def run(runtime: Runtime, batch: Sequence[Sequence[int]], tokens: int) -> Outcom
     seconds, total = time.perf_counter() - started, SpeculationMetrics()
     for request in requests:
         total.add(request.metrics.speculative_decoding)
-    return Outcome(seconds, engine.metrics.steps - before, total)
+    decode_s = sum(request.metrics.timing.decode_s for request in requests)
+    return Outcome(seconds, decode_s, engine.metrics.steps - before, total)
 
 
 def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> dict[str, Any]:

@@ -2,122 +2,128 @@
 
     python benchmarks/predicted.py [--methods suffix] [--texts completion] [--rounds 5]
 
-Acceptance is counted once, in drafts of 10 tokens: how often at least k of them are accepted. Costs are the medians of
-steps at lengths 1, 4 and 10, by their rows, and linear between them. A length's predicted speed is its expected tokens
-per step, over the expected time of a step, relative to plain decoding. The measured speed is the median over rounds
-in which all lengths run in turn.
+Engines run in turn, on prompts of the round's own. Acceptance is counted in drafts of 10 tokens: how often at least k
+of them are accepted. Costs are the medians of steps at lengths 1, 4 and 10, by the nodes of their drafts, and linear
+between them. A length's predicted speed is its expected tokens per step, over the expected time of a step, relative to
+plain decoding. The measured speed is the median over rounds of plain decoding's time over the length's; prompts do not
+count in either.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping
-from functools import partial
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import interleave, spread, write
-from never_slower import METHODS, engine, prompts, run
+from measuring import spread, write
+from never_slower import DRAFT_SHAPES, METHODS, Pair, prompts, run
 
-from speculant import LLM
+from speculant.engine.build import Runtime
 from speculant.metrics import StepTiming
+from speculant.scheduling.draft_length.base import DraftOutcome
 
 LENGTHS, KNOTS = range(1, 11), (1, 4, 10)
+LONGEST = max(LENGTHS)
 PREDICTED = "Within 10% for every drafter and length."
 
 
 class Steps:
-    """The seconds of an engine's steps, from the start of one to that of the next, by the nodes of their drafts."""
+    """An engine's steps by the nodes of their drafts: how many, their seconds up to the next, and what was accepted."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._before: tuple[int, float] | None = None
         self.seconds: dict[int, list[float]] = defaultdict(list)
-        policy = llm.engine._context.draft_length
+        self.accepted = Counter[int]()  # steps by the number of accepted nodes
+        policy = runtime.engine._context.draft_length
         self._observe = policy.observe
         policy.observe = self._record  # type: ignore[method-assign]
 
-    def _record(self, outcomes: Any, timing: StepTiming) -> None:
+    def _record(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         if self._before is not None:
             self.seconds[self._before[0]].append(timing.started - self._before[1])
         self._before = sum(sum(outcome.drafted) for outcome in outcomes), timing.started
+        self.accepted[sum(sum(outcome.accepted) for outcome in outcomes)] += 1
         self._observe(outcomes, timing)
+
+    def pause(self) -> None:
+        """Forget the last step's start: what follows is not decoding."""
+        self._before = None
 
     def typical(self, nodes: int) -> float:
         """Return the median seconds of a step with so many nodes."""
         return statistics.median(self.seconds[nodes])
 
+    def share(self, counts: Mapping[int, int], least: int) -> float:
+        """Return the share of the steps that count at least so much."""
+        return sum(number for count, number in counts.items() if count >= least) / sum(counts.values())
 
-def acceptance(llm: LLM, batch: list[list[int]], tokens: int) -> tuple[list[float], list[float]]:
-    """Return, for k up to 10, how often a step's draft has k tokens or more, and how often as many are accepted."""
-    drafted, accepted, steps = [0] * 11, [0] * 11, 0
-    policy = llm.engine._context.draft_length
-    observe = policy.observe
-
-    def count(outcomes: Any, timing: StepTiming) -> None:
-        nonlocal steps
-        steps += 1
-        for outcome in outcomes:
-            for k in range(1, 11):
-                drafted[k] += sum(outcome.drafted) >= k
-                accepted[k] += sum(outcome.accepted) >= k
-        observe(outcomes, timing)
-
-    policy.observe = count  # type: ignore[method-assign]
-    run(llm, batch, tokens)
-    policy.observe = observe  # type: ignore[method-assign]
-    return [each / steps for each in drafted], [each / steps for each in accepted]
+    @property
+    def drafted(self) -> dict[int, int]:
+        """How many steps had drafts of so many nodes."""
+        return {nodes: len(seconds) for nodes, seconds in self.seconds.items()}
 
 
-def predict(length: int, drafted: list[float], accepted: list[float], costs: Mapping[int, float]) -> float:
+def predict(length: int, steps: Steps, costs: Mapping[int, float]) -> float:
     """Return the expected tokens per second of a length. costs: seconds of a step by the nodes of its draft."""
-    sizes = [1 - drafted[1], *(drafted[k] - drafted[k + 1] for k in range(1, length)), drafted[length]]
+    drafted = [steps.share(steps.drafted, k) for k in range(length + 1)]
+    sizes = [drafted[k] - drafted[k + 1] for k in range(length)] + [drafted[length]]
     seconds = np.interp(range(length + 1), sorted(costs), [costs[size] for size in sorted(costs)])
-    return (1 + sum(accepted[1 : length + 1])) / float(np.dot(sizes, seconds))
+    return (1 + sum(steps.share(steps.accepted, k) for k in range(1, length + 1))) / float(np.dot(sizes, seconds))
 
 
-def measure(arguments: argparse.Namespace, kind: str, name: str) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> dict[str, Any]:
     """Compare prediction and measurement for one method on one kind of text."""
-    base, plain = METHODS[name], engine(arguments, None)
-    engines = {
-        length: engine(arguments, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
-        for length in LENGTHS
-    }
-    batch = prompts(kind, plain._runtime, arguments.prompts)
-    for llm in (plain, *engines.values()):
-        run(llm, batch, arguments.tokens)
-    drafted, accepted = acceptance(engines[10], batch, arguments.tokens)
-    watched = {0: Steps(plain), **{length: Steps(engines[length]) for length in KNOTS}}
-    subjects = {"plain": partial(run, plain, batch, arguments.tokens)}
-    subjects |= {str(length): partial(run, llm, batch, arguments.tokens) for length, llm in engines.items()}
-    times = interleave(subjects, arguments.rounds)
+    base = METHODS[name]
+    engines: dict[int, Runtime] = {0: pair.engine(1, None)}
+    for length in LENGTHS:
+        engines[length] = pair.engine(1, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
+    every = prompts(kind, engines[0], arguments.prompts * (1 + arguments.rounds))
+    watched, times = dict[int, Steps](), {length: list[float]() for length in engines}
+    for first in range(0, len(every), arguments.prompts):
+        for length, runtime in engines.items():
+            if first == arguments.prompts and length in (0, *KNOTS):
+                watched[length] = Steps(runtime)
+            seconds = 0.0
+            for prompt in every[first : first + arguments.prompts]:
+                if length in watched:
+                    watched[length].pause()
+                seconds += run(runtime, [prompt], arguments.tokens).decode_s
+            if first:
+                times[length].append(seconds)
+    deepest = watched[LONGEST]
     costs = {length: watched[length].typical(length) for length in KNOTS if watched[length].seconds[length]}
-    costs[0] = watched[10].typical(0) if len(watched[10].seconds[0]) > len(batch) * arguments.rounds * 2 else costs[1]
+    costs[0] = deepest.typical(0) if len(deepest.seconds[0]) > arguments.prompts * arguments.rounds * 2 else costs[1]
     found = dict[str, Any]()
     for length in LENGTHS:
-        speed = [own / each for own, each in zip(times["plain"], times[str(length)], strict=True)]
-        expected = predict(length, drafted, accepted, costs) * watched[0].typical(0)
-        found[str(length)] = {
-            "predicted": expected,
-            "measured": spread(speed),
-            "over": expected / statistics.median(speed),
-        }
-    return {"accepted": accepted[1:], "drafted": drafted[1:], "lengths": found}
+        speed = [own / each for own, each in zip(times[0], times[length], strict=True)]
+        expected = predict(length, deepest, costs) * watched[0].typical(0)
+        over = expected / statistics.median(speed)
+        found[str(length)] = {"predicted": expected, "measured": spread(speed), "over": over}
+    accepted = [deepest.share(deepest.accepted, k) for k in LENGTHS]
+    return {"accepted": accepted, "drafted": [deepest.share(deepest.drafted, k) for k in LENGTHS], "lengths": found}
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--shape", choices=list(DRAFT_SHAPES))
     parser.add_argument("--texts", nargs="+", default=["edit", "completion"])
-    parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name[:2] != "as"])
+    drafting = [name for name in METHODS if name not in ("as large as the target", "default")]
+    parser.add_argument("--methods", nargs="+", default=drafting)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     arguments = parser.parse_args()
-    arguments.batch = 1
-    seen = {kind: {name: measure(arguments, kind, name) for name in arguments.methods} for kind in arguments.texts}
+    with tempfile.TemporaryDirectory() as scratch:
+        pair = Pair.load(arguments.shape, Path(scratch))
+        seen = {
+            kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
+        }
     write("predicted", PREDICTED, seen)
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
 CONTEXT = 64  # tokens before the measured rows
 BUDGET_S = 1.0  # for the target, and for each method and number of sequences
 LEAST_SIZES, MOST_ROUNDS = 2, 15
+STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
 MOST_FILES = 64  # in the folder of kept curves
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
@@ -72,7 +74,10 @@ class Calibration:
             started = time.perf_counter()
             kept = self._measure()
             logger.info("measured the costs of passes and drafts in %.1f s", time.perf_counter() - started)
-            write_file(path, kept)
+            if kept.pop("steady"):
+                write_file(path, kept)
+            else:
+                logger.info("other programs were busy: the costs are measured again at the next start")
         drafts = {
             method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
             for method, curves in kept["drafts"].items()
@@ -85,19 +90,20 @@ class Calibration:
     @torch.inference_mode()
     def _measure(self) -> dict[str, Any]:
         guard, drafts = Guard(logger, "and its drafts count as free"), dict[str, dict[int, dict[int, float]]]()
+        passes, steady = self._passes()
         counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
         for method, drafter in self.drafters.items():
             curves = dict[int, dict[int, float]]()
             measure = partial(self._measure_drafts, drafter, counts, curves)
             if guard.succeeds(f"drafter {method!r}", measure):
                 drafts[method] = curves
-        return {"passes": self._passes(), "drafts": drafts}
+        return {"passes": passes, "drafts": drafts, "steady": steady}
 
     def _measure_drafts(self, drafter: Drafter, counts: Sequence[int], curves: dict[int, dict[int, float]]) -> None:
         curves.update({count: self._drafts(drafter, count) for count in counts})
 
-    def _passes(self) -> dict[int, float]:
-        """Return the seconds of a pass and its distributions, by rows."""
+    def _passes(self) -> tuple[dict[int, float], bool]:
+        """Return the seconds of a pass and its distributions, by rows, and whether they were steady."""
         context = max(0, min(CONTEXT, self.limits.max_model_len // 2, self.limits.max_num_batched_tokens) - 1)
         most = min(
             self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
@@ -112,7 +118,8 @@ class Calibration:
             self.cache.truncate_to(request.seq_id, context)
 
         try:
-            return timed(one, [rows for rows in ROWS if rows <= max(1, most)])
+            rounds = timed_rounds(one, [rows for rows in ROWS if rows <= max(1, most)])
+            return least_seconds(rounds), is_steady(rounds)
         finally:
             self.cache.release(request.seq_id)
 
@@ -146,11 +153,13 @@ def requests(count: int, length: int, vocab_size: int, params: SamplingParams = 
 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more.
+    """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more."""
+    return least_seconds(timed_rounds(run, sizes))
 
-    A time is the least of its rounds, and of those of all larger sizes: other programs only add to it.
-    """
-    seconds: dict[int, float] = {}
+
+def timed_rounds(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, list[float]]:
+    """Return the seconds of each round of `run` at sizes."""
+    seconds: dict[int, list[float]] = {}
     run(sizes[0])  # the first call takes memory and fills caches
     started = time.perf_counter()
     for size in [*sizes] * MOST_ROUNDS:
@@ -158,11 +167,22 @@ def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float
         if begun - started > BUDGET_S and len(seconds) >= min(LEAST_SIZES, len(sizes)):
             break
         run(size)
-        seconds[size] = min(seconds.get(size, inf), time.perf_counter() - begun)
+        seconds.setdefault(size, []).append(time.perf_counter() - begun)
+    return seconds
+
+
+def least_seconds(rounds: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Return the least time of each size's rounds, and of those of all larger sizes: other programs only add to it."""
     least, found = inf, dict[int, float]()
-    for size in sorted(seconds, reverse=True):
-        least = found[size] = max(min(least, seconds[size]), 1e-9)
+    for size in sorted(rounds, reverse=True):
+        least = found[size] = max(min(least, *rounds[size]), 1e-9)
     return dict(sorted(found.items()))
+
+
+def is_steady(rounds: Mapping[int, Sequence[float]]) -> bool:
+    """Whether the typical time of a size is near its least one; a size of one round says nothing."""
+    ratios = [statistics.median(own) / max(min(own), 1e-9) for own in rounds.values() if len(own) > 1]
+    return not ratios or statistics.median(ratios) <= STEADY
 
 
 def folder() -> Path:

@@ -13,7 +13,8 @@ import numpy as np
 
 DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point
 TRIED = 0.3  # weight of a step without drafts, of which there may be few
-OUTLIER = 3.0  # a step counts as at most this many times slower or faster than expected
+OUTLIER = 3.0  # a step counts as at most this many times slower than expected
+FAST, TRUSTED = 0.67, 0.95  # below this share of what was expected, a step has this weight: nothing makes it too fast
 MOST_PENDING = 64  # steps that wait until the curve is read
 LEAST_TABLE = 32  # sizes that are interpolated at once
 
@@ -49,13 +50,23 @@ class CostCurve:
         pending, self._pending = self._pending, []
         ratios: dict[int, list[float]] = {}
         for size, seconds in pending:
-            ratios.setdefault(size, []).append(min(max(seconds / self.at(size), 1 / OUTLIER), OUTLIER))
-        whole = _moved(DRIFT, [ratio for own in ratios.values() for ratio in own])
+            ratios.setdefault(size, []).append(min(seconds / self.at(size), OUTLIER))
+        whole = _moved(DRIFT, [max(ratio, 1 / OUTLIER) for own in ratios.values() for ratio in own])
+        known = {size: self._table[size] for size in ratios}
         self._scale *= whole
         for size, own in ratios.items():
-            if size in self._points:
-                self._points[size] *= _moved(LOCAL, [ratio / whole for ratio in own])
+            relative = [ratio / whole for ratio in own]
+            if sum(relative) < FAST * len(relative):
+                self._lower(size, known[size] * _moved(TRUSTED, relative))
+            elif size in self._points:
+                self._points[size] *= _moved(LOCAL, relative)
                 self._table = []
+
+    def _lower(self, size: int, seconds: float) -> None:
+        """Let a size, and so all smaller ones, take at most so long."""
+        self._points[size] = seconds
+        self._points = {each: min(own, seconds) if each < size else own for each, own in sorted(self._points.items())}
+        self._table = []
 
     def _interpolated(self, count: int) -> list[float]:
         """Return the seconds at the sizes 0 to count - 1, but for the scale."""

@@ -25,6 +25,7 @@ def _fail(*arguments: Any) -> Any:
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "BUDGET_S", 0.05)
+    monkeypatch.setattr(calibration, "STEADY", 1e9)
     return tmp_path / "speculant" / "costs"
 
 
@@ -69,6 +70,18 @@ def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> No
     sleeps = {1: 0.004, 2: 0.001, 4: 0.002}
     found = calibration.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2])
     assert found[1] == found[2] <= found[4]
+
+
+def test_calibration_of_a_busy_machine_is_not_kept(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "STEADY", 1.5)
+    steady, noisy = [1.0, 1.1, 1.2], [1.0, 1.9, 3.0]
+    assert calibration.is_steady({1: steady, 2: noisy, 4: steady, 8: [5.0]})
+    assert not calibration.is_steady({1: noisy, 2: noisy, 4: steady})
+    monkeypatch.setattr(calibration, "is_steady", lambda rounds: False)
+    assert engine(checkpoints).speculating
+    assert not list(kept.glob("*.json"))
 
 
 DAMAGED = ["", "[]", "{", '{"passes": {}, "drafts": {}}', '{"passes": {"1": -1}, "drafts": {}}']

@@ -96,4 +96,5 @@ def test_choice_that_is_damaged_is_made_again(checkpoints: Checkpoints, kept: Pa
 
 
 def test_kernels_without_other_types_keep_the_draft(checkpoints: Checkpoints, kept: Path) -> None:
-    assert chosen_of(LLM(checkpoints.target, checkpoints.near, dtype="float64", draft_quantization="auto")) == "float64"
+    llm = LLM(checkpoints.target, checkpoints.near, dtype="float64", draft_quantization="auto")
+    assert "draft weights" not in llm.speculation, "nothing was chosen"

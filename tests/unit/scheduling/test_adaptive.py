@@ -97,6 +97,15 @@ def test_adaptive_learns_from_costs_that_were_wrong() -> None:
     assert setting.world().run(wrong, 1, STEPS) >= 0.85 * best
 
 
+def test_adaptive_recovers_from_costs_of_a_busy_machine() -> None:
+    """Passes of some rows looked six times as dear as they are, and longer ones fourteen times."""
+    setting = Setting(lambda place: 0.85, 0.05)
+    drafts = {1: CostCurve({depth: 0.05 * depth for depth in DEPTHS})}
+    busy = CostCurve({rows: 1.0 if rows < 3 else 6.0 if rows < 9 else 14.0 for rows in ROWS})
+    best = max(setting.world().run(Fixed(length), 1, 3000) for length in LENGTHS)
+    assert setting.world().run(Adaptive(16, StepCosts(busy, {"some": drafts})), 1, 3000) >= 0.75 * best
+
+
 def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:
     """A method may give scores to some drafts alone, as one that combines others does."""
     useless = Setting(lambda place: 0.0, 0.03, lambda alpha: 0.5)

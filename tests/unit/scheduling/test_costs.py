@@ -31,6 +31,14 @@ def test_curve_is_not_carried_away_by_one_step() -> None:
     assert curve.at(1) < 1.5
 
 
+def test_curve_believes_a_step_that_is_far_too_fast() -> None:
+    curve = CostCurve({1: 1.0, 3: 8.0, 8: 8.0, 16: 9.0})
+    curve.observe(8, 1.2)
+    assert curve.at(8) < 1.8
+    assert curve.at(3) <= curve.at(8), "fewer rows do not take longer"
+    assert curve.at(16) > 7
+
+
 def test_drafts_are_interpolated_by_sequences() -> None:
     drafts = {"some": {1: CostCurve({1: 1.0, 4: 4.0}), 8: CostCurve({1: 2.0, 4: 8.0})}}
     costs = StepCosts(CostCurve({1: 1.0}), drafts)

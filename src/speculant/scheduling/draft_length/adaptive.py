@@ -17,8 +17,8 @@ from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, tested_scores
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, scored
-from speculant.scheduling.draft_length.joint import Offer, chain_offers, choose_jointly
-from speculant.scheduling.draft_length.trials import FIRST_WAIT, Lookups, Trials
+from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly
+from speculant.scheduling.draft_length.trials import FIRST_WAIT, Longer, Lookups, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.tree import depths_of
 from speculant.types import Request
@@ -26,6 +26,7 @@ from speculant.types import Request
 LONGEST = 16  # nodes of a draft unless the user sets a number
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
+CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
@@ -53,6 +54,7 @@ class Adaptive:
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
+        self._longer: dict[str, Longer] = {}
         self._held = Choice([], [], 0, self._costs.passes.at(0), False, 0)
         self._holds = HOLDS  # of a choice
         self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
@@ -232,18 +234,26 @@ class Adaptive:
         steps = HOLDS
         if any(counts):
             trials.wait = FIRST_WAIT
-        elif trials.due(0):
+            if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
+                return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1
+        elif trials.due(0) and self._may_pay(method, most, seconds):
             trials.start()
-            hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
-            if any(choose_jointly(chain_offers(hopes), count, count, seconds, LEAST_GAIN)):
-                return [min(PROBE, longest) for longest in most], 1
+            return [min(PROBE, longest) for longest in most], 1
         else:
-            steps = min(LONGEST_REST, trials.wait - trials.since)
+            steps = min(LONGEST_REST, max(HOLDS, trials.wait - trials.since))
             trials.due(steps)
         for request, length in zip(requests, counts, strict=True):
             if not length:
                 self._acceptance[method].forget(request, steps)
         return counts, steps
+
+    def _may_pay(self, method: str, most: Sequence[int], seconds: Seconds) -> bool:
+        """Whether a method's drafts would pay if everything were accepted, or their costs are to be seen again."""
+        hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
+        if any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, LEAST_GAIN)):
+            return True
+        is_cheap = self._costs.draft_s(method, len(most), 1) < CHEAP * self._held.plain_s
+        return is_cheap and self._trials[method].doubts()
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[Offer]:
         acceptance, tree = self._acceptance[method], self._trees(method)

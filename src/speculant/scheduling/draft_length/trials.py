@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
+FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
+FIRST_LONGER = 256  # steps with drafts until longer ones are tried
 LOOKUP_MEMORY = 0.05  # weight of the newest step
 
 
@@ -13,6 +15,7 @@ class Trials:
     """When a method that does not pay is tried again."""
 
     wait: int = FIRST_WAIT
+    doubt: int = FIRST_DOUBT
     since: int = 0
     probing: bool = False
 
@@ -29,6 +32,36 @@ class Trials:
         """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
         self.wait = 1 if accepted else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
         self.probing = False
+
+    def doubts(self) -> bool:
+        """Whether a trial is due that can only show that costs were measured wrong: on a machine that was busy."""
+        if self.since < self.doubt:
+            return False
+        self.doubt = min(LONGEST_WAIT, 2 * self.doubt)
+        return True
+
+
+@dataclass
+class Longer:
+    """When a method that pays is tried with longer drafts: their costs may have been measured wrong.
+
+    before: the nodes without the trial that was just made; 0 = there was none.
+    """
+
+    wait: int = FIRST_LONGER
+    since: int = 0
+    before: int = 0
+
+    def due(self, steps: int, nodes: int) -> bool:
+        """Count steps with drafts of so many nodes and return whether a trial is due."""
+        if self.before:
+            self.wait = FIRST_WAIT if nodes > self.before else min(LONGEST_WAIT, 2 * self.wait)
+            self.before = 0
+        self.since += steps
+        if self.since < self.wait:
+            return False
+        self.since, self.before = 0, nodes
+        return True
 
 
 @dataclass
