@@ -70,7 +70,7 @@ def test_demo_seed_replaces_the_prompts_own() -> None:
 
 
 def test_accepted_and_chosen_tokens_have_their_colours(checkpoints: Checkpoints) -> None:
-    llm = LLM(checkpoints.target, checkpoints.near, dtype="float64")
+    llm = LLM(checkpoints.target, checkpoints.near, dtype="float64", spec_length=3)
     shown = _coloured(llm, no_color=False)
     assert "\x1b[32m" in shown, "green: drafted and accepted"
     assert "\x1b[1;33m" in shown, "bold yellow: chosen by the target"

@@ -24,7 +24,16 @@ def _invoke(*arguments: str, stdin: str | None = None) -> Result:
 
 
 def _json(checkpoints: Checkpoints, *arguments: str, prompt: str = PROMPT) -> dict[str, Any]:
-    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--dtype", "float64")
+    models = (
+        "--model",
+        checkpoints.target,
+        "--draft-model",
+        checkpoints.near,
+        "--dtype",
+        "float64",
+        "--spec-length",
+        "5",
+    )
     return dict(json.loads(_invoke(prompt, *models, "--json", *arguments).stdout))
 
 
@@ -64,7 +73,7 @@ def test_beams_are_listed_with_their_scores(checkpoints: Checkpoints) -> None:
 
 
 def test_it_says_which_drafters_leave_beams_alone(checkpoints: Checkpoints) -> None:
-    ngram = ("--speculative-config", "method=ngram", "--max-tokens", "4")
+    ngram = ("--speculative-config", "method=ngram,draft_length=fixed", "--max-tokens", "4")
     result = _invoke(PROMPT, "--model", checkpoints.target, *ngram, "--beam-width", "2")
     assert "speculation is off: ngram, 4 tokens a step, but not for a beam search" in result.stderr
     assert "but not for" not in _invoke(PROMPT, "--model", checkpoints.target, *ngram).stderr

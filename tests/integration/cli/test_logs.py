@@ -39,7 +39,7 @@ def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
     assert "INFO speculant.models.weights: target " in shown
     assert "INFO speculant.models.weights: draft " in shown
     assert "INFO speculant.engine.memory: paged cache: " in shown
-    assert "INFO speculant.engine.build: speculation is on: draft_model" in shown
+    assert "INFO speculant.engine.build: speculation is on: fallback, adaptive length" in shown
 
 
 def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:

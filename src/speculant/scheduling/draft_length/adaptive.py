@@ -18,7 +18,7 @@ from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, te
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, scored
 from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly
-from speculant.scheduling.draft_length.trials import FIRST_WAIT, Longer, Lookups, Trials
+from speculant.scheduling.draft_length.trials import FIRST_DOUBT, FIRST_WAIT, Longer, Lookups, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.tree import depths_of
 from speculant.types import Request
@@ -146,7 +146,7 @@ class Adaptive:
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        held, missed = self._held, bool(outcomes)
+        held, missed, doubted = self._held, bool(outcomes), False
         if not (outcomes or held.asked):
             self._observe_plain(timing)
             return
@@ -157,9 +157,10 @@ class Adaptive:
             self._note_scores(outcome.request, method, draft is not None)
             scores = () if draft is None else tested_scores(draft, outcome, len(tests))
             key = method if draft is None else scored(method)
-            self._acceptance[key].observe(outcome.request, tests, scores)
             trials = self._trials.get(key)
+            self._acceptance[key].observe(outcome.request, tests, scores)
             if trials is not None and trials.probing:
+                doubted = doubted or trials.doubting
                 trials.end(all(tests))
                 held.left = 0
             missed = missed and not any(tests) and method not in self._scored
@@ -175,7 +176,7 @@ class Adaptive:
         if held.pure:
             self._drafted += 1
             if self._drafted % FOLLOWED == 1 or not held.left:
-                self._follow(outcomes, timing)
+                self._follow(outcomes, timing, doubted)
 
     def _observe_plain(self, timing: StepTiming) -> None:
         """Take in a step without drafts."""
@@ -236,7 +237,7 @@ class Adaptive:
             trials.wait = FIRST_WAIT
             if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
                 return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1
-        elif trials.due(0) and self._may_pay(method, most, seconds):
+        elif (trials.due(0) or not trials.doubt) and self._may_pay(method, most, seconds):
             trials.start()
             return [min(PROBE, longest) for longest in most], 1
         else:
@@ -250,10 +251,11 @@ class Adaptive:
     def _may_pay(self, method: str, most: Sequence[int], seconds: Seconds) -> bool:
         """Whether a method's drafts would pay if everything were accepted, or their costs are to be seen again."""
         hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
+        trials = self._trials[method]
         if any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, LEAST_GAIN)):
-            return True
-        is_cheap = self._costs.draft_s(method, len(most), 1) < CHEAP * self._held.plain_s
-        return is_cheap and self._trials[method].doubts()
+            trials.doubt = trials.doubt or FIRST_DOUBT
+            return trials.due(0)
+        return trials.doubts(self._costs.draft_s(method, len(most), 1) < CHEAP * self._held.plain_s)
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[Offer]:
         acceptance, tree = self._acceptance[method], self._trees(method)
@@ -280,10 +282,15 @@ class Adaptive:
         trials.start()
         return min(PROBE, len(draft.scores))
 
-    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """Let the curves follow a step with drafts in which every sequence decodes."""
-        nodes = sum(sum(outcome.drafted) for outcome in outcomes)
-        self._costs.passes.observe(self._held.rows + nodes, timing.verify_s)
+    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, doubted: bool) -> None:
+        """Let the curves follow a step with drafts in which every sequence decodes.
+
+        doubted: it was a trial of costs alone, which can only show that they are lower.
+        """
+        rows = self._held.rows + sum(sum(outcome.drafted) for outcome in outcomes)
+        if doubted and timing.verify_s > self._costs.passes.at(rows):
+            return
+        self._costs.passes.observe(rows, timing.verify_s)
         self._costs.observe_rest(timing.rest_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not (self._scores and methods & self._armed):

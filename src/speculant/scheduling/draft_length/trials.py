@@ -15,9 +15,10 @@ class Trials:
     """When a method that does not pay is tried again."""
 
     wait: int = FIRST_WAIT
-    doubt: int = FIRST_DOUBT
+    doubt: int = 0
     since: int = 0
     probing: bool = False
+    doubting: bool = False  # whether the trial is one of costs alone
 
     def due(self, steps: int = 1) -> bool:
         """Count steps without drafts and return whether a trial is due."""
@@ -30,15 +31,18 @@ class Trials:
 
     def end(self, accepted: bool) -> None:
         """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
-        self.wait = 1 if accepted else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
-        self.probing = False
+        self.wait = 1 if accepted and not self.doubting else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
+        self.probing = self.doubting = False
 
-    def doubts(self) -> bool:
-        """Whether a trial is due that can only show that costs were measured wrong: on a machine that was busy."""
-        if self.since < self.doubt:
-            return False
-        self.doubt = min(LONGEST_WAIT, 2 * self.doubt)
-        return True
+    def doubts(self, is_cheap: bool) -> bool:
+        """Whether a trial is due that can only show that costs were measured wrong: on a machine that was busy.
+
+        The first one comes at once. is_cheap: whether it costs little; otherwise there is no other.
+        """
+        self.doubting = self.since >= self.doubt and (is_cheap or not self.doubt)
+        if self.doubting:
+            self.doubt = min(LONGEST_WAIT, max(FIRST_DOUBT, 2 * self.doubt))
+        return self.doubting
 
 
 @dataclass
