@@ -134,8 +134,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         pair = write_pair(Path(folder), AGREEMENT)
-        seen = {weights: compare(weights, pair, arguments.rounds) for weights in arguments.weights}
-    write("default_setting", PREDICTED, seen)
+        for weights in arguments.weights:
+            write(f"default_setting_{weights}", PREDICTED, compare(weights, pair, arguments.rounds))
 
 
 if __name__ == "__main__":
