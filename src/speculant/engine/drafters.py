@@ -54,6 +54,11 @@ class Drafters:
         """The target layers whose hidden states a drafter asks for, in ascending order."""
         return tuple(sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.hidden_layers}))
 
+    @cached_property
+    def read_successors(self) -> bool:
+        """Whether a drafter asks for the target's most likely next tokens."""
+        return any(drafter.needs.target_top_k for drafter in self._drafters.values())
+
     @property
     def known(self) -> Mapping[str, Drafter]:
         """The drafters that were made so far, by method."""
@@ -75,7 +80,8 @@ class Drafters:
         if method not in self._drafters:
             assert self._make is not None, f"nothing makes the drafter {method!r}"
             self._drafters[method] = self._guarded(method, self._make(method))
-            vars(self).pop("hidden_layers", None)
+            for cached in ("hidden_layers", "read_successors"):
+                vars(self).pop(cached, None)
         return self._drafters[method].drafter
 
     def needs(self, request: Request) -> DrafterNeeds | None:
@@ -110,7 +116,8 @@ class Drafters:
     def observe(self, request: Request, rows: Callable[[], CommittedRows]) -> None:
         """Pass on what was committed; `rows` makes it if the sequence has a drafter."""
         for drafter in self._drafters.values():
-            drafter.observe(request, rows, self.hidden_layers)
+            if drafter.listens:
+                drafter.observe(request, rows, self.hidden_layers)
 
     def match_prefix(self, request: Request) -> int:
         """Return how many positions of a sequence's tokens may be taken over from the prefix index."""
