@@ -77,14 +77,15 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     timing = StepTiming(started, drafted, time.perf_counter())
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
-    outcomes = [each.outcome for each in committed if each.outcome is not None]
-    context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
+    if context.drafters and not context.draft_length.resting:
+        outcomes = [each.outcome for each in committed if each.outcome is not None]
+        context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
     return committed, timing
 
 
 def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     """Ask drafters for a tree per sequence, within each one's limit; a beam search has one without a drafter."""
-    if not context.drafters:
+    if not context.drafters or context.draft_length.rests(schedule):
         return [item.tree for item in schedule.items]
     requests = [item.request for item in schedule.items]
     context.drafters.begin(requests)

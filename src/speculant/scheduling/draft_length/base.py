@@ -72,6 +72,17 @@ class TrimmingLength(DraftLength, Protocol):
         ...
 
 
+class RestingLength(DraftLength, Protocol):
+    """A policy that need not be asked in every step while nothing is drafted."""
+
+    def rest(self) -> int:
+        """Return for how many steps after this one, in which nothing is drafted, the policy is neither asked nor told.
+
+        The rest ends early if a sequence comes or goes, or does anything but decode.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class DraftLengthContext:
     """The values that a policy is built from.
