@@ -159,12 +159,12 @@ class SamplingParams:
             "speculation": named,
         }
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Whether the distribution is a point mass."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Whether the distribution depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

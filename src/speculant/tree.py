@@ -29,8 +29,12 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None, scores: Sequence[float] | None = None) -> DraftTree:
         """Make a tree without branches of integers."""
-        tree = cls.of(tokens, range(-1, len(tokens) - 1), probs, scores)
-        vars(tree)["is_chain"] = True  # known, and read in every pass
+        tree, values = cls.__new__(cls), _integers(tokens)
+        size = len(values)
+        vars(tree).update(
+            token_list=values, size=size, parent_list=list(range(-1, size - 1)), probs=probs, scores=scores,
+            is_chain=True, depths=list(range(1, size + 1)),  # known, and read in every pass
+        )  # fmt: skip
         return tree
 
     @classmethod
@@ -111,7 +115,9 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """Return the first child of a node (-1 = the root) with a token, if there is one."""
-        return self._nodes_by_edge.get((node, token))
+        if not self.is_chain:
+            return self._nodes_by_edge.get((node, token))
+        return node + 1 if node + 1 < self.size and self.token_list[node + 1] == token else None
 
     @cached_property
     def _nodes_by_edge(self) -> dict[tuple[int, int], int]:

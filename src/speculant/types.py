@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ from speculant.params import SamplingParams
 from speculant.tree import DraftTree as DraftTree
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A verifier's decision: the accepted nodes, root to leaf, and the one token that follows them."""
 
     path: tuple[int, ...]
@@ -164,7 +163,7 @@ class Request:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepOutput:
     """One committed token. A request may have several of these per step (docs/references.md, several outputs).
 

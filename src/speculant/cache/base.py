@@ -261,5 +261,5 @@ class KVCache:
 
 def require_path(seq_id: int, length: int, base: int, path: Sequence[int]) -> None:
     """Raise ValueError unless `compact(seq_id, base, path)` is valid for a sequence of `length` positions."""
-    if not 0 <= base <= length or list(path) != sorted(set(path).intersection(range(length - base))):
+    if not 0 <= base <= length or (path and list(path) != sorted(set(path).intersection(range(length - base)))):
         raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id} with {length} positions")

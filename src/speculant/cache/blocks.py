@@ -19,7 +19,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
         self.num_blocks = num_blocks
-        self._index = index
+        self._index, self._indexed = index, index.nodes
         self._free = list(range(num_blocks - 1, -1, -1))
         self._holders = [0] * num_blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -36,7 +36,7 @@ class BlockPool:
 
     def is_writable(self, block: int) -> bool:
         """Whether its holder may write to it: it has one holder and is not indexed."""
-        return self._holders[block] == 1 and block not in self._index
+        return self._holders[block] == 1 and block not in self._indexed
 
     def is_kept(self, block: int) -> bool:
         """Whether it is indexed and not held, so that sharing it takes one of the free blocks."""

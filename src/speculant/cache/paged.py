@@ -55,11 +55,12 @@ class PagedBlockManager:
         start, end = held.length, held.length + n
         if n == 0:
             return Slots(seq_id, start, ())
-        copies = self._copies(held)
-        self._require(self._num_blocks_for(end) - len(held.blocks) + copies, f"sequence {seq_id} needs")
-        self._held[seq_id] = held
-        moves = self._rearrange(held, start, (), [len(held.blocks) - 1]) if copies else NO_MOVES
-        self._extend(held, end)
+        moves, copies, more = NO_MOVES, self._copies(held), self._num_blocks_for(end) - len(held.blocks)
+        if copies or more:
+            self._require(more + copies, f"sequence {seq_id} needs")
+            self._held[seq_id] = held
+            moves = self._rearrange(held, start, (), [len(held.blocks) - 1]) if copies else NO_MOVES
+            self._extend(held, more)
         held.length = end
         return Slots(seq_id, start, self._consecutive_slots(held, start, end), moves)
 
@@ -81,9 +82,10 @@ class PagedBlockManager:
 
     def truncate_to(self, seq_id: int, n: int) -> None:
         """See `BlockManager.truncate_to`: blocks from position n on are freed (docs/references.md, rollback)."""
-        if not 0 <= n <= self.length(seq_id):
-            raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {self.length(seq_id)} positions")
-        if seq_id in self._held:
+        length = self.length(seq_id)
+        if not 0 <= n <= length:
+            raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {length} positions")
+        if n < length:
             held = self._held[seq_id]
             held.length = n
             del held.prefix[n // self.block_size :]
@@ -93,7 +95,7 @@ class PagedBlockManager:
         """See `BlockManager.compact`."""
         require_path(seq_id, self.length(seq_id), base, path)
         moves = NO_MOVES
-        if list(path) != list(range(len(path))):
+        if path and path[-1] >= len(path):  # else they are in place
             held = self._held[seq_id]
             shared = self._shared(held, base, base + len(path))
             self._require(len(shared), f"sequence {seq_id} has to move shared positions and needs")
@@ -173,7 +175,7 @@ class PagedBlockManager:
         if n == 0:
             return 0
         held = self._held.get(seq_id, _NOTHING)
-        return self._num_blocks_for(held.length + n) - len(held.blocks) + self._copies(held)
+        return -(-(held.length + n) // self.block_size) - len(held.blocks) + self._copies(held)
 
     def most(self, seq_id: int, num_blocks: int) -> int:
         """Return by how many positions a sequence can grow with `num_blocks` new blocks."""
@@ -210,10 +212,9 @@ class PagedBlockManager:
         held.blocks[index] = block
         held.table = None
 
-    def _extend(self, held: _Sequence, end: int) -> None:
-        missing = self._num_blocks_for(end) - len(held.blocks)
-        if missing > 0:
-            held.blocks += [self._pool.allocate() for _ in range(missing)]
+    def _extend(self, held: _Sequence, more: int) -> None:
+        if more > 0:
+            held.blocks += [self._pool.allocate() for _ in range(more)]
             held.table = None
 
     def _drop_blocks(self, held: _Sequence, keep: int) -> None:
@@ -229,12 +230,12 @@ class PagedBlockManager:
 
     def _consecutive_slots(self, held: _Sequence, start: int, end: int) -> list[int]:
         """Return the slots of positions start to end - 1, block by block."""
-        size, slots = self.block_size, list[int]()
-        while start < end:
-            index = start // size
-            stop, shift = min(end, (index + 1) * size), (held.blocks[index] - index) * size
-            slots += range(start + shift, stop + shift)
-            start = stop
+        size, slots, index = self.block_size, list[int](), start // self.block_size
+        while (stop := (index + 1) * size) < end:
+            slots += range(held.blocks[index] * size + start - index * size, (held.blocks[index] + 1) * size)
+            index, start = index + 1, stop
+        shift = (held.blocks[index] - index) * size
+        slots += range(start + shift, end + shift)
         return slots
 
     def _num_blocks_for(self, n: int) -> int:

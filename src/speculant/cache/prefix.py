@@ -23,15 +23,15 @@ class PrefixNode:
 
 
 class PrefixIndex:
-    """Finds blocks by the tokens that they and all blocks before them hold."""
+    """Finds blocks by the tokens that they and all blocks before them hold. nodes: by block."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._roots: dict[str, PrefixNode] = {}
-        self._nodes: dict[int, PrefixNode] = {}  # by block
+        self.nodes: dict[int, PrefixNode] = {}
 
     def __contains__(self, block: int) -> bool:
-        return block in self._nodes
+        return block in self.nodes
 
     def root(self, cache_salt: str) -> PrefixNode:
         """Return the root of a salt's prefixes."""
@@ -53,12 +53,12 @@ class PrefixIndex:
         known = parent.children.get(own)
         if known is not None:
             return known
-        node = parent.children[own] = self._nodes[block] = PrefixNode(parent.cache_salt, parent, own, block)
+        node = parent.children[own] = self.nodes[block] = PrefixNode(parent.cache_salt, parent, own, block)
         return node
 
     def remove(self, block: int) -> list[int]:
         """Remove a block's node and its descendants; return their blocks."""
-        node = self._nodes[block]
+        node = self.nodes[block]
         assert node.parent is not None
         del node.parent.children[node.tokens]
         self._drop_root_if_empty(node.parent)
@@ -66,7 +66,7 @@ class PrefixIndex:
         for gone in list(_subtree(node)):
             assert gone.block is not None
             removed.append(gone.block)
-            del self._nodes[gone.block]
+            del self.nodes[gone.block]
         return removed
 
     def _drop_root_if_empty(self, node: PrefixNode) -> None:
@@ -81,7 +81,7 @@ class PrefixIndex:
         """Assert that the tree and the table by block agree."""
         reached = {node.block: node for root in self._roots.values() for top in root.children.values()
                    for node in _subtree(top)}  # fmt: skip
-        assert reached == self._nodes, "a block in the index can't be reached, or is reached twice"
+        assert reached == self.nodes, "a block in the index can't be reached, or is reached twice"
         assert all(len(node.tokens) == self._block_size for node in reached.values()), "a block that is not full"
 
 

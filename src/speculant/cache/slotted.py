@@ -61,7 +61,7 @@ class SlottedBlockManager:
         """See `BlockManager.compact`."""
         require_path(seq_id, self.length(seq_id), base, path)
         moves = NO_MOVES
-        if list(path) != list(range(len(path))):
+        if path and path[-1] >= len(path):  # else they are in place
             first = self._block[seq_id] * self.max_len + base
             moves = Moves([first + node for node in path], range(first, first + len(path)))
         self.truncate_to(seq_id, base + len(path))

@@ -25,7 +25,7 @@ class GuardedDrafter:
         self._described = f"drafter {name!r}"
         self._guard, self._count = guard, count
         self._begun: set[int] = set()
-        self._listens = listens(self.drafter)
+        self.listens = listens(self.drafter)  # to `observe`
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -72,7 +72,7 @@ class GuardedDrafter:
         rows: makes them; it is called if the sequence has begun.
         """
         if (
-            self._listens
+            self.listens
             and self.has_begun(request)
             and not self._succeeds(lambda: self.drafter.observe(request, self._own(rows(), layers)))
         ):

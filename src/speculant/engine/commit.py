@@ -42,7 +42,7 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
     """
     request, tree = output.item.request, output.tree
     base = len(request.tokens)
-    tokens = _append([*(tree.token_list[node] for node in verdict.path), verdict.token], request, max_model_len)
+    tokens = _append([*[tree.token_list[node] for node in verdict.path], verdict.token], request, max_model_len)
     record_logprobs(request, output, verdict, len(tokens))
     kept = verdict.path[: len(tokens) - 1]
     cache.compact(request.seq_id, base, kept)
@@ -200,14 +200,15 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
 def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
     """Say whether a request that just gained `token` is over: by an end, its constraint or its length."""
     stop_string = request.stop_checker.push(token) if request.stop_checker else None
-    if request.num_output >= request.params.min_tokens:
+    num_output, params = request.num_output, request.params
+    if num_output >= params.min_tokens:
         if token in request.end_token_ids:
             return "stop", token
         if stop_string is not None:
             return "stop", stop_string
     if request.constraint is not None and request.constraint.is_done:
         return "stop", None
-    if request.num_output == request.params.max_tokens or len(request.tokens) >= max_model_len:
+    if num_output == params.max_tokens or len(request.tokens) >= max_model_len:
         return "length", None
     return None, None
 

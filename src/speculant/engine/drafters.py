@@ -37,6 +37,7 @@ class Drafters:
         self.default, self._make, self.usual_length = default, make, usual_length
         self._guard = Guard(logger, "and the step goes on without its draft")
         self._drafters = {name: self._guarded(name, each) for name, each in (drafters or {}).items()}
+        self._listening = [each for each in self._drafters.values() if each.listens]
         self.metrics = EngineMetrics()  # replaced by the engine's own
 
     @classmethod
@@ -53,6 +54,11 @@ class Drafters:
     def hidden_layers(self) -> tuple[int, ...]:
         """The target layers whose hidden states a drafter asks for, in ascending order."""
         return tuple(sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.hidden_layers}))
+
+    @cached_property
+    def read_successors(self) -> bool:
+        """Whether a drafter asks for the target's most likely next tokens."""
+        return any(drafter.needs.target_top_k for drafter in self._drafters.values())
 
     @property
     def known(self) -> Mapping[str, Drafter]:
@@ -74,8 +80,10 @@ class Drafters:
         """Return a method's drafter; raises ConfigError if it can't be made."""
         if method not in self._drafters:
             assert self._make is not None, f"nothing makes the drafter {method!r}"
-            self._drafters[method] = self._guarded(method, self._make(method))
-            vars(self).pop("hidden_layers", None)
+            made = self._drafters[method] = self._guarded(method, self._make(method))
+            self._listening += [made] if made.listens else []
+            for cached in ("hidden_layers", "read_successors"):
+                vars(self).pop(cached, None)
         return self._drafters[method].drafter
 
     def needs(self, request: Request) -> DrafterNeeds | None:
@@ -109,7 +117,7 @@ class Drafters:
 
     def observe(self, request: Request, rows: Callable[[], CommittedRows]) -> None:
         """Pass on what was committed; `rows` makes it if the sequence has a drafter."""
-        for drafter in self._drafters.values():
+        for drafter in self._listening:
             drafter.observe(request, rows, self.hidden_layers)
 
     def match_prefix(self, request: Request) -> int:

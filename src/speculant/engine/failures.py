@@ -39,7 +39,8 @@ def not_finite() -> SpeculantError:
 
 def verify_sound(verifier: Verifier, tree: DraftTree, p: Tensor, maxima: Sequence[float], chance: Chance) -> Verdict:
     """Verify a tree by the rows of p [n + 1, V] that are distributions, as the root's is; see `row_maxima`."""
-    failed = {node for node in range(tree.size) if not 0 < maxima[1 + node] < math.inf}
+    sound = min(maxima) > 0 and math.isfinite(sum(maxima))
+    failed = set() if sound else {node for node in range(tree.size) if not 0 < maxima[1 + node] < math.inf}
     if not failed:
         return verifier.verify(tree, p, chance)
     nodes = _not_below(tree, failed)

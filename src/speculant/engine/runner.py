@@ -41,7 +41,7 @@ def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
 
     In a beam search they are as deep as the live hypotheses, or deeper.
     """
-    ahead = request.num_positions - len(request.tokens)
+    ahead = 0 if request.search is None else request.num_positions - len(request.tokens)
     if not ahead:
         return range(-1, tree.size)
     return [node for node, depth in enumerate(tree.depths) if depth >= ahead]
@@ -63,22 +63,23 @@ def forward_target(
     inputs = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in pairs]
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, layers)
     starts = [0, *accumulate(item.count + tree.size for item, tree in pairs)]
-    wanted = [_wanted_rows(item, tree, first) for (item, tree), first in zip(pairs, starts, strict=False)]
+    nodes = [open_nodes(item.request, tree) for item, tree in pairs]
+    wanted = [_wanted_rows(item, own, first) for (item, _), own, first in zip(pairs, nodes, starts, strict=False)]
     rows = [row for own in wanted for row in own]
     chosen = hidden.last if len(rows) == hidden.last.shape[0] else hidden.last[rows]
     logits = model.logits(chosen) if rows else chosen
     outputs, end = list[TargetOutput](), 0
-    for (item, tree), first, own in zip(pairs, starts, wanted, strict=False):
+    for (item, tree), own_nodes, own, first in zip(pairs, nodes, wanted, starts, strict=False):
         end += len(own)
-        share = logits if len(own) == logits.shape[0] else logits[end - len(own) : end]
-        outputs.append(_output(item, tree, hidden, first, share))
+        share = logits if len(own) == len(rows) else logits[end - len(own) : end]
+        outputs.append(_output(item, tree, own_nodes, hidden, first, share))
     return outputs, logits
 
 
-def _wanted_rows(item: Scheduled, tree: DraftTree, first: int) -> list[int]:
+def _wanted_rows(item: Scheduled, nodes: Sequence[int], first: int) -> list[int]:
     """Return the rows that get logits: those that a next token may follow, once the whole sequence is processed."""
-    chosen = open_nodes(item.request, tree) if item.completes else ()
-    return [first + item.count + node for node in chosen]
+    root = first + item.count
+    return [root + node for node in nodes] if item.completes else []
 
 
 def _prompt_rows(item: Scheduled) -> range:
@@ -89,7 +90,9 @@ def _prompt_rows(item: Scheduled) -> range:
     return range(len(request.prompt_logprobs) - item.start, min(item.count, len(request.prompt) - 1 - item.start))
 
 
-def _output(item: Scheduled, tree: DraftTree, hidden: Hidden, first: int, logits: Tensor) -> TargetOutput:
+def _output(
+    item: Scheduled, tree: DraftTree, nodes: Sequence[int], hidden: Hidden, first: int, logits: Tensor
+) -> TargetOutput:
     """Return the share of a sequence whose rows begin at `first`."""
     prompt, end = _prompt_rows(item), first + item.count + tree.size
     return TargetOutput(
@@ -97,8 +100,8 @@ def _output(item: Scheduled, tree: DraftTree, hidden: Hidden, first: int, logits
         tree,
         logits if item.completes else None,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
-        tuple(states[first:end] for states in hidden.taps),
-        open_nodes(item.request, tree),
+        tuple([states[first:end] for states in hidden.taps]),
+        nodes,
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,27 +59,33 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     to a profiler.
     """
     started = time.perf_counter()
-    with rolled_back_on_error(context.cache, schedule.items):
+    try:
         with mark("draft"):
             trees = propose(context, schedule)
         drafted = time.perf_counter()
         with mark("target pass"):
             layers = context.drafters.hidden_layers
             outputs, logits = forward_target(context.target, context.cache, schedule.items, trees, layers)
-            outputs = with_successors(outputs, context.drafters.target_top_k)
+            if context.drafters.read_successors:
+                outputs = with_successors(outputs, context.drafters.target_top_k)
         with mark("verify"):
             verdicts = verify(context, [each for each in outputs if each.logits is not None], logits)
+    except BaseException as error:
+        logger.info("a step of %d sequences failed and is rolled back: %r", len(schedule.items), error)
+        take_back(context.cache, schedule.items)
+        raise
     timing = StepTiming(started, drafted, time.perf_counter())
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
-    outcomes = [each.outcome for each in committed if each.outcome is not None]
-    context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
+    if context.drafters and not context.draft_length.resting:
+        outcomes = [each.outcome for each in committed if each.outcome is not None]
+        context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
     return committed, timing
 
 
 def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
     """Ask drafters for a tree per sequence, within each one's limit; a beam search has one without a drafter."""
-    if not context.drafters:
+    if not context.drafters or context.draft_length.rests(schedule):
         return [item.tree for item in schedule.items]
     requests = [item.request for item in schedule.items]
     context.drafters.begin(requests)
@@ -148,17 +153,11 @@ def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
     return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors)
 
 
-@contextmanager
-def rolled_back_on_error(cache: KVCache, scheduled: Sequence[Scheduled]) -> Iterator[None]:
+def take_back(cache: KVCache, scheduled: Sequence[Scheduled]) -> None:
     """Take back what a failed step reserved, so that the other sequences' next step starts where this one did."""
-    try:
-        yield
-    except BaseException as error:
-        logger.info("a step of %d sequences failed and is rolled back: %r", len(scheduled), error)
-        for item in scheduled:
-            if cache.length(item.request.seq_id) > item.start:
-                cache.truncate_to(item.request.seq_id, item.start)
-        raise
+    for item in scheduled:
+        if cache.length(item.request.seq_id) > item.start:
+            cache.truncate_to(item.request.seq_id, item.start)
 
 
 def verify(
@@ -186,6 +185,8 @@ def verify(
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
     request, tree = output.item.request, output.tree
+    if request.constraint is None and not request.params.edits:  # the drafted tokens before a row change nothing
+        return [Node(request, (), verifier.needs.softened)] * len(output.nodes)
     return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in output.nodes]
 
 

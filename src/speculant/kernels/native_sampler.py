@@ -49,7 +49,7 @@ class NativeEdits:
     def __init__(self, edits: Sequence[Edits | None]) -> None:
         self._owners: list[object] = []
         self.address = 0
-        if any(own is not None for own in edits):
+        if any(edits):
             self._pointers = array("Q", [0 if own is None else self._convert(own) for own in edits])
             self.address = address(self._pointers)
 

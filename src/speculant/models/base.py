@@ -51,7 +51,7 @@ class Segment(NamedTuple):
         return not self.parents or list(self.parents) == list(range(-1, len(self.parents) - 1))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
     """Prompt chunks, last tokens and draft trees of many sequences, side by side.
 
@@ -118,12 +118,12 @@ class Chain:
     @property
     def emits_probs(self) -> bool:
         """Whether a verifier reads `probs`. Greedy tokens are not drawn from softened ones."""
-        return not self.request.shared_noise and not self.softened
+        return not (self.request.shared_noise or self.softened)
 
     @property
     def num_positions(self) -> int:
         """How many cache positions the chain needs."""
-        return len(self.input_tokens) + max(self.limit - 1, 0)
+        return len(self.input_tokens) + (self.limit - 1 if self.limit else 0)
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,14 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     for sequence in inputs:
         if sequence.embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
-        slots = cache.reserve(sequence.seq_id, len(sequence.tokens) + sequence.tree.size)
-        root = slots.start + len(sequence.tokens) - 1
-        table, parents = cache.table(sequence.seq_id), sequence.tree.parent_list
-        segments.append(Segment(sequence.seq_id, slots.start, len(slots.slots), table, parents))
-        tokens += [*sequence.tokens, *sequence.tree.token_list]
-        positions += [*range(slots.start, root + 1), *(root + depth for depth in sequence.tree.depths)]
-        slot_mapping += slots.slots
+        seq_id, count, tree = sequence.seq_id, len(sequence.tokens), sequence.tree
+        _, start, slots, _ = cache.reserve(seq_id, count + tree.size)
+        segments.append(Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list))
+        tokens += sequence.tokens
+        tokens += tree.token_list
+        positions += range(start, start + count)
+        positions += [start + count - 1 + depth for depth in tree.depths] if tree.size else ()
+        slot_mapping += slots
     rows = ids(tokens), ids(positions), ids(slot_mapping)
     if device.type != "cpu":
         rows = rows[0].to(device), rows[1].to(device), rows[2].to(device)
@@ -280,4 +281,6 @@ def _embedded_rows(inputs: SequenceInput, first: int) -> dict[int, Tensor]:
 
 def known(tokens: Sequence[int], vocab_size: int) -> list[int]:
     """Replace tokens outside a model's vocabulary by token 0: a draft may be any token, but a lookup may not."""
+    if not tokens or max(tokens) < vocab_size:
+        return list(tokens)
     return [token if token < vocab_size else 0 for token in tokens]

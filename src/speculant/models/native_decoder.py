@@ -93,8 +93,7 @@ class NativeDecoder:
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""
-        segments, parents = _segments(batch)
-        end = max(segment.end for segment in batch.segments)
+        segments, parents, end = _segments(batch)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
         on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
         on.slots = batch.slot_mapping.data_ptr()
@@ -121,7 +120,8 @@ class NativeDecoder:
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2
             self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
-        keys, values = (stored.data_ptr() for stored in storage.layer(0))
+        layer = storage.layer(0)
+        keys, values = layer[0].data_ptr(), layer[1].data_ptr()
         return Pass(
             rows=rows,
             block=block_size,
@@ -145,45 +145,48 @@ class NativeDecoder:
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`: all chains that can be replayed are drawn in one call."""
-        replayed, others = list[Chain](), list[Chain]()
-        for chain in chains:
-            (replayed if can_replay(chain) else others).append(chain)
+        replayed = [chain for chain in chains if can_replay(chain)]
         if replayed:
             self._replay(replayed, cache, vocab_size)
-        return others
+        return [chain for chain in chains if not can_replay(chain)] if len(replayed) < len(chains) else ()
 
     def _replay(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
-        chains = sorted(chains, key=lambda chain: -chain.limit)
-        rows = ChainRows()
-        for chain in chains:
-            rows.add(chain, self.vocab_size, cache)
-        on = self._pass(cache.storage, cache.block_size, len(rows.tokens), rows.end)
-        on.tokens, on.positions, on.slots = address(rows.tokens), address(rows.positions), address(rows.slots)
-        on.num_segments, on.segments = len(chains), address(rows.segments)
-        drawing = [chain for chain in chains if chain.limit]
+        chains = sorted(chains, key=_by_limit)
+        rows = ChainRows(chains, self.vocab_size, cache)
+        on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
+        on.tokens, on.positions, on.slots, on.segments = rows.tokens, rows.positions, rows.slots, rows.segments
+        on.num_segments = len(chains)
+        drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
         if drawing:
             draft = Drawn(drawing, vocab_size, self.kernels.scratch)
             draft.call.num_logits = self.vocab_size
-            draft.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
+            if self._head_tokens is not None:
+                draft.call.head_tokens = self._head_tokens.data_ptr()
             self.kernels.draft(self.program.ops, self._head, on, draft.call)
             draft.write_to(drawing)
         else:
             self.kernels.run(self.program.ops, on)
 
 
-def _segments(batch: Batch) -> tuple[array[int], array[int]]:
-    """Return the fields of the segments (csrc/speculant.h) and the parents; they point to the batch's block tables."""
-    fields: list[int] = []
-    parents: list[int] = []
-    first = 0
+def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
+    """Return the fields of the segments (csrc/speculant.h), the parents, and the length of the longest sequence.
+
+    The fields point to the batch's block tables.
+    """
+    fields, parents, first, end = list[int](), list[int](), 0, 0
     for segment in batch.segments:
-        chain, tree = segment.num_rows, -1
-        if not segment.is_chain:
+        _, start, chain, table, own = segment
+        rows, tree = chain, -1
+        if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
-            parents += segment.parents
-        fields += (first, segment.num_rows, segment.start, chain, tree, address(segment.table))
-        first += segment.num_rows
-    return array("q", fields), array("q", parents)
+            parents += own
+        fields += (first, rows, start, chain, tree, address(table))
+        first, end = first + rows, max(end, start + rows)
+    return array("q", fields), array("q", parents), end
+
+
+def _by_limit(chain: Chain) -> int:
+    return -chain.limit
 
 
 def _next_power(n: int) -> int:

@@ -18,18 +18,15 @@ from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import sampling_settings
 from speculant.sampling.edits import edits_of
 from speculant.sampling.node import Node
+from speculant.types import Request
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
 
-def _edits(chain: Chain) -> Edits | None:
+def _edits(request: Request) -> Edits | None:
     """Return the edits of a chain's rows; None if its first row has none, and so no other either."""
-    node = Node(chain.request)
+    node = Node(request)
     return edits_of(node) if node.edited else None
-
-
-def _settings(chain: Chain) -> SamplingSettings:
-    return sampling_settings(chain.request.params.softened if chain.softened else chain.request.params)
 
 
 def can_replay(chain: Chain) -> bool:
@@ -38,23 +35,30 @@ def can_replay(chain: Chain) -> bool:
 
 
 class ChainRows:
-    """The input rows of chains, concatenated; a pass points to them."""
+    """The input rows of chains, concatenated, with slots that it reserves.
 
-    def __init__(self) -> None:
-        self.tokens, self.positions, self.slots, self.segments = array("q"), array("q"), array("q"), array("q")
-        self.end = 0  # length of the longest sequence
+    tokens, positions, slots, segments: their addresses, for a pass. end: length of the longest sequence. `known` says
+    what becomes of tokens outside the vocabulary.
+    """
+
+    def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache) -> None:
+        tokens, positions, slots, segments = list[int](), list[int](), list[int](), list[int]()
+        self.end = 0
         self._tables: list[array[int]] = []
-
-    def add(self, chain: Chain, vocab_size: int, cache: KVCache) -> None:
-        """Reserve the slots of a chain and append its input rows; see `known` for tokens outside the vocabulary."""
-        seq_id, count = chain.request.seq_id, len(chain.input_tokens)
-        slots, table = cache.reserve(seq_id, chain.num_positions), cache.table(seq_id)
-        self.segments.extend((len(self.tokens), count, slots.start, count, -1, address(table)))
-        self.tokens.extend(known(chain.input_tokens, vocab_size))
-        self.positions.extend(range(slots.start, slots.start + count))
-        self.slots.extend(slots.slots[:count])
-        self.end = max(self.end, slots.end)
-        self._tables.append(table)
+        for chain in chains:
+            seq_id, count, num_positions = chain.request.seq_id, len(chain.input_tokens), chain.num_positions
+            _, start, own, _ = cache.reserve(seq_id, num_positions)
+            table = cache.table(seq_id)
+            segments += (len(tokens), count, start, count, -1, address(table))
+            tokens += chain.input_tokens
+            positions += range(start, start + count)
+            slots += own[:count]
+            self.end = max(self.end, start + num_positions)
+            self._tables.append(table)
+        self.count = len(tokens)
+        self._memory = array("q", [*known(tokens, vocab_size), *positions, *slots, *segments])
+        self.tokens, size = address(self._memory), 8 * self.count
+        self.positions, self.slots, self.segments = self.tokens + size, self.tokens + 2 * size, self.tokens + 3 * size
 
 
 class Drawn:
@@ -64,33 +68,38 @@ class Drawn:
         count, steps = len(chains), chains[0].limit
         self._steps = steps
         self._tokens = array("q", bytes(8 * count * steps))
-        chances, noise, limits, out = array("Q"), array("q"), array("q"), array("Q")
         emitting = [chain for chain in chains if chain.emits_probs]
         if emitting:
             lengths = [chain.limit for chain in emitting]
             probs = torch.split(scratch.empty(sum(lengths), vocab_size, dtype=torch.float64), lengths)
             for chain, own in zip(emitting, probs, strict=True):
                 chain.probs = own
+        limits, noise, out, keys = list[int](), list[int](), list[int](), list[int]()
+        settings, edits = list[SamplingSettings](), list[Edits | None]()
         for chain in chains:
-            assert isinstance(chain.chance, FORESEEABLE)
-            chances.extend(chain.chance.take_keys(chain.limit))
-            noise.append(chain.chance.noise)
+            chance, params = chain.chance, chain.request.params
+            assert isinstance(chance, FORESEEABLE)
             limits.append(chain.limit)
+            noise.append(chance.noise)
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
-        settings = settings_array([_settings(chain) for chain in chains])
-        edits = NativeEdits([_edits(chain) for chain in chains])
-        self._owners = (chances, limits, noise, settings, edits, out)
+            keys += chance.take_keys(chain.limit)
+            settings.append(sampling_settings(params.softened if chain.softened else params))
+            edits.append(_edits(chain.request) if params.edits else None)
+        numbers = array("Q", [*limits, *noise, *out, *keys])
+        first, size = address(numbers), 8 * count
+        native_settings, native_edits = settings_array(settings), NativeEdits(edits)
+        self._owners = (numbers, native_settings, native_edits)
         self.call = Draft(
             sequences=count,
             steps=steps,
             width=vocab_size,
-            limits=address(limits),
-            settings=ctypes.addressof(settings),
-            edits=edits.address,
-            noise=address(noise),
-            chances=address(chances),
+            limits=first,
+            noise=first + size,
+            out=first + 2 * size,
+            chances=first + 3 * size,
+            settings=ctypes.addressof(native_settings),
+            edits=native_edits.address,
             drawn=address(self._tokens),
-            out=address(out),
             stop_below=chains[0].stop_below,
         )
 

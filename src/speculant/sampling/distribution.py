@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculant.kernels.base import Sampler, SamplingSettings
+from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
 from speculant.sampling.edits import edits_of
@@ -22,8 +22,13 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     Order: constraint, bias, end tokens below min_tokens, penalties, temperature, top-k, top-p, min-p. A row without a
     possible token is all zeros; one whose logits have NaN or +infinity is all NaN.
     """
-    settings = [sampling_settings(node.params) for node in nodes]
-    return sampler.distribution(logits, settings, [edits_of(node) if node.edited else None for node in nodes])
+    settings, edits, before = list[SamplingSettings](), list[Edits | None](), None
+    for node in nodes:
+        if node is not before:  # equal rows may share a node
+            before, own = node, (sampling_settings(node.params), edits_of(node) if node.edited else None)
+        settings.append(own[0])
+        edits.append(own[1])
+    return sampler.distribution(logits, settings, edits)
 
 
 def row_maxima(probs: Tensor) -> list[float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import add, mul
 
 import numpy as np
 
@@ -38,6 +40,11 @@ class CostCurve:
         if size >= len(self._table):
             self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
         return self._table[size] * self._scale
+
+    def between(self, first: int, end: int) -> list[float]:
+        """Return the seconds at the sizes first to end - 1."""
+        self.at(end)
+        return list(map(mul, self._table[first:end], repeat(self._scale)))
 
     def observe(self, size: int, seconds: float) -> None:
         """Follow a step of this size that took so long; the curve changes when it is read next."""
@@ -98,6 +105,14 @@ class StepCosts:
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
     undrafted: float = 1.0
+
+    def steps_s(self, rows: int, plain_s: float, most: int) -> list[float]:
+        """Return the seconds of steps with 0 to `most` nodes beside `rows`, without drafting: at least those of none.
+
+        plain_s: of a pass without nodes.
+        """
+        passes = [plain_s, *self.passes.between(rows + 1, rows + most + 1)]
+        return list(map(add, repeat(self.rest_s), map(max, passes, repeat(plain_s))))
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""

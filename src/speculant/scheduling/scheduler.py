@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
@@ -24,8 +24,10 @@ from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
+NO_DRAFT = DraftTree.empty()
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Scheduled:
     """`count` committed tokens of a request that this step computes, from position `start` on.
 
@@ -35,7 +37,7 @@ class Scheduled:
     request: Request
     start: int
     count: int
-    tree: DraftTree = field(default_factory=DraftTree.empty)
+    tree: DraftTree = NO_DRAFT
 
     @property
     def num_rows(self) -> int:
@@ -56,10 +58,10 @@ class Scheduled:
     def decodes(self) -> bool:
         """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
         search = self.request.search
-        return self.completes and self.count == 1 and (search is None or search.beams.completed_by(self.tree))
+        return self.count == 1 and self.completes and (search is None or search.beams.completed_by(self.tree))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Schedule:
     """One step's work, and the requests that were admitted and preempted before it.
 
@@ -133,42 +135,45 @@ class Scheduler:
         for request in self._unstarted.values():  # other requests may have computed their prefix since
             self._target.release(request.seq_id)
             self._start(request)
-        admitted, preempted = self._admit(), list[Request]()
-        while True:
+        admitted, preempted, plan = self._admit(), list[Request](), self._target.plan()
+        while (items := self._share(plan)) is None:
+            preempted.append(self._last())
+            self._preempt(preempted[-1])
             plan = self._target.plan()
-            last = max(self.running, key=self._rank, default=None)
-            items = self._share(plan, last)
-            if items is not None or last is None:
-                for item in items or ():
-                    self._unstarted.pop(item.request.seq_id, None)
-                spare = self._limits.max_num_batched_tokens - sum(item.num_rows for item in items or ())
-                return Schedule(items or [], plan, spare, admitted, preempted)
-            self._preempt(last)
-            preempted.append(last)
+        spare = self._limits.max_num_batched_tokens
+        for item in items:
+            spare -= item.num_rows
+            self._unstarted.pop(item.request.seq_id, None)
+        return Schedule(items, plan, spare, admitted, preempted)
 
-    def _share(self, plan: ReservationPlan, last: Request | None) -> list[Scheduled] | None:
-        """Share the budget among the running requests, in order; None if one other than `last` finds no memory."""
+    def _share(self, plan: ReservationPlan) -> list[Scheduled] | None:
+        """Share the budget among the running requests, in order; None if one finds no memory that is not the last."""
         budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
-        for request in sorted(self.running, key=self._turn):
-            item = self._item(request, min(budget, plan.room(request.seq_id)))
+        for request in self.running if len(self.running) == 1 else sorted(self.running, key=self._turn):
+            item = self._item(request, budget, plan)
             if item is not None:
-                plan.take(request.seq_id, item.num_rows)
                 items.append(item)
                 budget -= item.num_rows
-            elif request is not last and self._least(request) <= budget:
+            elif self._least(request) <= budget and request is not self._last():
                 return None
         return items
 
-    def _item(self, request: Request, most: int) -> Scheduled | None:
-        """Return a request's work within `most` rows, if there is any.
+    def _item(self, request: Request, budget: int, plan: ReservationPlan) -> Scheduled | None:
+        """Take a request's work within budget and room from the plan, and return it if there is any.
 
         Where no hypothesis fits after it, the newest token is left for a later step.
         """
-        item = Scheduled(request, self._target.length(request.seq_id), min(self._backlog(request), most))
-        if item.completes and request.search is not None:
-            item = replace(item, tree=request.search.beams.waiting_tree(most - item.count))
+        start, search = self._target.length(request.seq_id), request.search
+        count = len(request.tokens) - start
+        if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
+            return Scheduled(request, start, count)
+        most = min(budget, plan.room(request.seq_id))
+        item = Scheduled(request, start, min(count, most))
+        if item.completes and search is not None:
+            item = replace(item, tree=search.beams.waiting_tree(most - item.count))
             if not item.tree.size and request.num_positions > len(request.tokens):
                 item = replace(item, count=item.count - 1)
+        plan.take(request.seq_id, item.num_rows)
         return item if item.count else None
 
     def _least(self, request: Request) -> int:
@@ -236,10 +241,14 @@ class Scheduler:
     def _turn(self, request: Request) -> Key:
         return self._policy(self._standing(request))
 
-    def _rank(self, request: Request) -> tuple[int, int]:
-        """Return the order of preemption: the last by level, then by arrival, is preempted first."""
-        standing = self._standing(request)
-        return standing.level, standing.arrival
+    def _last(self) -> Request:
+        """Return the running request that is preempted first: the last by level, then by arrival."""
+
+        def rank(request: Request) -> tuple[int, int]:
+            standing = self._standing(request)
+            return standing.level, standing.arrival
+
+        return max(self.running, key=rank)
 
     def _standing(self, request: Request) -> Standing:
         held = self._target.length(request.seq_id)

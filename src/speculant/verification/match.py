@@ -26,10 +26,10 @@ class Match:
         while True:
             node = path[-1] if path else -1
             token = chance.draw(p[1 + node])
-            matching = [child for child in tree.children(node) if tree.token_list[child] == token]
-            if not matching:
+            child = tree.child(node, token)
+            if child is None:
                 return Verdict(tuple(path), token)
-            path.append(matching[0])
+            path.append(child)
 
 
 def build() -> Match:

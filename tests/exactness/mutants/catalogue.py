@@ -287,8 +287,8 @@ ENDS = [
     Mutant(
         "max_tokens overshot",
         COMMIT,
-        "request.num_output == request.params.max_tokens",
-        "request.num_output - 1 == request.params.max_tokens",
+        "num_output == params.max_tokens",
+        "num_output - 1 == params.max_tokens",
         "test_ends.py::test_max_tokens_is_met_exactly[right-3]",
     ),
     Mutant(
@@ -301,8 +301,8 @@ ENDS = [
     Mutant(
         "length cap hides an earlier stop",
         COMMIT,
-        "if request.num_output >= request.params.min_tokens:",
-        "if request.params.min_tokens <= request.num_output != request.params.max_tokens:",
+        "if num_output >= params.min_tokens:",
+        "if params.min_tokens <= num_output != params.max_tokens:",
         "test_ends.py::test_an_end_token_wins_over_the_length[right-5]",
     ),
     Mutant(

@@ -80,9 +80,12 @@ class ChainDrafter(StatelessDrafter):
         runner = self._runner
         chains = runner.plan(drafting)
         grow(runner.model, chains, runner.cache, self._vocab_size, self._sampler, self.guess)
+        drafts = dict[int, DraftTree]()
         for chain in chains:
             runner.note(chain.request, [*chain.input_tokens, *chain.tokens[:-1]])
-        return {chain.request.seq_id: DraftTree.chain(chain.tokens, chain.probs) for chain in chains if chain.tokens}
+            if chain.tokens:
+                drafts[chain.request.seq_id] = DraftTree.chain(chain.tokens, chain.probs)
+        return drafts
 
     def _search(self, drafting: Drafting) -> dict[int, DraftTree]:
         """Return drafts of beam searches by sequence."""

@@ -10,7 +10,6 @@ drafts that were rejected and computes the tokens that are missing:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,63 +63,55 @@ class DraftModelRunner:
 
         A chain without enough room gets a lower limit; limit 0 = only catch up.
         """
-        for request, _ in drafting:
-            self._roll_back(request)
-        chains = self._plan_inputs(drafting, _Unlimited())
-        plan = self.cache.plan()
-        if not all(plan.take(chain.request.seq_id, chain.num_positions) for chain in chains):
-            plan = self.cache.plan()
-            chains = self._plan_inputs(drafting, plan)
-            _take_in_turn(plan, chains)
+        chains, plan = self._plan_inputs(drafting), self.cache.plan()
+        for chain in chains:
+            if not plan.take(chain.request.seq_id, chain.num_positions):
+                plan = self.cache.plan()
+                chains = self._plan_inputs(drafting, plan)
+                _take_in_turn(plan, chains)
+                break
         return chains
 
-    def _plan_inputs(self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan) -> list[Chain]:
-        """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing."""
+    def _plan_inputs(self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan | None = None) -> list[Chain]:
+        """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing.
+
+        plan: the room; None = unlimited.
+        """
         budget, chains = self._budget, list[Chain]()
         for request, limit in drafting:
-            start = len(self._cached[request.seq_id].tokens)
-            missing = request.tokens[start : start + min(budget, plan.room(request.seq_id))]
+            start, total = self._roll_back(request), len(request.tokens)
+            most = budget if plan is None else min(budget, plan.room(request.seq_id))
+            missing = request.tokens[start : start + most]
             if missing:
-                plan.take(request.seq_id, len(missing))
+                if plan is not None:
+                    plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
-                ready = start + len(missing) == len(request.tokens)
-                chance, stop = self._chance(request), self._stop_below
-                chains.append(Chain(request, missing, limit if ready else 0, chance, stop_below=stop))
+                drawn = limit if start + len(missing) == total else 0
+                chains.append(Chain(request, missing, drawn, self._chance(request), [], None, self._stop_below))
         return chains
 
     def _chance(self, request: Request) -> Chance:
         return MostLikely() if self._stop_below and request.params.greedy else self._chances.draft(request)
 
-    def _roll_back(self, request: Request) -> None:
+    def _roll_back(self, request: Request) -> int:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
 
-        A new sequence takes over matching prefixes of other sequences.
+        A new sequence takes over matching prefixes of other sequences. Returns how many tokens are left.
         """
-        cached = self._cached[request.seq_id]
-        if not cached.tokens and not self.cache.length(request.seq_id):
+        cached, held = self._cached[request.seq_id], self.cache.length(request.seq_id)
+        if not cached.tokens and not held:
             self.cache.release(request.seq_id)
-            matched = self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)
-            cached.tokens = request.tokens[:matched]
+            held = self.cache.match_prefix(request.seq_id, request.tokens, request.cache_salt)
+            cached.tokens = request.tokens[:held]
         keep, most = cached.agreed, min(len(cached.tokens), len(request.tokens) - 1)
         while keep < most and cached.tokens[keep] == request.tokens[keep]:
             keep += 1
         cached.agreed = keep
         del cached.tokens[keep:]
-        if keep < self.cache.length(request.seq_id):
+        if keep < held:
             self.cache.truncate_to(request.seq_id, keep)
         self.cache.insert_prefix(request.seq_id, request.tokens)
-
-
-class _Unlimited:
-    """The plan of a cache that is never full."""
-
-    def room(self, seq_id: int) -> int:
-        """See `ReservationPlan.room`."""
-        return sys.maxsize
-
-    def take(self, seq_id: int, n: int) -> bool:
-        """See `ReservationPlan.take`."""
-        return True
+        return keep
 
 
 def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:

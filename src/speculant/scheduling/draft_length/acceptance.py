@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from operator import mul
 from weakref import WeakKeyDictionary
 
 from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
@@ -55,14 +57,15 @@ class MethodAcceptance:
         self._by_score = [Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS)]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
-    def survivals(self, request: Request, length: int) -> list[float]:
-        """Return estimates that each of a chain's first `length` tokens is accepted together with all before it."""
-        share, rates, survival = self._share(request), [rate.value for rate in self._by_depth[:length]] or [PRIOR], 1.0
-        survivals = list[float]()
-        for depth in range(length):
-            survival *= min(HIGHEST, share * rates[min(depth, len(rates) - 1)])
-            survivals.append(survival)
-        return survivals
+    def survivals(self, request: Request, length: int, least: float = 0.0) -> list[float]:
+        """Return estimates that each of a chain's first `length` tokens is accepted together with all before it.
+
+        They end before the first one below `least`.
+        """
+        share, rates = self._share(request), [rate.value for rate in self._by_depth[:length]] or [PRIOR]
+        factors = [min(HIGHEST, share * rate) for rate in rates]
+        factors += [factors[-1]] * (length - len(factors))
+        return list(takewhile(least.__le__, accumulate(factors[:length], mul)))
 
     def scored_survivals(self, draft: ScoredDraft) -> list[float]:
         """Return the estimate that each node of a draft with scores is accepted."""

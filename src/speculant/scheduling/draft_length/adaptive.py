@@ -9,6 +9,7 @@ Where drafting does not pay, it is tried again now and then, less often after ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from weakref import WeakSet
 
 from speculant.errors import ConfigError, suggest
@@ -76,6 +77,10 @@ class Adaptive:
         self._held.left -= 1
         self._scores.clear()
         return self._held.lengths
+
+    def rest(self) -> int:
+        """See `RestingLength.rest`: it lasts until the next step whose time is taken in."""
+        return self._held.rest(PLAIN_TRIAL, WATCHED)
 
     def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> Choice:
         by_method: dict[str, list[int]] = {}
@@ -226,9 +231,11 @@ class Adaptive:
 
     def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
         """Choose the lengths of drafts without scores, and for how many steps they hold."""
+        draft_s = cache(partial(self._costs.draft_s, method))  # asked for many times, while nothing changes
+        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, sum(most))
 
         def seconds(nodes: int, depth: int, sequences: int) -> float:
-            return self._pass_s(nodes) + self._costs.draft_s(method, sequences, depth)
+            return pass_s[nodes] + draft_s(sequences, depth)
 
         trials, count = self._trials.setdefault(method, Trials()), len(requests)
         counts = choose_jointly(self._offers(method, requests, most), count, count, seconds, LEAST_GAIN)
@@ -260,8 +267,8 @@ class Adaptive:
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[Offer]:
         acceptance, tree = self._acceptance[method], self._trees(method)
         if tree is None or min(most) < tree[0]:
-            chains = [acceptance.survivals(request, longest) for request, longest in zip(requests, most, strict=True)]
-            return chain_offers(chains)
+            pairs = zip(requests, most, strict=True)
+            return chain_offers([acceptance.survivals(request, longest, LEAST_GAIN) for request, longest in pairs])
         nodes, depth = tree
         gains = [sum(acceptance.survivals(request, depth)) for request in requests]
         return [Offer(gain, nodes, depth, owner) for owner, gain in enumerate(gains)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from speculant.metrics import StepTiming
 from speculant.scheduling.costs import StepCosts
@@ -16,8 +16,7 @@ from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 
-@dataclass(frozen=True)
-class DraftOutcome:
+class DraftOutcome(NamedTuple):
     """The outcome of one sequence's draft. Each list has an entry per depth, from the root's children on.
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
@@ -31,8 +30,7 @@ class DraftOutcome:
     path: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class ScoredDraft:
+class ScoredDraft(NamedTuple):
     """What a policy may see of a draft: its shape, and the drafter's scores (see `DraftTree`). There are no tokens.
 
     It exists for deterministic drafts alone. Whether a drawn token is drafted must not depend on that token: with a
@@ -71,6 +69,17 @@ class TrimmingLength(DraftLength, Protocol):
 
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
         """Return how many nodes of each deterministic draft with scores are kept, counted from its first."""
+        ...
+
+
+class RestingLength(DraftLength, Protocol):
+    """A policy that need not be asked in every step while nothing is drafted."""
+
+    def rest(self) -> int:
+        """Return for how many steps after this one, in which nothing is drafted, the policy is neither asked nor told.
+
+        The rest ends early if a sequence comes or goes, or does anything but decode.
+        """
         ...
 
 

@@ -24,6 +24,15 @@ class Choice:
     left: int
     asked: list[str] = field(default_factory=list)  # methods with scores that may draft
 
+    def rest(self, least: int, watched: int) -> int:
+        """Skip the steps before the next one of which `left` is a multiple of `watched`; return their number.
+
+        Nothing is skipped of the last `least` steps, nor where a sequence does anything but decode.
+        """
+        steps = (self.left - 1) % watched if self.left >= least and self.pure and not self.asked else 0
+        self.left -= steps
+        return steps
+
 
 def scored(method: str) -> str:
     """Return the key of what is known of a method's drafts with scores; those without are known by its name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
 
@@ -22,13 +22,23 @@ class GuardedLength:
     def __init__(self, policy: DraftLength) -> None:
         self._policy, self.keeps_up = policy, bool(getattr(policy, "keeps_up", False))
         self._guard = Guard(logger, "and the step goes on without drafts")
+        self._ask_rest: Callable[[], int] | None = None if self.keeps_up else getattr(policy, "rest", None)
+        self.resting = False  # in this step
+        self._rest, self._spare = 0, 0  # steps left, and the spare tokens of each: as many rows are taken
 
     def choose(self, schedule: Schedule) -> list[int]:
         """Ask the policy for the draft length of each item."""
         wishes: list[int] = []
-        if self._guard.succeeds("the draft length policy", lambda: wishes.extend(self._checked(schedule))):
+        if self._guard.succeeds("the draft length policy", partial(self._choose, schedule, wishes)):
             return wishes
         return [0] * len(schedule.items)
+
+    def rests(self, schedule: Schedule) -> bool:
+        """Whether the policy need not be asked in this step, which has no drafts: see `RestingLength`."""
+        goes_on = self._spare == schedule.spare_tokens and not (schedule.admitted or schedule.preempted)
+        self.resting = self._rest > 0 and goes_on
+        self._rest = self._rest - 1 if self.resting else 0
+        return self.resting
 
     def trim(self, requests: Sequence[Request], drafts: Sequence[DraftTree]) -> list[DraftTree]:
         """Cut the deterministic drafts that have scores; whatever the policy does wrong keeps them whole.
@@ -52,10 +62,11 @@ class GuardedLength:
         """Tell the policy what became of the drafts; the step is committed by now."""
         self._guard.succeeds("the draft length policy", partial(self._policy.observe, outcomes, timing))
 
-    def _checked(self, schedule: Schedule) -> list[int]:
-        wishes = list(map(index, self._policy.choose(schedule)))
-        if len(wishes) != len(schedule.items) or min(wishes, default=0) < 0:
-            raise DraftLengthError(
-                f"the lengths are {wishes!r} for {len(schedule.items)} sequences", "give one from 0 up for each."
-            )
-        return wishes
+    def _choose(self, schedule: Schedule, wishes: list[int]) -> None:
+        """Extend `wishes` by the policy's choice, checked."""
+        chosen, count = list(map(index, self._policy.choose(schedule))), len(schedule.items)
+        if len(chosen) != count or (chosen and min(chosen) < 0):
+            raise DraftLengthError(f"the lengths are {chosen!r} for {count} sequences", "give one from 0 up for each.")
+        if self._ask_rest is not None and not any(chosen):
+            self._rest, self._spare = index(self._ask_rest()), schedule.spare_tokens
+        wishes += chosen

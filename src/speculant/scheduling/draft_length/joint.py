@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, count, islice, repeat
+from operator import truediv
 from typing import NamedTuple
 
 Seconds = Callable[[int, int, int], float]
@@ -23,9 +25,10 @@ class Offer(NamedTuple):
 
 def chain_offers(survivals: Sequence[Sequence[float]]) -> list[Offer]:
     """Return the offers of chains, a node at a time, from the estimates that each node of each chain is accepted."""
-    return [
-        Offer(gain, 1, depth, owner) for owner, gains in enumerate(survivals) for depth, gain in enumerate(gains, 1)
-    ]
+    offers = list[Offer]()
+    for owner, gains in enumerate(survivals):
+        offers += map(Offer, gains, repeat(1), count(1), repeat(owner))
+    return offers
 
 
 def choose_jointly(
@@ -38,21 +41,28 @@ def choose_jointly(
     that are so deep of so many sequences. Offers are taken in the order of their gain per node, and all numbers of them
     are compared, because costs have cliffs. Drafts must raise the tokens per second by the share `least_gain`.
     """
-    order = sorted(offers, key=_by_gain)
-    best, taken = (1 + least_gain) * tokens / seconds(0, 0, 0), 0
-    expected, nodes, depth, owners = float(tokens), 0, 0, set[int]()
-    for count, offer in enumerate(order, 1):
-        expected += offer.gain
-        nodes += offer.nodes
-        depth = max(depth, offer.depth)
-        owners.add(offer.owner)
-        rate = expected / seconds(nodes, depth, len(owners))
-        if rate > best:
-            best, taken = rate, count
     counts = [0] * sequences
-    for offer in order[:taken]:
-        counts[offer.owner] += offer.nodes
+    if not offers:
+        return counts
+    order = sorted(offers, key=_by_gain)
+    gains, nodes, depths, owners = zip(*order, strict=True)
+    expected = accumulate(gains, initial=float(tokens))
+    costs = map(seconds, accumulate(nodes), accumulate(depths, max), accumulate(_firsts(owners)))
+    rates = list(map(truediv, islice(expected, 1, None), costs))
+    best = max(rates)
+    if best > (1 + least_gain) * tokens / seconds(0, 0, 0):
+        for offer in order[: 1 + rates.index(best)]:
+            counts[offer.owner] += offer.nodes
     return counts
+
+
+def _firsts(values: Sequence[int]) -> list[bool]:
+    """Return for each value whether it is the first of its kind."""
+    places = dict(zip(reversed(values), reversed(range(len(values))), strict=True))
+    firsts = [False] * len(values)
+    for place in places.values():
+        firsts[place] = True
+    return firsts
 
 
 def _by_gain(offer: Offer) -> float:
