@@ -17,31 +17,24 @@ from speculant.metrics import StepTiming
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, tested_scores
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
-from speculant.scheduling.draft_length.choice import Choice, asked_length, scored
-from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly
-from speculant.scheduling.draft_length.trials import FIRST_DOUBT, FIRST_WAIT, Longer, Lookups, Trials
+from speculant.scheduling.draft_length.choice import Choice, asked_length, most_nodes, scored
+from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly, tree_offers
+from speculant.scheduling.draft_length.trials import FIRST_WAIT, Longer, Lookups, PlainTrials, Trials
 from speculant.scheduling.scheduler import Schedule
-from speculant.tree import depths_of
 from speculant.types import Request
 
-LONGEST = 16  # nodes of a draft unless the user sets a number
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
-LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
 PLAIN_TRIAL = 6  # steps without drafts in a row, to see what they take
-FIRST_PLAIN_WAIT, LONGEST_PLAIN_WAIT = 64, 1024  # steps with drafts between two such trials
 WATCHED, FOLLOWED = 8, 4  # of so many steps without drafts, and with drafts, the times of one are taken in
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
 class Adaptive:
-    """See the module's docstring. longest: the most nodes of a draft; None = LONGEST, or a whole tree.
-
-    costs: None = nothing was measured. trees: nodes and depth of the trees of methods that draft whole trees.
-    """
+    """See the module's docstring. longest, trees: see `most_nodes`, for each method. costs: None = unknown."""
 
     keeps_up = False
 
@@ -58,7 +51,7 @@ class Adaptive:
         self._longer: dict[str, Longer] = {}
         self._held = Choice([], [], 0, self._costs.passes.at(0), False, 0)
         self._holds = HOLDS  # of a choice
-        self._drafted, self._plain_wait = 0, FIRST_PLAIN_WAIT  # steps with drafts since the last trial without
+        self._plain_trials = PlainTrials()
         self._undrafted = False  # whether the last step had no drafts
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
@@ -96,8 +89,7 @@ class Adaptive:
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
         drawing = by_method.keys() - (self._scored.keys() - self._armed)  # only after such drafts passes differ
-        if held.pure and drawing and self._drafted >= self._plain_wait:
-            self._drafted, self._plain_wait = 0, min(2 * self._plain_wait, LONGEST_PLAIN_WAIT)
+        if held.pure and drawing and self._plain_trials.due():
             held.left = PLAIN_TRIAL
             return held
         steps = list[int]()
@@ -114,11 +106,7 @@ class Adaptive:
         for draft in drafts:
             self._scored.setdefault(str(draft.request.drafter), Lookups())
             self._scores[draft.request.seq_id] = draft
-        offers = [
-            Offer(gain, 1, depth, owner)
-            for owner, draft in enumerate(drafts)
-            for gain, depth in zip(self._scored_survivals(draft), depths_of(draft.parents), strict=True)
-        ]
+        offers = tree_offers([self._scored_survivals(draft) for draft in drafts], [each.parents for each in drafts])
         counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: self._pass_s(nodes))
         return [
             (count or self._probed(draft)) if asked_length(draft.request) is None else len(draft.scores)
@@ -179,8 +167,8 @@ class Adaptive:
             return
         self._undrafted = False
         if held.pure:
-            self._drafted += 1
-            if self._drafted % FOLLOWED == 1 or not held.left:
+            self._plain_trials.drafted += 1
+            if self._plain_trials.drafted % FOLLOWED == 1 or not held.left:
                 self._follow(outcomes, timing, doubted)
 
     def _observe_plain(self, timing: StepTiming) -> None:
@@ -197,9 +185,7 @@ class Adaptive:
             self._held.left = 0
 
     def _most(self, request: Request) -> int:
-        asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else self._longest
-        tree = self._trees(str(request.drafter))
-        return asked if asked is not None else tree[0] if tree else LONGEST
+        return most_nodes(request, self._longest, self._trees(str(request.drafter)))
 
     def _lengths(self, method: str, requests: Sequence[Request]) -> tuple[list[int], int]:
         """Choose the lengths of one method's sequences, and for how many steps they hold.
@@ -214,11 +200,11 @@ class Adaptive:
                 return most, holds
         if method not in self._scored:
             return self._joint_lengths(method, requests, most)
-        lookups, steps = self._scored[method], HOLDS
-        if lookups.gain * self._pass_s(0) < len(requests) * lookups.seconds:  # a token takes the share of its pass
-            lookups.resting, steps = not lookups.resting, 1
-            if lookups.resting:
-                return [0] * len(requests), LOOKUP_REST
+        lookups = self._scored[method]
+        is_dear = lookups.gain * self._pass_s(0) < len(requests) * lookups.seconds  # a token takes a share of its pass
+        if is_dear and (rest := lookups.rest()):
+            return [0] * len(requests), rest
+        steps = 1 if is_dear else HOLDS
         self._held.asked.append(method)
         unscored = [place for place, request in enumerate(requests) if request in self._unscored]
         if unscored:
@@ -260,8 +246,7 @@ class Adaptive:
         hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
         trials = self._trials[method]
         if any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, LEAST_GAIN)):
-            trials.doubt = trials.doubt or FIRST_DOUBT
-            return trials.due(0)
+            return trials.hopes()
         return trials.doubts(self._costs.draft_s(method, len(most), 1) < CHEAP * self._held.plain_s)
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[Offer]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from speculant.types import Request
 
+LONGEST = 16  # nodes of a draft unless the user sets a number
+
 
 @dataclass
 class Choice:
@@ -37,6 +39,15 @@ class Choice:
 def scored(method: str) -> str:
     """Return the key of what is known of a method's drafts with scores; those without are known by its name."""
     return f"{method}, scored"
+
+
+def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None) -> int:
+    """Return the most nodes of a draft: what the request or else the user asks for, a whole tree, or LONGEST.
+
+    tree: nodes and depth of the trees of a method that drafts whole ones.
+    """
+    asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else longest
+    return asked if asked is not None else tree[0] if tree else LONGEST
 
 
 def asked_length(request: Request) -> int | None:

@@ -7,6 +7,8 @@ from itertools import accumulate, count, islice, repeat
 from operator import truediv
 from typing import NamedTuple
 
+from speculant.tree import depths_of
+
 Seconds = Callable[[int, int, int], float]
 
 
@@ -29,6 +31,15 @@ def chain_offers(survivals: Sequence[Sequence[float]]) -> list[Offer]:
     for owner, gains in enumerate(survivals):
         offers += map(Offer, gains, repeat(1), count(1), repeat(owner))
     return offers
+
+
+def tree_offers(survivals: Sequence[Sequence[float]], parents: Sequence[Sequence[int]]) -> list[Offer]:
+    """Return the same offers of trees; parents: those of each tree's nodes, parents first, likeliest first."""
+    return [
+        Offer(gain, 1, depth, owner)
+        for owner, (gains, tree) in enumerate(zip(survivals, parents, strict=True))
+        for gain, depth in zip(gains, depths_of(tree), strict=True)
+    ]
 
 
 def choose_jointly(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
+FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
+LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
 LOOKUP_MEMORY = 0.05  # weight of the newest step
 
 
@@ -34,6 +36,11 @@ class Trials:
         self.wait = 1 if accepted and not self.doubting else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
         self.probing = self.doubting = False
 
+    def hopes(self) -> bool:
+        """Whether a trial is due that may show that drafts pay."""
+        self.doubt = self.doubt or FIRST_DOUBT
+        return self.due(0)
+
     def doubts(self, is_cheap: bool) -> bool:
         """Whether a trial is due that can only show that costs were measured wrong: on a machine that was busy.
 
@@ -43,6 +50,21 @@ class Trials:
         if self.doubting:
             self.doubt = min(LONGEST_WAIT, max(FIRST_DOUBT, 2 * self.doubt))
         return self.doubting
+
+
+@dataclass
+class PlainTrials:
+    """When steps are made without drafts although these pay, to see what such steps take."""
+
+    wait: int = FIRST_PLAIN_WAIT
+    drafted: int = 0  # steps since the last such trial
+
+    def due(self) -> bool:
+        """Whether a trial is due, which begins then."""
+        if self.drafted < self.wait:
+            return False
+        self.drafted, self.wait = 0, min(2 * self.wait, LONGEST_WAIT)
+        return True
 
 
 @dataclass
@@ -78,6 +100,11 @@ class Lookups:
     gain: float = 1.0
     seconds: float = 0.0
     resting: bool = False
+
+    def rest(self) -> int:
+        """Return the steps of a rest where asking does not pay; after each rest comes a question, and 0 is returned."""
+        self.resting = not self.resting
+        return LOOKUP_REST if self.resting else 0
 
     def observe(self, accepted: int, seconds: float) -> None:
         """Count a step in which the method was asked."""
