@@ -117,7 +117,8 @@ class Adaptive:
             for owner, draft in enumerate(drafts)
             for gain, depth in zip(self._scored_survivals(draft), depths_of(draft.parents), strict=True)
         ]
-        counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: self._pass_s(nodes))
+        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, len(offers))
+        counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: pass_s[nodes])
         return [
             (count or self._probed(draft)) if asked_length(draft.request) is None else len(draft.scores)
             for count, draft in zip(counts, drafts, strict=True)
