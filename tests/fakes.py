@@ -105,11 +105,11 @@ def watch_releases(cache: KVCache) -> dict[int, list[int]]:
     released: dict[int, list[int]] = {}
     release = cache.release
 
-    def noting(request: int) -> None:
-        released.update({request: stored_tokens(cache, request)} if cache.length(request) else {})
-        release(request)
+    def noting(seq_id: int) -> None:
+        released.update({seq_id: stored_tokens(cache, seq_id)} if cache.length(seq_id) else {})
+        release(seq_id)
 
-    cache.release = noting  # type: ignore[method-assign]
+    cache.release = noting
     return released
 
 

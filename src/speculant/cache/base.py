@@ -195,7 +195,7 @@ class KVStorage(Protocol):
 
 
 class KVCache:
-    """A block manager and the storage that it manages. Moves are applied at once.
+    """A block manager and the storage that it manages. Moves are applied at once; the other calls are the manager's.
 
     `manager` and `storage` may be used separately: a model needs only the storage.
     """
@@ -203,6 +203,9 @@ class KVCache:
     def __init__(self, manager: BlockManager, storage: KVStorage) -> None:
         self.manager, self.storage = manager, storage
         self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
+        self.plan, self.table, self.length, self.check = manager.plan, manager.table, manager.length, manager.check
+        self.truncate_to, self.release, self.free_tokens = manager.truncate_to, manager.release, manager.free_tokens
+        self.match_prefix, self.insert_prefix = manager.match_prefix, manager.insert_prefix
 
     def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`."""
@@ -221,42 +224,6 @@ class KVCache:
     def _move(self, moves: Moves) -> None:
         if moves.sources:
             self.storage.move(moves)
-
-    def plan(self) -> ReservationPlan:
-        """See `BlockManager.plan`."""
-        return self.manager.plan()
-
-    def table(self, seq_id: int) -> array[int]:
-        """See `BlockManager.table`."""
-        return self.manager.table(seq_id)
-
-    def length(self, seq_id: int) -> int:
-        """See `BlockManager.length`."""
-        return self.manager.length(seq_id)
-
-    def truncate_to(self, seq_id: int, n: int) -> None:
-        """See `BlockManager.truncate_to`."""
-        self.manager.truncate_to(seq_id, n)
-
-    def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
-        """See `BlockManager.match_prefix`."""
-        return self.manager.match_prefix(seq_id, tokens, cache_salt, limit)
-
-    def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """See `BlockManager.insert_prefix`."""
-        self.manager.insert_prefix(seq_id, tokens)
-
-    def release(self, seq_id: int) -> None:
-        """See `BlockManager.release`."""
-        self.manager.release(seq_id)
-
-    def free_tokens(self) -> int:
-        """See `BlockManager.free_tokens`."""
-        return self.manager.free_tokens()
-
-    def check(self) -> None:
-        """See `BlockManager.check`."""
-        self.manager.check()
 
 
 def require_path(seq_id: int, length: int, base: int, path: Sequence[int]) -> None:

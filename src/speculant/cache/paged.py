@@ -230,12 +230,15 @@ class PagedBlockManager:
 
     def _consecutive_slots(self, held: _Sequence, start: int, end: int) -> list[int]:
         """Return the slots of positions start to end - 1, block by block."""
-        size, slots, index = self.block_size, list[int](), start // self.block_size
-        while (stop := (index + 1) * size) < end:
-            slots += range(held.blocks[index] * size + start - index * size, (held.blocks[index] + 1) * size)
-            index, start = index + 1, stop
-        shift = (held.blocks[index] - index) * size
-        slots += range(start + shift, end + shift)
+        size, slots = self.block_size, list[int]()
+        index, offset = divmod(start, size)
+        left = end - start
+        while offset + left > size:
+            first = held.blocks[index] * size
+            slots += range(first + offset, first + size)
+            index, offset, left = index + 1, 0, left - size + offset
+        first = held.blocks[index] * size + offset
+        slots += range(first, first + left)
         return slots
 
     def _num_blocks_for(self, n: int) -> int:

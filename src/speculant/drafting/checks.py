@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -59,7 +60,7 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
             raise DraftError("a draft has a node before its parent", "put parents before their children.")
         if not branches:
             raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
-    if tree.scores is not None and (len(tree.scores) != tree.size or not all(0 <= score <= 1 for score in tree.scores)):
+    if tree.scores is not None and not (len(tree.scores) == tree.size and _are_shares(tree.scores)):
         raise DraftError(
             f"a draft of {tree.size} nodes has the scores {tree.scores!r}", "give one from 0 to 1 for each."
         )
@@ -68,6 +69,10 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
             f"a draft of {tree.size} nodes has probs of shape {list(tree.probs.shape)}",
             f"give [{tree.size}, {vocab_size}], one row per node.",
         )
+
+
+def _are_shares(scores: Sequence[float]) -> bool:
+    return min(scores) >= 0 and max(scores) <= 1 and not math.isnan(sum(scores))
 
 
 def check_probs(tree: DraftTree, probs: Tensor) -> None:

@@ -147,8 +147,8 @@ def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> No
 def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
     """Return the rows of a pass that were committed."""
     item, tree = output.item, output.tree
-    tokens = [*item.tokens, *(tree.token_list[node] for node in committed.kept)]
-    rows = [*range(item.count), *(item.count + node for node in committed.kept)]
+    tokens = [*item.tokens, *[tree.token_list[node] for node in committed.kept]]
+    rows = [*range(item.count), *[item.count + node for node in committed.kept]]
     hidden = tuple(states[rows] for states in output.hidden)
     return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors)
 

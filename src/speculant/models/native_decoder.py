@@ -58,6 +58,7 @@ class NativeDecoder:
         self._head = linear(self._weights.head, None, None)
         self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64) if config.head_tokens else None
         self._cosines = self._sines = torch.empty(0)
+        self._drawn: Drawn | None = None  # of the last draft
 
     @property
     def bytes_per_pass(self) -> int:
@@ -154,16 +155,17 @@ class NativeDecoder:
         chains = sorted(chains, key=_by_limit)
         rows = ChainRows(chains, self.vocab_size, cache)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
-        on.tokens, on.positions, on.slots, on.segments = rows.tokens, rows.positions, rows.slots, rows.segments
-        on.num_segments = len(chains)
+        rows.point(on)
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
         if drawing:
-            draft = Drawn(drawing, vocab_size, self.kernels.scratch)
-            draft.call.num_logits = self.vocab_size
-            if self._head_tokens is not None:
-                draft.call.head_tokens = self._head_tokens.data_ptr()
-            self.kernels.draft(self.program.ops, self._head, on, draft.call)
-            draft.write_to(drawing)
+            drawn = self._drawn
+            if drawn is None or not drawn.serves(drawing, vocab_size):
+                drawn = self._drawn = Drawn(drawing, vocab_size)
+                drawn.call.num_logits = self.vocab_size
+                drawn.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
+            drawn.prepare(drawing, self.kernels.scratch)
+            self.kernels.draft(self.program.ops, self._head, on, drawn.call)
+            drawn.write_to(drawing)
         else:
             self.kernels.run(self.program.ops, on)
 

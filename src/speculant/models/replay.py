@@ -9,23 +9,23 @@ from collections.abc import Sequence
 import torch
 
 from speculant.cache.base import KVCache
-from speculant.kernels.base import Edits, SamplingSettings
+from speculant.kernels.base import Edits
 from speculant.kernels.memory import Scratch
-from speculant.kernels.native import NO_TOKEN, Draft, address, settings_array
+from speculant.kernels.native import NO_TOKEN, Draft, Pass, address, settings_array
 from speculant.kernels.native_sampler import NativeEdits
 from speculant.models.base import Chain, known
+from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
 from speculant.sampling.distribution import sampling_settings
 from speculant.sampling.edits import edits_of
 from speculant.sampling.node import Node
-from speculant.types import Request
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
 
-def _edits(request: Request) -> Edits | None:
+def _edits(chain: Chain) -> Edits | None:
     """Return the edits of a chain's rows; None if its first row has none, and so no other either."""
-    node = Node(request)
+    node = Node(chain.request)
     return edits_of(node) if node.edited else None
 
 
@@ -34,61 +34,62 @@ def can_replay(chain: Chain) -> bool:
     return isinstance(chain.chance, FORESEEABLE) and chain.request.constraint is None
 
 
-class ChainRows:
-    """The input rows of chains, concatenated, with slots that it reserves.
+def _kind_of(chains: Sequence[Chain]) -> list[tuple[int, int, SamplingParams]]:
+    """Return for each chain its limit, its noise and the settings of its distributions."""
+    kind = list[tuple[int, int, SamplingParams]]()
+    for chain in chains:
+        assert isinstance(chain.chance, FORESEEABLE)
+        params = chain.request.params
+        kind.append((chain.limit, chain.chance.noise, params.softened if chain.softened else params))
+    return kind
 
-    tokens, positions, slots, segments: their addresses, for a pass. end: length of the longest sequence. `known` says
-    what becomes of tokens outside the vocabulary.
+
+class ChainRows:
+    """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
+
+    count: their number. end: length of the longest sequence.
     """
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache) -> None:
-        tokens, positions, slots, segments = list[int](), list[int](), list[int](), list[int]()
-        self.end = 0
+        tokens, positions, slots, segments, end = list[int](), list[int](), list[int](), list[int](), 0
         self._tables: list[array[int]] = []
         for chain in chains:
-            seq_id, count, num_positions = chain.request.seq_id, len(chain.input_tokens), chain.num_positions
-            _, start, own, _ = cache.reserve(seq_id, num_positions)
-            table = cache.table(seq_id)
+            seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
+            _, start, reserved, _ = cache.reserve(seq_id, num_positions)
+            table, count = cache.table(seq_id), len(own)
             segments += (len(tokens), count, start, count, -1, address(table))
-            tokens += chain.input_tokens
+            tokens += own
             positions += range(start, start + count)
-            slots += own[:count]
-            self.end = max(self.end, start + num_positions)
+            slots += reserved[:count]
+            end = max(end, start + num_positions)
             self._tables.append(table)
-        self.count = len(tokens)
+        self.count, self.end, self._num_segments = len(tokens), end, len(chains)
         self._memory = array("q", [*known(tokens, vocab_size), *positions, *slots, *segments])
-        self.tokens, size = address(self._memory), 8 * self.count
-        self.positions, self.slots, self.segments = self.tokens + size, self.tokens + 2 * size, self.tokens + 3 * size
+
+    def point(self, on: Pass) -> None:
+        """Let a pass point to the rows."""
+        size = 8 * self.count
+        on.tokens = first = address(self._memory)
+        on.positions, on.slots, on.segments = first + size, first + 2 * size, first + 3 * size
+        on.num_segments = self._num_segments
 
 
 class Drawn:
-    """Memory for the tokens and probs that chains draw, longest first; `call` points to it."""
+    """Memory for the tokens and probs that chains draw, longest first; `call` points to it.
 
-    def __init__(self, chains: Sequence[Chain], vocab_size: int, scratch: Scratch) -> None:
+    It serves other chains of the same kind as well, one draft after the other.
+    """
+
+    def __init__(self, chains: Sequence[Chain], vocab_size: int) -> None:
         count, steps = len(chains), chains[0].limit
-        self._steps = steps
+        self._kind, self._steps, self._width = _kind_of(chains), steps, vocab_size
+        self._edited = any(chain.request.params.edits for chain in chains)
         self._tokens = array("q", bytes(8 * count * steps))
-        emitting = [chain for chain in chains if chain.emits_probs]
-        if emitting:
-            lengths = [chain.limit for chain in emitting]
-            probs = torch.split(scratch.empty(sum(lengths), vocab_size, dtype=torch.float64), lengths)
-            for chain, own in zip(emitting, probs, strict=True):
-                chain.probs = own
-        limits, noise, out, keys = list[int](), list[int](), list[int](), list[int]()
-        settings, edits = list[SamplingSettings](), list[Edits | None]()
-        for chain in chains:
-            chance, params = chain.chance, chain.request.params
-            assert isinstance(chance, FORESEEABLE)
-            limits.append(chain.limit)
-            noise.append(chance.noise)
-            out.append(0 if chain.probs is None else chain.probs.data_ptr())
-            keys += chance.take_keys(chain.limit)
-            settings.append(sampling_settings(params.softened if chain.softened else params))
-            edits.append(_edits(chain.request) if params.edits else None)
-        numbers = array("Q", [*limits, *noise, *out, *keys])
-        first, size = address(numbers), 8 * count
-        native_settings, native_edits = settings_array(settings), NativeEdits(edits)
-        self._owners = (numbers, native_settings, native_edits)
+        limits, noise, params = zip(*self._kind, strict=True)
+        self._numbers = array("Q", [*limits, *noise, *bytes(3 * count)])  # the last ones are set by `prepare`
+        settings, edits = settings_array([*map(sampling_settings, params)]), NativeEdits([*map(_edits, chains)])
+        self._owners = (settings, edits)
+        first, size = address(self._numbers), 8 * count
         self.call = Draft(
             sequences=count,
             steps=steps,
@@ -97,11 +98,30 @@ class Drawn:
             noise=first + size,
             out=first + 2 * size,
             chances=first + 3 * size,
-            settings=ctypes.addressof(native_settings),
-            edits=native_edits.address,
+            settings=ctypes.addressof(settings),
+            edits=edits.address,
             drawn=address(self._tokens),
-            stop_below=chains[0].stop_below,
         )
+
+    def serves(self, chains: Sequence[Chain], vocab_size: int) -> bool:
+        """Whether chains are of its kind; those with edits never are, as these change from step to step."""
+        return not self._edited and self._width == vocab_size and self._kind == _kind_of(chains)
+
+    def prepare(self, chains: Sequence[Chain], scratch: Scratch) -> None:
+        """Take the keys of the chains' draws, and memory for their probs."""
+        out, keys = list[int](), list[int]()
+        emitting = [chain for chain in chains if chain.emits_probs]
+        if emitting:
+            lengths = [chain.limit for chain in emitting]
+            probs = torch.split(scratch.empty(sum(lengths), self._width, dtype=torch.float64), lengths)
+            for chain, own in zip(emitting, probs, strict=True):
+                chain.probs = own
+        for chain in chains:
+            assert isinstance(chain.chance, FORESEEABLE)
+            keys += chain.chance.take_keys(chain.limit)
+            out.append(0 if chain.probs is None else chain.probs.data_ptr())
+        self._numbers[2 * len(chains) :] = array("Q", out + keys)
+        self.call.stop_below = chains[0].stop_below
 
     def write_to(self, chains: Sequence[Chain]) -> None:
         """Write the drawn tokens to the chains, and cut their probs to as many."""

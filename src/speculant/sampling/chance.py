@@ -70,7 +70,9 @@ class Stream:
 
     def __init__(self, seed: int, purposes: tuple[Purpose, Purpose], round_: int, sampler: Sampler = REFERENCE) -> None:
         self._sampler = sampler
-        self._accept_key, self._draw_key = (mix(mix(seed, purpose, round_)) for purpose in purposes)
+        accept, draw = purposes
+        self._accept_key = mix_in(0, mix_in(mix(seed, accept), round_))
+        self._draw_key = self._accept_key if draw == accept else mix_in(0, mix_in(mix(seed, draw), round_))
         self._count = 0
 
     def accept(self, probability: float) -> bool:

@@ -35,9 +35,11 @@ class Pool:
     def room(self, seq_id: int) -> int:
         return self.left
 
-    def take(self, seq_id: int, n: int) -> None:
-        assert 0 <= n <= self.left
-        self.left -= n
+    def take(self, seq_id: int, n: int) -> bool:
+        assert n >= 0
+        fits = n <= self.left
+        self.left -= n if fits else 0
+        return fits
 
 
 def limits_of(

@@ -107,7 +107,8 @@ class Adaptive:
             self._scored.setdefault(str(draft.request.drafter), Lookups())
             self._scores[draft.request.seq_id] = draft
         offers = tree_offers([self._scored_survivals(draft) for draft in drafts], [each.parents for each in drafts])
-        counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: self._pass_s(nodes))
+        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, len(offers))
+        counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: pass_s[nodes])
         return [
             (count or self._probed(draft)) if asked_length(draft.request) is None else len(draft.scores)
             for count, draft in zip(counts, drafts, strict=True)

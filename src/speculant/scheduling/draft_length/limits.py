@@ -43,11 +43,16 @@ def draft_limits(
             nodes *= search.beams.width * bound.nodes_per_beam
         elif bound.max_nodes is not None:
             nodes = min(nodes, bound.max_nodes)
-        nodes = nodes if item.decodes else 0
-        uncomputed = search.beams.live_tree.size - item.tree.size if search and nodes > 0 else 0
-        limits.append(max(0, min(nodes, min(budget, plan.room(item.request.seq_id)) - uncomputed)))
-        taken = limits[-1] + uncomputed if limits[-1] else 0
-        plan.take(item.request.seq_id, taken)
+        if nodes <= 0 or not item.decodes:
+            limits.append(0)
+            continue
+        taken = nodes + (0 if search is None else search.beams.live_tree.size - item.tree.size)
+        if taken > budget or not plan.take(item.request.seq_id, taken):
+            uncomputed = taken - nodes
+            nodes = max(0, min(nodes, min(budget, plan.room(item.request.seq_id)) - uncomputed))
+            taken = nodes + uncomputed if nodes else 0
+            plan.take(item.request.seq_id, taken)
+        limits.append(nodes)
         budget -= taken
     return limits
 
