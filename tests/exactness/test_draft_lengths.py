@@ -30,7 +30,7 @@ from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 from tests.exactness.speculation import Case, draft_model, enumerate_case
 
-TIMING = StepTiming(0.0, 0.01, 0.11)
+TIMING = StepTiming(0.0, 0.5, 1.5)  # about what `adaptive` expects
 Policy = Adaptive | Confidence
 
 

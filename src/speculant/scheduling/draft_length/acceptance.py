@@ -76,8 +76,8 @@ class MethodAcceptance:
             survivals.append(before * min(HIGHEST, share * rates[bucket_of(score)]))
         return survivals
 
-    def observe(self, request: Request, tests: Sequence[int], scores: Sequence[float]) -> None:
-        """Count a draft's tests, 1 = accepted, from the root's child down, with its nodes' scores if it has any."""
+    def observe(self, request: Request, tests: Sequence[int], scores: Sequence[tuple[float, bool]]) -> None:
+        """Count a draft's tests, 1 = accepted, from the root's child down, and those of nodes with scores."""
         own = self._by_sequence.get(request)
         if own is None:
             own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
@@ -86,7 +86,7 @@ class MethodAcceptance:
         for rate, accepted in zip(self._by_depth, tests, strict=False):
             rate.accepted = METHOD_MEMORY * rate.accepted + accepted  # as `add`, which takes longer
             rate.tested = METHOD_MEMORY * rate.tested + 1
-        for score, accepted in zip(scores, tests, strict=False):
+        for score, accepted in scores:
             self._by_score[bucket_of(score)].add(accepted, METHOD_MEMORY)
         self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
@@ -110,13 +110,18 @@ def bucket_of(score: float) -> int:
     return min(int(score * BUCKETS), BUCKETS - 1)
 
 
-def tested_scores(draft: ScoredDraft, outcome: DraftOutcome, count: int) -> list[float]:
-    """Return the scores of the first `count` tested nodes: the accepted ones, then the first sibling rejected there."""
-    path = list(outcome.path)
-    if len(path) < count:
-        parent = path[-1] if path else -1
-        path.append(next(node for node, each in enumerate(draft.parents) if each == parent))
-    return [draft.scores[node] for node in path[:count]]
+def tested_scores(draft: ScoredDraft, outcome: DraftOutcome) -> list[tuple[float, bool]]:
+    """Return for each node that was compared with the target's token its score, and whether it was accepted.
+
+    These are the children of the root and of the accepted nodes: the siblings of an accepted node were rejected.
+    """
+    kept, path, tests = sum(outcome.drafted), outcome.path, list[tuple[float, bool]]()
+    parents = draft.parents[:kept]
+    for depth in range(sum(outcome.tested)):
+        parent = path[depth - 1] if depth else -1
+        accepted = path[depth] if depth < len(path) else None
+        tests += [(draft.scores[node], node == accepted) for node, each in enumerate(parents) if each == parent]
+    return tests
 
 
 class Acceptance(defaultdict[str, MethodAcceptance]):

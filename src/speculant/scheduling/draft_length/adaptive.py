@@ -24,7 +24,6 @@ from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
-PROBE = 2  # nodes of a trial
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
@@ -109,10 +108,13 @@ class Adaptive:
         offers = tree_offers([self._scored_survivals(draft) for draft in drafts], [each.parents for each in drafts])
         pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, len(offers))
         counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: pass_s[nodes])
-        return [
-            (count or self._probed(draft)) if asked_length(draft.request) is None else len(draft.scores)
-            for count, draft in zip(counts, drafts, strict=True)
-        ]
+        for place, draft in enumerate(drafts):
+            if asked_length(draft.request) is not None:
+                counts[place] = len(draft.scores)
+            elif self._scored[str(draft.request.drafter)].keep(counts[place]):
+                self._held.left = 0
+            counts[place] = counts[place] or self._trials_of(draft).probe(len(draft.scores))
+        return counts
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """See `Judge.prefers`: the draft with the more expected tokens per second is taken."""
@@ -149,7 +151,7 @@ class Adaptive:
             tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request.seq_id)
             self._note_scores(outcome.request, method, draft is not None)
-            scores = () if draft is None else tested_scores(draft, outcome, len(tests))
+            scores = () if draft is None else tested_scores(draft, outcome)
             key = method if draft is None else scored(method)
             trials = self._trials.get(key)
             self._acceptance[key].observe(outcome.request, tests, scores)
@@ -198,7 +200,8 @@ class Adaptive:
             lengths, holds = self._joint_lengths(method, requests, most)
             self._unscored_lengths |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
             if any(lengths):
-                return most, holds
+                reach = max(self._scored[method].reach, *lengths)
+                return [min(each, reach) for each in most], holds
         if method not in self._scored:
             return self._joint_lengths(method, requests, most)
         lookups = self._scored[method]
@@ -207,6 +210,7 @@ class Adaptive:
             return [0] * len(requests), rest
         steps = 1 if is_dear else HOLDS
         self._held.asked.append(method)
+        most = [min(each, lookups.reach) for each in most]
         unscored = [place for place, request in enumerate(requests) if request in self._unscored]
         if unscored:
             own = [requests[place] for place in unscored], [most[place] for place in unscored]
@@ -232,8 +236,7 @@ class Adaptive:
             if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
                 return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1
         elif (trials.due(0) or not trials.doubt) and self._may_pay(method, most, seconds):
-            trials.start()
-            return [min(PROBE, longest) for longest in most], 1
+            return trials.start(most), 1
         else:
             steps = min(LONGEST_REST, max(HOLDS, trials.wait - trials.since))
             trials.due(steps)
@@ -259,6 +262,9 @@ class Adaptive:
         gains = [sum(acceptance.survivals(request, depth)) for request in requests]
         return [Offer(gain, nodes, depth, owner) for owner, gain in enumerate(gains)]
 
+    def _trials_of(self, draft: ScoredDraft) -> Trials:
+        return self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
+
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
         return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft)
 
@@ -266,14 +272,6 @@ class Adaptive:
         """Return the seconds of a step with so many nodes, without the time to draft them: at least that of none."""
         costs, held = self._costs, self._held
         return costs.rest_s + (max(costs.passes.at(held.rows + nodes), held.plain_s) if nodes else held.plain_s)
-
-    def _probed(self, draft: ScoredDraft) -> int:
-        """Return how many nodes of a scored draft are tried although they do not seem to pay."""
-        trials = self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
-        if not trials.due():
-            return 0
-        trials.start()
-        return min(PROBE, len(draft.scores))
 
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, doubted: bool) -> None:
         """Let the curves follow a step with drafts in which every sequence decodes.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+PROBE = 2  # nodes of a trial
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
 FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
+MOST_KEPT, KEPT_MEMORY = 16.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
 LOOKUP_MEMORY = 0.05  # weight of the newest step
 
 
@@ -27,9 +30,14 @@ class Trials:
         self.since += steps
         return self.since >= self.wait
 
-    def start(self) -> None:
-        """Begin a trial."""
+    def start(self, most: Sequence[int]) -> list[int]:
+        """Begin a trial and return its nodes for each sequence, of which there are at most so many."""
         self.since, self.probing = 0, True
+        return [min(PROBE, longest) for longest in most]
+
+    def probe(self, most: int) -> int:
+        """Count a step without drafts; return the nodes of a trial, 0 if none is due."""
+        return self.start([most])[0] if self.due() else 0
 
     def end(self, accepted: bool) -> None:
         """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
@@ -94,12 +102,25 @@ class Longer:
 class Lookups:
     """What asking a method with scores is worth, which has nothing to draft in most steps of an unfamiliar text.
 
-    gain: tokens accepted per step in which it is asked. seconds: how long that takes.
+    gain: tokens accepted per step in which it is asked. seconds: how long that takes. kept: how many nodes of its
+    largest draft were verified, where older steps count less; what is cut off again need not be asked for.
     """
 
     gain: float = 1.0
     seconds: float = 0.0
+    kept: float = MOST_KEPT
     resting: bool = False
+
+    @property
+    def reach(self) -> int:
+        """How many nodes the method is asked for."""
+        return 2 * int(self.kept) + 2
+
+    def keep(self, count: int) -> bool:
+        """Note that so many nodes of a draft are verified; return whether there could have been more of them."""
+        grows = count >= self.reach
+        self.kept = max(float(count), KEPT_MEMORY * self.kept)
+        return grows
 
     def rest(self) -> int:
         """Return the steps of a rest where asking does not pay; after each rest comes a question, and 0 is returned."""
