@@ -15,9 +15,10 @@ import numpy as np
 
 DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point
 TRIED = 0.3  # weight of a step without drafts, of which there may be few
-OUTLIER = 3.0  # a step counts as at most this many times slower than expected
+OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
 FAST, TRUSTED = 0.67, 0.95  # below this share of what was expected, a step has this weight: nothing makes it too fast
-MOST_PENDING = 64  # steps that wait until the curve is read
+LEAST_UNDRAFTED = 0.33  # of a pass after another one, in proportion to one after a draft
+MOST_PENDING = 8  # steps that wait until the curve is read
 LEAST_TABLE = 32  # sizes that are interpolated at once
 
 
@@ -138,7 +139,7 @@ class StepCosts:
 
     def observe_undrafted(self, rows: int, seconds: float) -> None:
         """Follow a pass after another one, without a draft between them."""
-        ratio = min(max(seconds / self.passes.at(rows), 1 / OUTLIER), OUTLIER)
+        ratio = min(max(seconds / self.passes.at(rows), LEAST_UNDRAFTED), OUTLIER)
         self.undrafted = min(1.0, self.undrafted + TRIED * (ratio - self.undrafted))
 
     def observe_rest(self, seconds: float) -> None:
