@@ -83,16 +83,18 @@ def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> 
     for length in LENGTHS:
         engines[length] = pair.engine(1, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
     every = prompts(kind, engines[0], arguments.prompts * (1 + arguments.rounds))
-    watched, times = dict[int, Steps](), {length: list[float]() for length in engines}
+    watched, times, plain_s = dict[int, Steps](), {length: list[float]() for length in engines}, list[float]()
     for first in range(0, len(every), arguments.prompts):
         for length, runtime in engines.items():
-            if first == arguments.prompts and length in (0, *KNOTS):
+            if first == arguments.prompts and length in KNOTS:
                 watched[length] = Steps(runtime)
             seconds = 0.0
             for prompt in every[first : first + arguments.prompts]:
                 if length in watched:
                     watched[length].pause()
-                seconds += run(runtime, [prompt], arguments.tokens).decode_s
+                decode_s = run(runtime, [prompt], arguments.tokens).decode_s
+                plain_s += [] if length else [decode_s / (arguments.tokens - 1)]
+                seconds += decode_s
             if first:
                 times[length].append(seconds)
     deepest = watched[LONGEST]
@@ -101,7 +103,7 @@ def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> 
     found = dict[str, Any]()
     for length in LENGTHS:
         speed = [own / each for own, each in zip(times[0], times[length], strict=True)]
-        expected = predict(length, deepest, costs) * watched[0].typical(0)
+        expected = predict(length, deepest, costs) * statistics.median(plain_s)
         over = expected / statistics.median(speed)
         found[str(length)] = {"predicted": expected, "measured": spread(speed), "over": over}
     accepted = [deepest.share(deepest.accepted, k) for k in LENGTHS]

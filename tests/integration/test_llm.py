@@ -341,7 +341,7 @@ def test_a_request_may_choose_its_rule(llm_of: MakeLLM) -> None:
 
 
 def test_an_exception_in_the_middle_leaves_the_engine_usable(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = llm_of("near")
+    llm = llm_of("near", spec_length=2)
     expected = tokens_of(llm.generate(TEXTS, GREEDY))
     forward_target, calls = step_module.forward_target, iter(range(100))
 

@@ -45,7 +45,7 @@ def test_short_head_is_trained_and_changes_no_text(
     counted = train(outputs, "--tokenizer", checkpoints.target, "--out", file)
     assert counted["size"] == VOCAB_SIZE // 4
     assert 0 < counted["coverage"] <= 1
-    options = {"head_tokens": str(file), **config}
+    options = {"head_tokens": str(file), "draft_length": "fixed", **config}
     llm = LLM(checkpoints.target, checkpoints.near, speculative_config=options, **engine)
     drafted = llm.generate(PROMPTS, PARAMS)
     assert [out.outputs[0].token_ids for out in drafted] == [out.outputs[0].token_ids for out in plain]

@@ -19,7 +19,7 @@ from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, te
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, most_nodes, scored
 from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly, tree_offers
-from speculant.scheduling.draft_length.trials import FIRST_WAIT, Longer, Lookups, PlainTrials, Trials
+from speculant.scheduling.draft_length.trials import Longer, Lookups, PlainTrials, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
@@ -232,7 +232,7 @@ class Adaptive:
         counts = choose_jointly(self._offers(method, requests, most), count, count, seconds, LEAST_GAIN)
         steps = HOLDS
         if any(counts):
-            trials.wait = FIRST_WAIT
+            trials.pays()
             if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
                 return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1
         elif (trials.due(0) or not trials.doubt) and self._may_pay(method, most, seconds):

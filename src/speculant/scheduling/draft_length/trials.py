@@ -44,10 +44,14 @@ class Trials:
         self.wait = 1 if accepted and not self.doubting else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
         self.probing = self.doubting = False
 
+    def pays(self) -> None:
+        """Note that drafts pay, so that trials begin anew once they do not."""
+        self.wait, self.doubt = FIRST_WAIT, self.doubt or FIRST_DOUBT
+
     def hopes(self) -> bool:
-        """Whether a trial is due that may show that drafts pay."""
-        self.doubt = self.doubt or FIRST_DOUBT
-        return self.due(0)
+        """Whether a trial is due that may show that drafts pay; the first one comes at once."""
+        is_first, self.doubt = not self.doubt, self.doubt or FIRST_DOUBT
+        return is_first or self.due(0)
 
     def doubts(self, is_cheap: bool) -> bool:
         """Whether a trial is due that can only show that costs were measured wrong: on a machine that was busy.
