@@ -4,7 +4,8 @@
 
 Texts, greedy: "edit" repeats a prompt of code with changes; "completion" continues openings of code; "unseen" continues
 random tokens. Engines run in turn, round by round, on prompts of the round's own, so that no store of finished requests
-knows the answers; the first round warms up. A figure is the median over rounds of tokens per second over those of plain
+knows the answers; the first rounds warm up. A round is short, so that what other programs do hits some rounds and not
+some engines: by default one batch. A figure is the median over rounds of tokens per second over those of plain
 decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too. "default" is
 what an engine does if nothing but the two models is named. With --shape, both models of the embedded pair are inflated:
 text and acceptance stay, costs are those of the shape.
@@ -122,12 +123,13 @@ def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> 
         fixed = {**base, "num_speculative_tokens": length, "draft_length": "fixed"}
         engines[str(length)] = pair.engine(batch, fixed)
     engines["adaptive"] = pair.engine(batch, base)
-    every = prompts(kind, engines["plain"], arguments.prompts * (1 + arguments.rounds))
+    size, warm_up = arguments.prompts or batch, max(1, arguments.rounds // 4)
+    every = prompts(kind, engines["plain"], size * (warm_up + arguments.rounds))
     runs: dict[str, list[Outcome]] = {label: [] for label in engines}
-    for first in range(0, len(every), arguments.prompts):
+    for first in range(0, len(every), size):
         for label, runtime in engines.items():
-            outcome = run(runtime, every[first : first + arguments.prompts], arguments.tokens)
-            if first:
+            outcome = run(runtime, every[first : first + size], arguments.tokens)
+            if first >= size * warm_up:
                 runs[label].append(outcome)
     times = {label: [outcome.seconds for outcome in own] for label, own in runs.items()}
     speeds = {
@@ -137,7 +139,7 @@ def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> 
     }
     best = max(["plain", *map(str, arguments.lengths)], key=lambda label: statistics.median(speeds.get(label, [1.0])))
     over = [fixed / own for fixed, own in zip(times[best], times["adaptive"], strict=True)]
-    tokens = arguments.tokens * arguments.prompts * arguments.rounds
+    tokens = arguments.tokens * size * arguments.rounds
     return {
         "drafts_by": engines["adaptive"].speculation,
         "speed": {label: spread(values) for label, values in speeds.items()},
@@ -163,8 +165,8 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=["edit", "completion", "unseen"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--prompts", type=int, help="of a round; a batch of them by default")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_args()

@@ -142,7 +142,7 @@ class Adaptive:
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        held, missed, doubted = self._held, bool(outcomes), False
+        held, missed, doubted, probed = self._held, bool(outcomes), False, dict[str, bool]()
         if not (outcomes or held.asked):
             self._observe_plain(timing)
             return
@@ -156,12 +156,12 @@ class Adaptive:
             trials = self._trials.get(key)
             self._acceptance[key].observe(outcome.request, tests, scores)
             if trials is not None and trials.probing:
+                probed[key] = probed.get(key, True) and all(tests)
                 doubted = doubted or trials.doubting
-                trials.end(all(tests))
-                held.left = 0
             missed = missed and not any(tests) and method not in self._scored
-        if missed:
-            held.left //= 2
+        for key, accepted in probed.items():
+            self._trials[key].end(accepted)
+        held.left = 0 if probed else held.left // 2 if missed else held.left
         for method in held.asked:
             own = [outcome for outcome in outcomes if outcome.request.drafter == method]
             self._scored[method].observe(sum(sum(outcome.accepted) for outcome in own), timing.draft_s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 PROBE = 2  # nodes of a trial
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
+MOST_REPEATS = 3
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
 FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
@@ -20,6 +21,8 @@ class Trials:
     """When a method that does not pay is tried again."""
 
     wait: int = FIRST_WAIT
+    backoff: int = FIRST_WAIT  # the last wait after a failure
+    repeats: int = 0  # trials in a row that were accepted and did not make drafts pay
     doubt: int = 0
     since: int = 0
     probing: bool = False
@@ -31,22 +34,30 @@ class Trials:
         return self.since >= self.wait
 
     def start(self, most: Sequence[int]) -> list[int]:
-        """Begin a trial and return its nodes for each sequence, of which there are at most so many."""
+        """Begin a trial and return its nodes for each sequence, of which there are at most so many.
+
+        The newer half of them is tried: a draft model first reads all that was committed since it drafted last.
+        """
         self.since, self.probing = 0, True
-        return [min(PROBE, longest) for longest in most]
+        return [min(PROBE, longest) if place >= len(most) // 2 else 0 for place, longest in enumerate(most)]
 
     def probe(self, most: int) -> int:
         """Count a step without drafts; return the nodes of a trial, 0 if none is due."""
         return self.start([most])[0] if self.due() else 0
 
     def end(self, accepted: bool) -> None:
-        """Wait longer after a failure; try again at once if all of the trial's draft was accepted."""
-        self.wait = 1 if accepted and not self.doubting else min(LONGEST_WAIT, 2 * max(self.wait, FIRST_WAIT // 2))
-        self.probing = self.doubting = False
+        """Wait longer, or try again at once if all that was tried was accepted: the estimates rise slowly."""
+        self.probing = False
+        if accepted and not self.doubting and self.repeats < MOST_REPEATS:
+            self.wait, self.repeats = 1, self.repeats + 1
+            return
+        self.backoff = self.wait = min(LONGEST_WAIT, 2 * self.backoff)
+        self.doubting, self.repeats = False, 0
 
     def pays(self) -> None:
         """Note that drafts pay, so that trials begin anew once they do not."""
-        self.wait, self.doubt = FIRST_WAIT, self.doubt or FIRST_DOUBT
+        self.wait = self.backoff = max(FIRST_WAIT, self.backoff // 2)
+        self.doubt, self.repeats = self.doubt or FIRST_DOUBT, 0
 
     def hopes(self) -> bool:
         """Whether a trial is due that may show that drafts pay; the first one comes at once."""
