@@ -65,7 +65,7 @@ def test_models_that_agree_share_a_child_and_laggards_add_none() -> None:
 
 
 def test_a_tree_is_drafted_through_the_public_door() -> None:
-    config = {"method": "draft_model", "model": "demo", "tree": [2, 1]}
+    config = {"method": "draft_model", "model": "demo", "tree": [2, 1], "draft_length": "fixed"}
     llm = LLM("demo", speculative_config=config, max_model_len=128)
     plain = LLM("demo", max_model_len=128)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
