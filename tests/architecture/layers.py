@@ -42,7 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
     "exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "bench": EVERYWHERE | ENGINE_AND_BELOW | {"theory", "training"},
-    "serving": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"},
+    "serving": EVERYWHERE | ENGINE_AND_BELOW,
     "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "exactness", "bench", "serving"},
 }
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.
