@@ -44,6 +44,10 @@ class AsyncEngine(Frontend):
         """Raise EngineDeadError if the engine broke down, EngineClosedError once it takes no more requests."""
         self._thread.check()
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request that has not ended was computed in a step; before that it waits in the queue."""
+        return self._thread.has_begun(request_id)
+
     async def stream(
         self,
         prompt: Prompt,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from speculant.config import EngineConfig
+from speculant.config import EngineConfig, Limits
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.errors import RequestError
@@ -44,6 +44,16 @@ class Frontend:
     def speculation(self) -> str:
         """What drafts, and how long; or why nothing does."""
         return self._runtime.speculation
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes of the engine: context, sequences that run and wait, rows per pass."""
+        return self._runtime.limits
+
+    @property
+    def prediction_method(self) -> str | None:
+        """The method that drafts from a request's prediction alone; None if nothing drafts."""
+        return self._runtime.prediction_method
 
     @property
     def kernels(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,8 @@ from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, 
 class StreamPiece:
     """One committed token as it is streamed. `text` may be empty while a character is incomplete.
 
-    `drafted` marks an accepted draft token; `output` comes with a request's last piece.
+    `drafted` marks an accepted draft token; `logprobs` are the token's, if they were asked for, without texts;
+    `output` comes with a request's last piece.
     """
 
     index: int
@@ -30,6 +31,7 @@ class StreamPiece:
     drafted: bool = False
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    logprobs: Logprobs | None = None
 
 
 class Generation:
@@ -60,6 +62,7 @@ class Generation:
         self._requests: list[Request] = []
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
+        self._num_pieces: Counter[int] = Counter()  # by sample
 
     def check(self, engine: Engine) -> None:
         """Raise what `start` would raise for a prompt that can't be served."""
@@ -89,13 +92,26 @@ class Generation:
 
     def piece(self, output: StepOutput) -> StreamPiece:
         """Return the piece of one committed token; the last one of a sample carries what was held back."""
-        text = _stream(self._requests[output.index]).pop() if output.token is not None else ""
+        request = self._requests[output.index]
+        text = _stream(request).pop() if output.token is not None else ""
+        logprobs = self._next_logprobs(request) if output.token is not None else None
         if output.finish_reason is None:
-            return StreamPiece(output.index, output.token, text, output.drafted)
-        text += self._close(self._requests[output.index])
-        reason = self._reason(self._requests[output.index])
+            return StreamPiece(output.index, output.token, text, output.drafted, logprobs=logprobs)
+        text += self._close(request)
         done = self.output() if len(self._closed) == len(self._requests) else None
-        return StreamPiece(output.index, output.token, text, output.drafted, reason, done)
+        reason = self._reason(request)
+        return StreamPiece(output.index, output.token, text, output.drafted, reason, done, logprobs)
+
+    def _next_logprobs(self, request: Request) -> Logprobs | None:
+        """Return the log-probabilities of the next token that is streamed, if they were asked for."""
+        place = self._num_pieces[request.index]
+        self._num_pieces[request.index] += 1
+        return request.logprobs[place] if request.params.logprobs is not None else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a sequence has taken part in a pass."""
+        return any(request.metrics.timing.target_passes for request in self._requests)
 
     def output(self) -> RequestOutput:
         """Return the current state; log-probabilities have no text yet, see `with_token_texts`."""
