@@ -63,13 +63,15 @@ class AsyncEngine(Frontend):
         cancelling the task that reads it aborts the request before the engine's next step; leave a loop
         early under `contextlib.aclosing`, so that this does not wait for the garbage collector.
 
-        Text is tokenised in the caller's loop; token ids spare it that. A lower priority is served sooner,
-        and prompts of different salts share no cache. Before anything is queued, raises RequestError or
+        Text is tokenised in the caller's loop; token ids spare it that. A grammar is compiled in another thread.
+        A lower priority is served sooner, and prompts of different salts share no cache. Before anything is queued, raises RequestError or
         ConfigError for what can't be served, CapacityError if too many requests wait, and as
         `check_health` does. A request that fails raises its error after the pieces that it had;
         one that `shutdown` aborts, an EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
+        if (compiling := self._compiling(sampling_params)) is not None:
+            await asyncio.shield(asyncio.wrap_future(compiling))  # others may wait for it too
         stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt))
         self._thread.add(stream)
         try:

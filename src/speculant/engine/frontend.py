@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,8 @@ from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
+from speculant.structured.constraint import Grammar
+from speculant.structured.grammars import Grammars
 from speculant.text.stop import compile_stops
 
 Prompt = str | Sequence[int]
@@ -28,6 +31,7 @@ class Frontend:
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
         self._runtime = build_engine(self.config)
         self.tokenizer = self._runtime.tokenizer
+        self._grammars = Grammars(self.tokenizer, self._runtime.checkpoint.eos_token_ids)
         self._compile_stops = lru_cache(maxsize=8)(compile_stops)  # many prompts share their stop strings
 
     @property
@@ -68,7 +72,7 @@ class Frontend:
     def _generation(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
     ) -> Generation:
-        """Tokenise a prompt and compile its stop strings; raises RequestError for what is no prompt."""
+        """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails."""
         given: object = prompt
         if not isinstance(given, (str, Sequence)):
             raise RequestError(
@@ -77,8 +81,14 @@ class Frontend:
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params = self._tokenised(params or self.default_params)
-        stops = self._compile_stops(tuple(params.stop))
-        return Generation(request_id, text, tokens, params, priority, cache_salt, stops)
+        stops, compiling = self._compile_stops(tuple(params.stop)), self._compiling(params)
+        constrain = compiling.result().constrain if compiling else None
+        return Generation(request_id, text, tokens, params, priority, cache_salt, stops, constrain)
+
+    def _compiling(self, params: SamplingParams | None) -> Future[Grammar] | None:
+        """Have the form compiled that these settings ask for; None if they ask for none."""
+        form = (params or self.default_params).structured_outputs
+        return None if form is None else self._grammars.compile(form)
 
     def _tokenised(self, params: SamplingParams) -> SamplingParams:
         """Return settings whose prediction, if there is one, is token ids."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import SpeculationMetrics
@@ -38,6 +39,7 @@ class Generation:
     """A tokenised prompt and, once it was queued, its `n` sequences.
 
     prompt: its text; None if it came as token ids. stops: the stop strings of `params`, compiled; None = none.
+    constrain: makes the constraint of a sequence; None = there is none.
     unread: committed tokens that no stream has shown yet. Raises RequestError for an id, a priority or a salt of
     another type.
     """
@@ -51,6 +53,7 @@ class Generation:
         priority: int = 0,
         cache_salt: str = "",
         stops: StopStrings | None = None,
+        constrain: Callable[[], Constraint] | None = None,
     ) -> None:
         _check_type("request_id", request_id, str)
         _check_type("priority", priority, int)
@@ -58,7 +61,7 @@ class Generation:
         self.request_id, self.params = request_id, params
         self.unread: deque[StepOutput] = deque()
         self._prompt, self._tokens, self._stops = prompt, tokens, stops
-        self._priority, self._cache_salt = priority, cache_salt
+        self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
         self._requests: list[Request] = []
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
@@ -77,6 +80,7 @@ class Generation:
             stop_checker=partial(TextStream, tokenizer, self.params, self._stops),
             priority=self._priority,
             cache_salt=self._cache_salt,
+            constraint=self._constrain,
         )
 
     @property
