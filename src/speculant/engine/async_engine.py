@@ -64,9 +64,9 @@ class AsyncEngine(Frontend):
         early under `contextlib.aclosing`, so that this does not wait for the garbage collector.
 
         Text is tokenised in the caller's loop; token ids spare it that. A grammar is compiled in another thread.
-        A lower priority is served sooner, and prompts of different salts share no cache. Before anything is queued, raises RequestError or
-        ConfigError for what can't be served, CapacityError if too many requests wait, and as
-        `check_health` does. A request that fails raises its error after the pieces that it had;
+        A lower priority is served sooner, and prompts of different salts share no cache. Before anything
+        is queued, raises RequestError or ConfigError for what can't be served, CapacityError if too many
+        requests wait, and as `check_health` does. A request that fails raises its error after the pieces that it had;
         one that `shutdown` aborts, an EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
