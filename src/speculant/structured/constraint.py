@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class GrammarConstraint:
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Tensor] = {}
         self._work: Future[None] | None = None
+        self._failure = ""  # what the last matcher that was replaced had come to
 
     def mask(self, tokens: Sequence[int]) -> Tensor:
         """See `Constraint.mask`. Raises RequestError if the grammar exceeds its limits behind the advanced tokens."""
@@ -62,8 +63,10 @@ class GrammarConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         """See `Constraint.advance`; raises RequestError for tokens that the grammar forbids."""
         self._settle()
-        if not self._move_to(tokens):
-            raise RequestError(f"the grammar of this request forbids the tokens {list(tokens)}", "report this.")
+        self._failure = ""
+        with _MATCHING:
+            if not self._move_to(tokens):
+                raise self._over_limits() if self._failure else _forbidden(tokens)
         self._taken += tokens
         self._path = []
         new, count = tuple(tokens), len(tokens)
@@ -89,7 +92,7 @@ class GrammarConstraint:
         with _MATCHING:
             if not (self._move_to(()) and self._matcher.is_accepting()):
                 return False
-        return _allowed(self._mask(())) <= self._grammar.end_token_ids
+        return not _without(self._mask(()), self._grammar.end_token_ids).any()
 
     def forced(self) -> list[int]:
         """See `forced_tokens`: those in which the tokenizer writes the only bytes that may follow."""
@@ -133,10 +136,9 @@ class GrammarConstraint:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if not self._matcher.is_error():
                 return torch.from_numpy(words)
-            reason = self._matcher.get_error()
-        self._begin_again()
+            self._begin_again()
         if not path:
-            raise RequestError(f"the grammar of this request exceeds its limits: {shortened(reason)}", SIMPLIFY)
+            raise self._over_limits()
         return nothing
 
     def _move_to(self, path: Sequence[int]) -> bool:
@@ -165,11 +167,19 @@ class GrammarConstraint:
 
     def _begin_again(self) -> None:
         """Replace the matcher by one that stands behind the advanced tokens."""
+        self._failure = self._matcher.get_error()
         self._matcher, self._path = self._grammar.begin(), []
         if self._matcher.try_consume_tokens(self._taken) != len(self._taken):
-            raise RequestError(
-                f"the grammar of this request exceeds its limits: {shortened(self._matcher.get_error())}", SIMPLIFY
-            )
+            raise self._over_limits()
+
+    def _over_limits(self) -> RequestError:
+        return RequestError(f"the grammar of this request exceeds its limits: {shortened(self._failure)}", SIMPLIFY)
+
+
+def _forbidden(tokens: Sequence[int]) -> RequestError:
+    return RequestError(
+        f"the grammar of this request forbids the tokens {list(tokens)}", "commit what its mask allows."
+    )
 
 
 def shortened(reason: str) -> str:
@@ -178,10 +188,12 @@ def shortened(reason: str) -> str:
     return line if len(line) <= 300 else line[:297] + "..."
 
 
-def _allowed(mask: Tensor) -> set[int]:
-    """Return the tokens that a mask allows."""
-    bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist())
+def _without(mask: Tensor, tokens: Iterable[int]) -> np.ndarray[Any, Any]:
+    """Return the words of a mask that forbids some tokens too."""
+    words = mask.numpy().view(np.uint32).copy()
+    for token in tokens:
+        words[token // _WORD] &= np.uint32(~(1 << token % _WORD) & 0xFFFFFFFF)
+    return words
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
