@@ -42,8 +42,10 @@ class Grammar:
 class GrammarConstraint:
     """See `Constraint`. The matcher stands behind the advanced tokens and `_path`, which are drafted ones.
 
-    Masks along a draft are kept until the next tokens are advanced, so that draft and target compute each one once. A
-    matcher that exceeds its limits is of no more use; it is replaced by one that has taken the advanced tokens again.
+    End tokens are not fed to it. Masks along a draft are kept until the next tokens are advanced, so that draft and
+    target compute each one once.
+
+    A matcher that exceeds its limits is of no more use; it is replaced by one that has taken the advanced tokens again.
     So what a draft leads to can't end a request: behind such a draft no token may follow.
     """
 
@@ -77,7 +79,8 @@ class GrammarConstraint:
         self._settle()
         self._masks.clear()
         with _MATCHING:
-            undone = self._matcher.rollback(n + len(self._path))
+            fed = max(0, n - self._has_ended(())) + len(self._path)
+            undone = not fed or self._matcher.rollback(fed)
         del self._taken[len(self._taken) - n :]
         self._path = []
         if not undone:
@@ -143,7 +146,11 @@ class GrammarConstraint:
 
     def _move_to(self, path: Sequence[int]) -> bool:
         """Let the matcher stand behind a path; False if the grammar forbids it, and then it stands before that."""
-        if not all(map(self._may_go_on, path[:-1])) or not all(token < self._grammar.vocab_size for token in path):
+        if path and self._has_ended(()):
+            return False
+        if path and self._has_ended(path):
+            return self._move_to(path[:-1]) and self._matcher.is_accepting()
+        if not all(map(self._may_go_on, path)):
             return False
         agreed = _common(self._path, path)
         if agreed < len(self._path):
@@ -159,6 +166,7 @@ class GrammarConstraint:
         return len(self._path) == len(path)
 
     def _has_ended(self, path: Sequence[int]) -> bool:
+        """Whether an end token is the last of the advanced tokens and a path."""
         last = path[-1] if path else self._taken[-1] if self._taken else -1
         return last in self._grammar.end_token_ids
 
@@ -169,7 +177,8 @@ class GrammarConstraint:
         """Replace the matcher by one that stands behind the advanced tokens."""
         self._failure = self._matcher.get_error()
         self._matcher, self._path = self._grammar.begin(), []
-        if self._matcher.try_consume_tokens(self._taken) != len(self._taken):
+        fed = self._taken[: len(self._taken) - self._has_ended(())]
+        if self._matcher.try_consume_tokens(fed) != len(fed):
             raise self._over_limits()
 
     def _over_limits(self) -> RequestError:

@@ -125,6 +125,28 @@ def test_nothing_follows_a_forbidden_token_or_the_end(grammars: Grammars, tokeni
     assert allowed(constraint.mask(())) == {END, *tokenizer.encode("a")}
 
 
+@pytest.mark.parametrize("text", ["", "no", "yes"])
+def test_an_end_token_is_taken_and_given_back(grammars: Grammars, tokenizer: Tokenizer, text: str) -> None:
+    constraint = grammars.compile(StructuredOutputs(choice=["", "no", "not", "yes"])).result().constrain()
+    tokens = tokenizer.encode(text)
+    constraint.advance(tokens)
+    before, done = constraint.mask(()).clone(), constraint.is_done
+    constraint.mask([END])
+    constraint.advance([END])
+    assert constraint.is_done
+    assert not constraint.mask(()).any()
+    assert not constraint.mask([END]).any()
+    assert not constraint.forced()
+    constraint.rollback(0)
+    assert constraint.is_done
+    constraint.rollback(1)
+    assert constraint.is_done == done
+    assert torch.equal(constraint.mask(()), before)
+    constraint.advance([END])
+    constraint.rollback(1 + len(tokens))
+    assert allowed(constraint.mask(())) == {END, *tokenizer.encode("ny")}
+
+
 def test_it_is_done_where_only_the_end_may_follow(grammars: Grammars, tokenizer: Tokenizer) -> None:
     for choice, done in {"cat": False, "catalogue": True, "dog": True, "do": False}.items():
         constraint = grammars.compile(FORMS["choice"]).result().constrain()
