@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from speculant.engine.frontend import Frontend, Prompt
+from speculant.engine.frontend import Frontend, Message, Prompt
 from speculant.engine.generation import StreamPiece
 from speculant.engine.thread import EngineThread, PieceStream
 from speculant.metrics import EngineMetrics
@@ -97,6 +97,36 @@ class AsyncEngine(Frontend):
                 output = piece.output
         assert output is not None, "a request ended without its result"
         return output
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
+
+        The template is rendered at once, in the caller's thread; arguments and errors of that are those of
+        `render_chat`.
+        """
+        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return self.stream(prompt, sampling_params, **named)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> RequestOutput:
+        """Answer one conversation; arguments and errors are those of `stream_chat`."""
+        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return await self.generate(prompt, sampling_params, **named)
 
     async def shutdown(self, drain: bool) -> None:
         """Refuse new requests, finish those that are there (drain) or abort them, and end the thread.

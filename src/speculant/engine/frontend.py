@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,9 +15,19 @@ from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
+from speculant.text.messages import check_variables, read_messages
 from speculant.text.stop import compile_stops
 
-Prompt = str | Sequence[int]
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """The text of a conversation in the model's format. It has its special tokens; none are added."""
+
+    text: str
+
+
+Prompt = str | RenderedPrompt | Sequence[int]
+Message = Mapping[str, Any]
 
 
 class Frontend:
@@ -69,21 +79,46 @@ class Frontend:
         """The sampling settings that the checkpoint recommends."""
         return self._runtime.checkpoint.sampling
 
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Return the prompt of a conversation, by the checkpoint's chat template.
+
+        messages are in OpenAI's form, see `read_messages`; tools too. add_generation_prompt: the prompt ends where the
+        assistant's answer begins. Raises RequestError for messages that the template can't render, ModelError for a
+        checkpoint without a template.
+        """
+        variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
+        given = list(tools) if tools else None
+        return RenderedPrompt(
+            self.tokenizer.apply_chat_template(conversation, add_generation_prompt, tools=given, **variables)
+        )
+
     def _generation(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
     ) -> Generation:
         """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails."""
-        given: object = prompt
-        if not isinstance(given, (str, Sequence)):
-            raise RequestError(
-                f"a prompt is a {type(given).__name__}", "give a text, a list of token ids, or a list of those."
-            )
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        text, tokens = self._read_prompt(prompt)
         params = self._tokenised(params or self.default_params)
         stops, compiling = self._compile_stops(tuple(params.stop)), self._compiling(params)
         constrain = compiling.result().constrain if compiling else None
         return Generation(request_id, text, tokens, params, priority, cache_salt, stops, constrain)
+
+    def _read_prompt(self, prompt: object) -> tuple[str | None, list[int]]:
+        """Return a prompt's text, if it has one, and its token ids."""
+        if isinstance(prompt, RenderedPrompt):
+            return prompt.text, self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"a prompt is a {type(prompt).__name__}", "give a text, a list of token ids, or a list of those."
+            )
+        return None, list(prompt)
 
     def _compiling(self, params: SamplingParams | None) -> Future[Grammar] | None:
         """Have the form compiled that these settings ask for; None if they ask for none."""
