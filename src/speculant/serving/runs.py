@@ -76,10 +76,11 @@ async def _read(
     try:
         async with asyncio.timeout(options.request_timeout), aclosing(pieces):
             piece: StreamPiece | None = await _first(engine, pieces, request_id, options)
+            last = piece
             while piece is not None:
                 arrived.put_nowait((place, piece))
-                _check_output(piece)
-                piece = await anext(pieces, None)
+                last, piece = piece, await anext(pieces, None)
+            _check_output(last)
         arrived.put_nowait(None)
     except TimeoutError:
         arrived.put_nowait(timed_out(f"The answer was not complete after {options.request_timeout} s."))
@@ -87,9 +88,9 @@ async def _read(
         arrived.put_nowait(error)
 
 
-def _check_output(piece: StreamPiece) -> None:
-    """Raise the error of a sample that failed while others did not."""
-    if piece.output is not None and piece.output.error is not None:
+def _check_output(piece: StreamPiece | None) -> None:
+    """Raise, after the last piece, the error of a sample that failed while others did not."""
+    if piece is not None and piece.output is not None and piece.output.error is not None:
         problem, _, fix = piece.output.error.partition("\n  Fix: ")
         raise SpeculantError(problem, fix)
 

@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
             port=options.port,
             http=AbortableProtocol,
             ws="none",
-            h11_max_incomplete_event_size=2 * options.max_header_bytes,
+            h11_max_incomplete_event_size=8 * options.max_header_bytes,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=_LAST_EVENTS,
             log_config=None,
