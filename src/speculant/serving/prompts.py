@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import ChatBody, CompletionBody, Message, TokenizeBody
-from speculant.serving.sampling import text_of
+from speculant.serving.protocol import ChatBody, CompletionBody, TokenizeBody
 from speculant.serving.state import ServerState
 
 T = TypeVar("T")
-_RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,13 @@ class Prompts:
         if len(messages) > self.options.max_messages:
             raise refusal(f"There are {len(messages)} messages and {self.options.max_messages} may be.", "messages")
         variables = dict(body.chat_template_kwargs or {})
-        if name := next((name for name in _RESERVED if name in variables), None):
-            raise refusal(f"chat_template_kwargs can't set {name}.", "chat_template_kwargs")
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
-        generates = body.add_generation_prompt is not False
         tools = None if isinstance(body, ChatBody) and body.tool_choice == "none" else body.tools
-        conversation = [as_mapping(message) for message in messages]
+        conversation = [message.model_dump(exclude_none=True) for message in messages]
 
         def render() -> Prompt:
-            text = engine.tokenizer.apply_chat_template(conversation, generates, tools=tools or None, **variables)
+            text = engine.render_chat(conversation, tools, body.add_generation_prompt is not False, variables).text
             self._check_text(text)
             return Prompt(engine.tokenizer.encode(text, add_special_tokens=False), text)
 
@@ -110,30 +104,3 @@ def _listed(body: CompletionBody) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     return [prompt] if isinstance(prompt[0], int) else prompt
-
-
-def as_mapping(message: Message) -> Mapping[str, Any]:
-    """Return a message as templates read it: its text joined, the arguments of calls as objects."""
-    given = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
-    given["content"] = text_of(message.content)
-    if message.role == "developer":  # OpenAI's other name, which templates do not know
-        given["role"] = "system"
-    if message.tool_calls:
-        given["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return given
-
-
-def _arguments(text: str) -> Any:
-    """Return the object that is the arguments of a call; text that is no JSON object stays as it is."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
