@@ -31,6 +31,15 @@ class Automaton:
         return AutomatonConstraint(self)
 
 
+@dataclass(frozen=True)
+class ForcingAutomaton(Automaton):
+    """One whose constraints know where there is no choice."""
+
+    def constrain(self) -> AutomatonConstraint:
+        """See the base."""
+        return ForcingConstraint(self)
+
+
 class AutomatonConstraint:
     """A `Constraint` whose masks are as short as they can be; `taken` are the tokens that it was advanced by."""
 
@@ -62,6 +71,19 @@ class AutomatonConstraint:
     def is_done(self) -> bool:
         """See `Constraint.is_done`."""
         return not self.automaton.edges[self._states[-1]]
+
+
+class ForcingConstraint(AutomatonConstraint):
+    """A constraint that says what has to follow."""
+
+    def forced(self) -> list[int]:
+        """See `ForcingConstraint.forced` of the package: the tokens up to the next choice or a state once passed."""
+        state, passed, tokens = self._states[-1], set[int](), list[int]()
+        while len(self.automaton.edges[state]) == 1 and state not in passed:
+            passed.add(state)
+            ((token, state),) = self.automaton.edges[state].items()
+            tokens.append(token)
+        return tokens
 
 
 def bitset(tokens: Iterable[int]) -> Tensor:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from speculant.engine.llm import LLM
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
+    from speculant.structured.spec import StructuredOutputs
     from speculant.types import CompletionOutput, DraftTree, RequestOutput, Verdict
     from speculant.verification.execution import Speculated, speculate
     from speculant.verification.multi_draft import iterative_speculative_sample
@@ -25,6 +26,7 @@ _HOMES = {
     "EngineConfig": "speculant.config",
     "SamplingParams": "speculant.params",
     "SpeculantError": "speculant.errors",
+    "StructuredOutputs": "speculant.structured.spec",
     "Speculated": "speculant.verification.execution",
     "CompletionOutput": "speculant.types",
     "DraftTree": "speculant.types",
@@ -44,6 +46,7 @@ __all__ = [
     "SpeculantError",
     "Speculated",
     "StreamPiece",
+    "StructuredOutputs",
     "Verdict",
     "iterative_speculative_sample",
     "speculate",

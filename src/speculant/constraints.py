@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from speculant.errors import RequestError
+from speculant.tree import DraftTree
 
 _BITS = 32  # of a mask's words
 
@@ -37,6 +39,36 @@ class Constraint(Protocol):
     def is_done(self) -> bool:
         """Whether only an end token may follow the advanced tokens: the request ends."""
         ...
+
+
+class ForcingConstraint(Constraint, Protocol):
+    """A constraint that knows what comes next where there is no choice."""
+
+    def forced(self) -> list[int]:
+        """Return tokens that have to follow the advanced ones, as far as that is known; none if there is a choice."""
+        ...
+
+
+class PreparingConstraint(Constraint, Protocol):
+    """A constraint that computes masks beside the target's pass."""
+
+    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
+        """Begin to compute the masks behind drafted paths, which are asked for next; it returns at once."""
+        ...
+
+
+def forced_tokens(constraint: Constraint | None, vocab_size: int) -> list[int]:
+    """Return the tokens that a constraint forces next, if it can tell; none outside of the vocabulary."""
+    forced = getattr(constraint, "forced", None)
+    tokens: list[int] = forced() if forced is not None else []
+    return list(takewhile(lambda token: 0 <= token < vocab_size, tokens))
+
+
+def prepare_masks(constraint: Constraint | None, tree: DraftTree) -> None:
+    """Let a constraint prepare the masks behind the root and all nodes of a tree, if it can."""
+    prepare = getattr(constraint, "prepare", None)
+    if prepare is not None:
+        prepare([tree.tokens_to(node) for node in range(-1, tree.size)])
 
 
 def checked_mask(constraint: Constraint, tokens: Sequence[int]) -> Tensor | None:

@@ -19,6 +19,8 @@ class SpeculationMetrics:
     num_accepted_draft_tokens: int = 0
     num_tested_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    per_step_drafted: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
 
     def record(self, drafted: int, accepted: int, tested: int) -> None:
         """Count one verification of a draft of `drafted` > 0 nodes."""
@@ -29,6 +31,8 @@ class SpeculationMetrics:
         missing = accepted + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram += [0] * missing
         self.acceptance_histogram[accepted] += 1
+        self.per_step_drafted.append(drafted)
+        self.per_step_accepted.append(accepted)
 
     def add(self, other: SpeculationMetrics) -> None:
         """Pool another request's counts into these."""
@@ -39,6 +43,8 @@ class SpeculationMetrics:
         self.acceptance_histogram += [0] * (len(other.acceptance_histogram) - len(self.acceptance_histogram))
         for accepted, steps in enumerate(other.acceptance_histogram):
             self.acceptance_histogram[accepted] += steps
+        self.per_step_drafted += other.per_step_drafted
+        self.per_step_accepted += other.per_step_accepted
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -56,11 +62,17 @@ class SpeculationMetrics:
         return _ratio(self.num_accepted_draft_tokens, self.num_tested_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return counts and rates under their documented keys."""
+        """Return counts and rates under their documented keys; see `steps` for what is left out."""
         rates = {name: getattr(self, name) for name in _RATES}
-        return {**asdict(self), **rates}
+        counts = {name: value for name, value in asdict(self).items() if name not in _STEPS}
+        return {**counts, **rates}
+
+    def steps(self) -> dict[str, list[int]]:
+        """Return what every step drafted and accepted, in order, under their documented keys."""
+        return {name: list(getattr(self, name)) for name in _STEPS}
 
 
+_STEPS = ("per_step_accepted", "per_step_drafted")
 _RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
 
 
@@ -185,6 +197,8 @@ class EngineMetrics:
     Requests are counted per sample. draft_s, verify_s and other_s divide the steps' time, in seconds. lossy samples
     were verified by a verifier that is not lossless. repeated_steps failed and were repeated for each sequence
     alone; transient_errors are those that then failed for none.
+    drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
+    many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. Blocks
     are those of the target's cache.
@@ -203,12 +217,24 @@ class EngineMetrics:
     repeated_steps: int = 0
     transient_errors: int = 0
     drafter_errors: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     waiting: int = 0
     running: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` > 0 nodes, of which a path of `accepted` was kept."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        known = self.accepted_per_position + (0,) * (accepted - len(self.accepted_per_position))
+        self.accepted_per_position = tuple(count + (depth < accepted) for depth, count in enumerate(known))
 
     @property
     def tokens_per_step(self) -> float:

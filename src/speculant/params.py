@@ -14,6 +14,7 @@ from typing import Any
 from speculant.errors import ConfigError, suggest
 from speculant.speculation import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
 from speculant.speculation import Speculation, read_speculation
+from speculant.structured.spec import StructuredOutputs, read_structured
 
 MAX_N = 128
 MAX_LOGPROBS = 100
@@ -65,11 +66,13 @@ class SamplingParams:
     speculation: bool | Mapping[str, Any] | None = None
     beam_width: int | None = None  # None = no beam search
     length_penalty: float = 1.0  # above 0 favours longer texts
+    structured_outputs: StructuredOutputs | None = None  # the form of the text; a mapping of its fields is read too
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         self._set(stop=stops, stop_token_ids=_listed("stop_token_ids", self.stop_token_ids))
         self._set(logit_bias=_read_bias(self.logit_bias), speculation=read_speculation(self.speculation))
+        self._set(structured_outputs=read_structured(self.structured_outputs))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
         for name, (low, high) in _RANGES.items():
             _check_range(name, getattr(self, name), low, high)
@@ -157,6 +160,7 @@ class SamplingParams:
             "stop": bool(self.stop),
             "logprobs": self.logprobs is not None,
             "speculation": named,
+            "structured_outputs": self.structured_outputs is not None,
         }
 
     @cached_property

@@ -26,6 +26,7 @@ ATTRIBUTES = {
     "speculant.drafting": "build",
     "speculant.models": "read_config",
     "speculant.scheduling.draft_length": "build",
+    "speculant.serving.tools": "Parser",
     "speculant.models.backends": "open_backend",
     "speculant.verification": "build",
 }

@@ -12,24 +12,27 @@ EVERYWHERE = frozenset(
     {"types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files", "metrics"}
 )
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
-ENGINE_AND_BELOW = MODELS_AND_BELOW | {"engine", "drafting", "verification", "scheduling", "text", "plugins"}
+ENGINE_AND_BELOW = MODELS_AND_BELOW | {
+    *("engine", "drafting", "verification", "scheduling", "text", "structured", "plugins")
+}
 
 # A name allows a module and everything in it; every part may also import itself, and the package's version.
 ALLOWED: dict[str, frozenset[str]] = {
     "": ENGINE_AND_BELOW | EVERYWHERE,
     "errors": frozenset(),
-    "params": frozenset({"errors", "speculation"}),
+    "params": frozenset({"errors", "speculation", "structured.spec"}),
     "speculation": frozenset({"errors"}),
     "files": frozenset({"errors"}),
     "metrics": frozenset({"errors"}),
     "tree": frozenset(),
     "beams": frozenset({"tree"}),
-    "constraints": frozenset({"errors"}),
+    "constraints": frozenset({"errors", "tree"}),
     "counts": frozenset({"tree"}),
     "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts"}),
     "config": frozenset({"errors", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "files", "params", "types", "config"}),
+    "structured": frozenset({"errors", "files", "constraints", "text"}),
     "kernels": EVERYWHERE,
     "cache": EVERYWHERE | {"kernels"},
     "sampling": EVERYWHERE | {"kernels"},
@@ -42,7 +45,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
     "exactness": EVERYWHERE | ENGINE_AND_BELOW,
     "bench": EVERYWHERE | ENGINE_AND_BELOW | {"theory", "training"},
-    "serving": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"},
+    "serving": EVERYWHERE | ENGINE_AND_BELOW,
     "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "exactness", "bench", "serving"},
 }
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.

@@ -22,7 +22,7 @@ from speculant.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import Request
-from tests.automata import Automaton, AutomatonConstraint
+from tests.automata import Automaton, AutomatonConstraint, ForcingAutomaton, ForcingConstraint
 from tests.exactness.distributions import transformed
 from tests.exactness.speculation import MakeDrafter, draft_model
 from tests.exactness.test_tree_distributions import drafting, of_two_models
@@ -137,6 +137,54 @@ def test_constrained_trees_of_two_models(verifier: str) -> None:
 def test_constrained_drafts_without_a_model(make: MakeDrafter, verifier: str) -> None:
     """Such drafts know no constraint: what it forbids is never accepted, and nothing follows the end."""
     assert_exact(Case(PAIR, 3, verification=verifier, prompt=(0, 1, 2, 0), make_drafter=make, idle=1))
+
+
+FORCING = ForcingAutomaton(
+    {
+        0: {0: 1, 1: 0, 2: 2},
+        1: {1: 4},
+        2: {0: 0, 2: 3},
+        3: {},
+        4: {3: 5},
+        5: {0: 0, 2: 1, 3: 3},
+    }
+)
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+@pytest.mark.parametrize("make", [draft_model, scripted(), scripted(1, 3, 0)], ids=["model", "nothing", "chain"])
+def test_forced_tokens_are_drafts(make: MakeDrafter, verifier: str) -> None:
+    case = Case(PAIR, 2, verification=verifier, width=8, make_drafter=make, automaton=FORCING, idle=1)
+    assert assert_exact(case) > 0.2
+
+
+@pytest.mark.parametrize("verifier", BRANCHING)
+def test_forced_tokens_beside_trees(verifier: str) -> None:
+    make = functools.partial(drafting, StaticTree.of_widths([2, 1]))
+    assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make, automaton=FORCING))
+
+
+class Mistaken(ForcingConstraint):
+    """Says that tokens are forced where they are one choice of several, or forbidden."""
+
+    def forced(self) -> list[int]:
+        """See the base."""
+        return super().forced() or [2, 2, 1]
+
+
+@dataclass(frozen=True)
+class MistakenAutomaton(Automaton):
+    """Makes such constraints."""
+
+    def constrain(self) -> AutomatonConstraint:
+        """See the base."""
+        return Mistaken(self)
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS)
+def test_forced_tokens_are_verified(verifier: str) -> None:
+    automaton = MistakenAutomaton(FORCING.edges)
+    assert_exact(Case(PAIR, 2, verification=verifier, width=8, make_drafter=draft_model, automaton=automaton))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

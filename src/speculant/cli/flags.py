@@ -93,6 +93,9 @@ class SamplingFlags(FlagGroup):
     length_penalty: Annotated[
         float, "A beam's score is its log-probability / length ** this; higher favours long ones."
     ]
+    structured_outputs: Annotated[
+        str, 'The form of the text: json_object=true, regex=EXPRESSION or a JSON object such as {"json": SCHEMA}.'
+    ]
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace flags that were not given."""
@@ -101,6 +104,8 @@ class SamplingFlags(FlagGroup):
             values["logit_bias"] = parse_mapping("--logit-bias", values["logit_bias"])
         if "speculation" in values:
             values["speculation"] = parse_speculation(values["speculation"])
+        if "structured_outputs" in values:
+            values["structured_outputs"] = parse_mapping("--structured-outputs", values["structured_outputs"])
         if defaults is None or "beam_width" in values:  # a beam search does not use sampling defaults
             defaults = SamplingParams()
         return dataclasses.replace(defaults, **values)

@@ -41,6 +41,7 @@ class Method:
     accepts_model: a draft model may be named, and need not be.
     lookup_rank: a method that looks drafts up in text and needs no model has one. Methods that combine others take all
     of these unless the user names some, in ascending order; None = not among them.
+    reads_prediction: it drafts from the request's own prediction and nothing else.
     """
 
     default_length: int
@@ -51,6 +52,7 @@ class Method:
     on_request: bool = True
     accepts_model: bool = False
     lookup_rank: int | None = None
+    reads_prediction: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from speculant.engine.frontend import Frontend, Prompt
+from speculant.engine.frontend import Frontend, Message, Prompt
 from speculant.engine.generation import StreamPiece
 from speculant.engine.thread import EngineThread, PieceStream
 from speculant.metrics import EngineMetrics
@@ -44,6 +44,10 @@ class AsyncEngine(Frontend):
         """Raise EngineDeadError if the engine broke down, EngineClosedError once it takes no more requests."""
         self._thread.check()
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request that has not ended was computed in a step; before that it waits in the queue."""
+        return self._thread.has_begun(request_id)
+
     async def stream(
         self,
         prompt: Prompt,
@@ -59,13 +63,15 @@ class AsyncEngine(Frontend):
         cancelling the task that reads it aborts the request before the engine's next step; leave a loop
         early under `contextlib.aclosing`, so that this does not wait for the garbage collector.
 
-        Text is tokenised in the caller's loop; token ids spare it that. A lower priority is served sooner,
-        and prompts of different salts share no cache. Before anything is queued, raises RequestError or
-        ConfigError for what can't be served, CapacityError if too many requests wait, and as
-        `check_health` does. A request that fails raises its error after the pieces that it had;
+        Text is tokenised in the caller's loop; token ids spare it that. A grammar is compiled in another thread.
+        A lower priority is served sooner, and prompts of different salts share no cache. Before anything
+        is queued, raises RequestError or ConfigError for what can't be served, CapacityError if too many
+        requests wait, and as `check_health` does. A request that fails raises its error after the pieces that it had;
         one that `shutdown` aborts, an EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
+        if (compiling := self._compiling(sampling_params)) is not None:
+            await asyncio.shield(asyncio.wrap_future(compiling))  # others may wait for it too
         stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt))
         self._thread.add(stream)
         try:
@@ -91,6 +97,36 @@ class AsyncEngine(Frontend):
                 output = piece.output
         assert output is not None, "a request ended without its result"
         return output
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
+
+        The template is rendered at once, in the caller's thread; arguments and errors of that are those of
+        `render_chat`.
+        """
+        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return self.stream(prompt, sampling_params, **named)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> RequestOutput:
+        """Answer one conversation; arguments and errors are those of `stream_chat`."""
+        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return await self.generate(prompt, sampling_params, **named)
 
     async def shutdown(self, drain: bool) -> None:
         """Refuse new requests, finish those that are there (drain) or abort them, and end the thread.

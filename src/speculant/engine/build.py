@@ -39,7 +39,8 @@ _LENGTHS = "speculant.scheduling.draft_length"
 class Runtime:
     """An engine, its tokenizer and checkpoint. `speculation` names the drafter, or the reason why there is none.
 
-    drafting_beams: whether it drafts for beam searches too.
+    drafting_beams: whether it drafts for beam searches too. prediction_method: the one that a request with a prediction
+    may name; None if it may not.
     """
 
     engine: Engine
@@ -49,6 +50,7 @@ class Runtime:
     drafting: bool
     drafting_beams: bool
     speculation: str
+    prediction_method: str | None = None
 
 
 def build_engine(config: EngineConfig) -> Runtime:
@@ -100,7 +102,8 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         says += f", {spec.verification} and so NOT LOSSLESS"
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
-    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says)
+    predicts = _prediction_method() if config.use_speculative_decoding is not False else None
+    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, predicts)
 
 
 def drafts(config: EngineConfig, target: Checkpoint) -> bool:
@@ -170,6 +173,11 @@ def _usual_method(spec: SpeculativeConfig) -> str:
     with_model_alone = spec.model is not None and settings
     methods = {name: _method(name) for name in plugins.names(_DRAFTERS)}
     return next(name for name, each in methods.items() if (each.preferred if with_model_alone else each.default))
+
+
+def _prediction_method() -> str | None:
+    methods = {name: _method(name) for name in plugins.names(_DRAFTERS)}
+    return next((name for name, each in methods.items() if each.reads_prediction), None)
 
 
 def _policy(spec: SpeculativeConfig | None) -> tuple[Any, dict[str, Any]]:

@@ -203,6 +203,9 @@ class Engine:
         self.metrics.steps += 1
         self.metrics.tokens += sum(output.token is not None for each in committed for output in each.outputs)
         self.metrics.preemptions += len(schedule.preempted)
+        for each in committed:
+            if each.outcome is not None:
+                self.metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
         self._note_standing()
 
     def _note_standing(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import SpeculationMetrics
@@ -21,7 +22,8 @@ from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, 
 class StreamPiece:
     """One committed token as it is streamed. `text` may be empty while a character is incomplete.
 
-    `drafted` marks an accepted draft token; `output` comes with a request's last piece.
+    `drafted` marks an accepted draft token; `logprobs` are the token's, if they were asked for, without texts;
+    `output` comes with a request's last piece.
     """
 
     index: int
@@ -30,12 +32,14 @@ class StreamPiece:
     drafted: bool = False
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    logprobs: Logprobs | None = None
 
 
 class Generation:
     """A tokenised prompt and, once it was queued, its `n` sequences.
 
     prompt: its text; None if it came as token ids. stops: the stop strings of `params`, compiled; None = none.
+    constrain: makes the constraint of a sequence; None = there is none.
     unread: committed tokens that no stream has shown yet. Raises RequestError for an id, a priority or a salt of
     another type.
     """
@@ -49,6 +53,7 @@ class Generation:
         priority: int = 0,
         cache_salt: str = "",
         stops: StopStrings | None = None,
+        constrain: Callable[[], Constraint] | None = None,
     ) -> None:
         _check_type("request_id", request_id, str)
         _check_type("priority", priority, int)
@@ -56,10 +61,11 @@ class Generation:
         self.request_id, self.params = request_id, params
         self.unread: deque[StepOutput] = deque()
         self._prompt, self._tokens, self._stops = prompt, tokens, stops
-        self._priority, self._cache_salt = priority, cache_salt
+        self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
         self._requests: list[Request] = []
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
+        self._num_pieces: Counter[int] = Counter()  # by sample
 
     def check(self, engine: Engine) -> None:
         """Raise what `start` would raise for a prompt that can't be served."""
@@ -74,6 +80,7 @@ class Generation:
             stop_checker=partial(TextStream, tokenizer, self.params, self._stops),
             priority=self._priority,
             cache_salt=self._cache_salt,
+            constraint=self._constrain,
         )
 
     @property
@@ -89,13 +96,26 @@ class Generation:
 
     def piece(self, output: StepOutput) -> StreamPiece:
         """Return the piece of one committed token; the last one of a sample carries what was held back."""
-        text = _stream(self._requests[output.index]).pop() if output.token is not None else ""
+        request = self._requests[output.index]
+        text = _stream(request).pop() if output.token is not None else ""
+        logprobs = self._next_logprobs(request) if output.token is not None else None
         if output.finish_reason is None:
-            return StreamPiece(output.index, output.token, text, output.drafted)
-        text += self._close(self._requests[output.index])
-        reason = self._reason(self._requests[output.index])
+            return StreamPiece(output.index, output.token, text, output.drafted, logprobs=logprobs)
+        text += self._close(request)
         done = self.output() if len(self._closed) == len(self._requests) else None
-        return StreamPiece(output.index, output.token, text, output.drafted, reason, done)
+        reason = self._reason(request)
+        return StreamPiece(output.index, output.token, text, output.drafted, reason, done, logprobs)
+
+    def _next_logprobs(self, request: Request) -> Logprobs | None:
+        """Return the log-probabilities of the next token that is streamed, if they were asked for."""
+        place = self._num_pieces[request.index]
+        self._num_pieces[request.index] += 1
+        return request.logprobs[place] if request.params.logprobs is not None else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a sequence has taken part in a pass."""
+        return any(request.metrics.timing.target_passes for request in self._requests)
 
     def output(self) -> RequestOutput:
         """Return the current state; log-probabilities have no text yet, see `with_token_texts`."""

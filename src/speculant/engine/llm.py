@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from speculant.engine.frontend import Frontend, Prompt
+from speculant.engine.frontend import Frontend, Message, Prompt, RenderedPrompt
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
@@ -74,6 +74,36 @@ class LLM(Frontend):
         if generation.error is not None:
             raise generation.error
 
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several together; one result each, in order.
+
+        The other arguments are those of `generate` and of `render_chat`, and so are the errors.
+        """
+        prompts = [
+            self.render_chat(conversation, tools, add_generation_prompt, chat_template_kwargs)
+            for conversation in _as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[StreamPiece]:
+        """Yield the answer to one conversation as `stream` does; arguments are those of `chat`."""
+        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return self.stream(prompt, sampling_params)
+
     def _start(self, generation: Generation) -> Generation:
         generation.start(self.engine, self.tokenizer)
         self._generations[generation.request_id] = generation
@@ -104,7 +134,13 @@ class LLM(Frontend):
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt (a text, or token ids) from several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | RenderedPrompt):
         return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _as_conversations(messages: Any) -> Sequence[Any]:
+    """Tell one conversation, a list of messages, from several."""
+    several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+    return messages if several else [messages]

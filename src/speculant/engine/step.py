@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from speculant.beams import Beams
 from speculant.cache.base import KVCache
 from speculant.config import Limits
+from speculant.constraints import forced_tokens, prepare_masks
 from speculant.engine.commit import Committed, commit, commit_beams, fail, roll_back
 from speculant.engine.drafters import Drafters
 from speculant.engine.failures import advance_sound, failure_of, verify_sound
@@ -25,6 +26,7 @@ from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
+from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.draft_length.guarded import GuardedLength
@@ -61,7 +63,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     started = time.perf_counter()
     try:
         with mark("draft"):
-            trees = propose(context, schedule)
+            forced = forced_drafts(context, schedule)
+            trees = propose(context, schedule, forced)
+        prepare(schedule, trees)
         drafted = time.perf_counter()
         with mark("target pass"):
             layers = context.drafters.hidden_layers
@@ -77,35 +81,67 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     timing = StepTiming(started, drafted, time.perf_counter())
     with mark("commit"):
         committed = [commit_sequence(context, each, verdicts.get(each.item.request.seq_id), timing) for each in outputs]
-    if context.drafters and not context.draft_length.resting:
-        outcomes = [each.outcome for each in committed if each.outcome is not None]
-        context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
+    if context.drafters and (forced or not context.draft_length.resting):
+        outcomes = [each.outcome for each in committed if each.outcome and each.request.seq_id not in forced]
+        if outcomes or not forced:
+            context.draft_length.observe(outcomes, timing._replace(committed=time.perf_counter()))
     return committed, timing
 
 
-def propose(context: StepContext, schedule: Schedule) -> list[DraftTree]:
-    """Ask drafters for a tree per sequence, within each one's limit; a beam search has one without a drafter."""
-    if not context.drafters or context.draft_length.rests(schedule):
+def forced_drafts(context: StepContext, schedule: Schedule) -> dict[int, list[int]]:
+    """Return by sequence what a constraint forces to come next: a draft that is accepted for certain."""
+    forced, vocab_size = dict[int, list[int]](), context.target.vocab_size
+    for item in schedule.items:
+        request = item.request
+        if request.constraint is None or request.drafter is None:
+            continue
+        if item.decodes and request.num_speculative_tokens != 0:
+            forced[request.seq_id] = forced_tokens(request.constraint, vocab_size)[:MAX_SPECULATIVE_TOKENS]
+    return {seq_id: tokens for seq_id, tokens in forced.items() if tokens}
+
+
+def propose(context: StepContext, schedule: Schedule, forced: Mapping[int, list[int]]) -> list[DraftTree]:
+    """Ask drafters for a tree per sequence, within each one's limit; a beam search has one without a drafter.
+
+    A sequence whose next tokens are forced gets these instead, whatever its drafter and the policy say.
+    """
+    if not context.drafters or (context.draft_length.rests(schedule) and not forced):
         return [item.tree for item in schedule.items]
     requests = [item.request for item in schedule.items]
     context.drafters.begin(requests)
     wishes, vocab_size = context.draft_length.choose(schedule), context.target.vocab_size
-    if not any(wishes) and not context.draft_length.keeps_up:
+    if not any(wishes) and not forced and not context.draft_length.keeps_up:
         return [item.tree for item in schedule.items]
-    bounds = [draft_bounds(context, request) for request in requests]
+    certain = [forced.get(request.seq_id, ()) for request in requests]
+    wishes = [len(tokens) or wish for tokens, wish in zip(certain, wishes, strict=True)]
+    bounds = [draft_bounds(context, each, bool(tokens)) for each, tokens in zip(requests, certain, strict=True)]
     limits = draft_limits(schedule, wishes, bounds, MOST_PROBS_BYTES // (8 * vocab_size))
-    drafts = context.draft_length.trim(requests, context.drafters.propose(requests, limits, vocab_size))
+    asked = [0 if tokens else limit for limit, tokens in zip(limits, certain, strict=True)]
+    drafts = context.draft_length.trim(requests, context.drafters.propose(requests, asked, vocab_size))
     if context.draft_length.keeps_up:
-        context.drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
+        context.drafters.catch_up([request for request, limit in zip(requests, asked, strict=True) if not limit])
+    drafts = [
+        DraftTree.chain(list(tokens[:limit])) if tokens else draft
+        for draft, tokens, limit in zip(drafts, certain, limits, strict=True)
+    ]
     each = zip(schedule.items, limits, drafts, strict=True)
     return [draft if limit and draft.size else item.tree for item, limit, draft in each]
 
 
-def draft_bounds(context: StepContext, request: Request) -> DraftBounds:
-    """Return what bounds a sequence's draft, by what its drafter announces."""
+def prepare(schedule: Schedule, trees: Sequence[DraftTree]) -> None:
+    """Let constraints compute the masks of all drafted nodes beside the target's pass."""
+    for item, tree in zip(schedule.items, trees, strict=True):
+        if item.request.constraint is not None and item.completes:
+            prepare_masks(item.request.constraint, tree)
+
+
+def draft_bounds(context: StepContext, request: Request, certain: bool = False) -> DraftBounds:
+    """Return what bounds a sequence's draft, by what its drafter announces, unless its tokens are certain."""
     needs, longest = context.drafters.needs(request), context.limits.max_model_len
     if needs is None:
         return NO_DRAFT
+    if certain:
+        return DraftBounds(longest)
     return DraftBounds(min(longest, needs.max_positions or longest), needs.max_nodes, needs.nodes_per_beam or 0)
 
 

@@ -107,6 +107,11 @@ class EngineThread:
         """Have a generation ended before the next step, if it has not ended yet; the stream gets nothing more."""
         self._inbox.put(partial(self._abort, stream))
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a generation that has not ended has taken part in a pass."""
+        stream = self._open.get(request_id)
+        return stream is not None and stream.generation.begun
+
     def close(self) -> None:
         """Take no more requests, and end the thread after those that are there."""
         with self._lock:

@@ -104,6 +104,11 @@ class Tokenizer:
         return json.loads(decoder.__getstate__()) if decoder else None
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the checkpoint's chat template; None if it has none."""
+        return self._template
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return self._template is not None

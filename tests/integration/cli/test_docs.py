@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from speculant.cli.main import app
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/profiling.md")
+DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/profiling.md", "docs/structured.md")
 LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 
 

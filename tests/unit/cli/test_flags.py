@@ -22,6 +22,7 @@ from speculant.cli.flags import (
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
+from speculant.structured.spec import StructuredOutputs
 
 
 def _run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def test_every_sampling_field_arrives() -> None:
     arguments = """--n 2 --temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
         --presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 5=-inf,6=1.5 --seed 3 --max-tokens 9
         --min-tokens 2 --stop a --stop b --stop-token-ids 1 --stop-token-ids 2 --include-stop-str-in-output
-        --ignore-eos --logprobs 1 --prompt-logprobs 0 --no-skip-special-tokens --speculation off"""
+        --ignore-eos --logprobs 1 --prompt-logprobs 0 --no-skip-special-tokens --speculation off
+        --structured-outputs regex=a+"""
     params = _run(*arguments.split())["sampling"].params()
     assert params == SamplingParams(
         n=2,
@@ -83,6 +85,7 @@ def test_every_sampling_field_arrives() -> None:
         prompt_logprobs=0,
         skip_special_tokens=False,
         speculation=False,
+        structured_outputs=StructuredOutputs(regex="a+"),
     )
     beams = _run("--beam-width", "4", "--length-penalty", "0.5", "--max-tokens", "16")["sampling"].params()
     assert beams == SamplingParams(beam_width=4, length_penalty=0.5)  # goes with few of the others

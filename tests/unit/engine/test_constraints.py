@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,8 +12,11 @@ from speculant.config import Limits
 from speculant.errors import RequestError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
+from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.types import Request
+from speculant.scheduling.draft_length.base import DraftOutcome
+from speculant.scheduling.draft_length.fixed import Fixed
+from speculant.types import DraftTree, Request
 from tests.automata import Automaton, AutomatonConstraint
 from tests.fakes import Rig, ScriptedDrafter, build_rig
 
@@ -216,3 +219,130 @@ def test_a_constraint_may_use_its_mask_again() -> None:
         rig.finish()
         texts.append(request.output)
     assert texts[0] == texts[1]
+
+
+class Forcing(AutomatonConstraint):
+    """Says that the same tokens are forced everywhere."""
+
+    def __init__(self, automaton: Automaton, tokens: Sequence[int]) -> None:
+        super().__init__(automaton)
+        self._tokens = list(tokens)
+
+    def forced(self) -> list[int]:
+        """See `ForcingConstraint.forced`."""
+        return self._tokens
+
+
+class Bounded(ScriptedDrafter):
+    """Notes the limits above 0 that it is asked with."""
+
+    def __init__(self, propose: Callable[[Request], Sequence[int]]) -> None:
+        super().__init__(propose)
+        self.limits: list[int] = []
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`."""
+        self.limits += filter(None, limits)
+        return super().propose(requests, limits)
+
+
+def forced_run(
+    tokens: Sequence[int], length: int = 4, max_tokens: int = 9, speculation: object = None
+) -> tuple[Rig, Request, list[int]]:
+    drafter = Bounded(lambda request: (0, 1))
+    rig = build_rig(TableModel(PAIR.target, V), drafter, length=length, limits=LIMITS)
+    params = SamplingParams(seed=1, max_tokens=max_tokens, speculation=speculation)  # type: ignore[arg-type]
+    (request,) = rig.add((0,), params, constraint=lambda: Forcing(LOOP, tokens))
+    return rig, request, drafter.limits
+
+
+def test_forced_tokens_need_no_drafter() -> None:
+    rig, request, asked = forced_run((0, 2, 1))
+    rig.finish()
+    metrics = request.metrics.speculative_decoding
+    assert not asked
+    assert metrics.num_draft_tokens > 0
+    assert request.num_output == 9
+
+
+def test_forced_tokens_stay_within_limits() -> None:
+    """A draft leaves room for one more token before max_tokens; the policy's length does not bound it."""
+    rig, request, _ = forced_run((0, 1) * 20, length=0, max_tokens=5)
+    rig.step()
+    assert request.metrics.speculative_decoding.num_draft_tokens == 4
+    rig.finish()
+    assert request.num_output == 5
+
+
+@pytest.mark.parametrize("speculation", [False, {"num_speculative_tokens": 0}])
+def test_forced_tokens_without_speculation(speculation: object) -> None:
+    rig, request, asked = forced_run((0, 2, 1), speculation=speculation)
+    rig.finish()
+    assert request.metrics.speculative_decoding.num_draft_tokens == 0
+    assert not asked
+
+
+@pytest.mark.parametrize("tokens", [(V,), (-1, 0)])
+def test_forced_tokens_of_no_vocabulary_are_dropped(tokens: Sequence[int]) -> None:
+    rig, request, asked = forced_run(tokens)
+    rig.finish()
+    assert asked
+    assert request.num_output == 9
+
+
+def test_forced_drafts_are_not_the_policys() -> None:
+    """A policy learns nothing from drafts that are certain; it does from those of other requests beside them."""
+    policy = Watching(2)
+    drafter = ScriptedDrafter(lambda request: (0, 1))
+    rig = build_rig(TableModel(PAIR.target, V), drafter, limits=LIMITS, draft_length=policy)
+    params = SamplingParams(seed=1, max_tokens=6)
+    rig.add((0,), params, "forced", constraint=lambda: Forcing(LOOP, (0, 2)))
+    rig.finish()
+    assert policy.seen == []
+    rig.add((0,), params, "again", constraint=lambda: Forcing(LOOP, (0, 2)))
+    rig.add((0,), params, "free")
+    rig.finish()
+    assert {request.request_id for outcomes in policy.seen for request in outcomes} == {"free"}
+
+
+class Watching(Fixed):
+    """Notes whose drafts it was told of."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.seen: list[list[Request]] = []
+
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """See `DraftLength.observe`."""
+        self.seen.append([outcome.request for outcome in outcomes])
+
+
+class Preparing(AutomatonConstraint):
+    """Notes what it is asked to prepare, and which masks are asked for."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        super().__init__(automaton)
+        self.prepared: list[list[list[int]]] = []
+        self.asked: list[list[int]] = []
+
+    def prepare(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `PreparingConstraint.prepare`."""
+        self.prepared.append([list(path) for path in paths])
+        self.asked = []
+
+    def mask(self, tokens: Sequence[int]) -> Tensor | None:
+        """See `Constraint.mask`."""
+        self.asked.append(list(tokens))
+        return super().mask(tokens)
+
+
+def test_masks_are_prepared_before_they_are_asked_for() -> None:
+    rig = rig_with((0, 2))
+    (request,) = rig.add((0, 1, 2), SamplingParams(seed=1, max_tokens=6), constraint=lambda: Preparing(LOOP))
+    constraint = request.constraint
+    assert isinstance(constraint, Preparing)
+    while not request.finished:
+        rig.step()
+        assert constraint.prepared[-1] == constraint.asked
+    assert [[]] in constraint.prepared  # the prompt's
+    assert [[], [0], [0, 2]] in constraint.prepared

@@ -1,0 +1,92 @@
+"""What all answers share: who asked, and what is kept of the pieces. An answer is the same streamed or in one piece."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculant.engine.generation import StreamPiece
+from speculant.params import SamplingParams
+from speculant.serving.prompts import Prompt
+from speculant.serving.token_texts import TokenTexts
+from speculant.serving.usage import speculation, usage
+from speculant.types import RequestOutput
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, as its answer needs it.
+
+    model: as the client named it. predicted: drafts come from the user's prediction alone. level: of what the answer
+    says about its speculation. lists_tokens: chunks have `speculant_tokens`.
+    """
+
+    model: str
+    params: SamplingParams
+    texts: TokenTexts
+    level: str = "none"
+    predicted: bool = False
+    include_usage: bool = False
+    lists_tokens: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+Chunk = Mapping[str, Any]
+
+
+class Answer(ABC):
+    """Reads the pieces of a request in order. `outputs` are the results of its prompts, None until they are there."""
+
+    def __init__(self, call: Call, num_prompts: int) -> None:
+        self.call = call
+        self.outputs: list[RequestOutput | None] = [None] * num_prompts
+
+    def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
+        """Return the chunks before the first piece."""
+        return []
+
+    def feed(self, prompt: int, piece: StreamPiece) -> list[Chunk]:
+        """Read a piece and return its chunks, if any."""
+        if piece.output is not None:
+            self.outputs[prompt] = piece.output
+        return self.read(prompt * self.call.params.n + piece.index, piece)
+
+    @abstractmethod
+    def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
+        """Read a piece of one choice and return its chunks, if any."""
+
+    @abstractmethod
+    def end(self) -> list[Chunk]:
+        """Return the chunks after the last piece."""
+
+    @abstractmethod
+    def document(self) -> dict[str, Any]:
+        """Return the whole answer, after the last piece."""
+
+    @property
+    def results(self) -> list[RequestOutput]:
+        """The results of the prompts that have one."""
+        return [output for output in self.outputs if output is not None]
+
+    def usage(self, reasoning_tokens: int = 0) -> dict[str, Any]:
+        """Return what was used; see `usage`."""
+        return usage(self.results, self.call.predicted, reasoning_tokens)
+
+    def speculation(self) -> dict[str, Any]:
+        """Return what the answer says about its speculation; see `speculation`."""
+        return speculation(self.results, self.call.level)
+
+    def tokens_of(self, piece: StreamPiece) -> dict[str, Any]:
+        """Return a piece's entry of `speculant_tokens`, if the request asks for it."""
+        if not self.call.lists_tokens:
+            return {}
+        return {"speculant_tokens": [{"text": piece.text, "drafted": piece.drafted}]}
+
+
+def new_id(kind: str) -> str:
+    """Return an id such as `cmpl-...`."""
+    return kind + secrets.token_hex(16)

@@ -1,0 +1,88 @@
+"""Tells the parts of an assistant's message from its text while it is generated: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculant.serving.reasoning import ReasoningDelta, ReasoningParser
+from speculant.serving.tools import TextDelta, ToolDelta, ToolParser
+
+
+@dataclass
+class MessagePart:
+    """What some text adds to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolDelta] = field(default_factory=list)
+
+    def as_delta(self) -> dict[str, Any]:
+        """Return it as a streamed `delta`; empty if it adds nothing."""
+        delta: dict[str, Any] = {}
+        if self.content:
+            delta["content"] = self.content
+        if self.reasoning:
+            delta["reasoning_content"] = self.reasoning
+        if self.calls:
+            delta["tool_calls"] = [_streamed(call) for call in self.calls]
+        return delta
+
+
+class MessageReader:
+    """Reads one answer. Without parsers all of it is content. `message` has all that was read."""
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+        self.message = MessagePart()
+        self.reasoning_tokens = 0
+        self._reasoning, self._tools = reasoning, tools
+
+    def feed(self, text: str) -> MessagePart:
+        """Return what has become certain with the text of one more token."""
+        deltas = self._reasoning.feed(text) if self._reasoning else [TextDelta(text)]
+        part = self._sort(deltas)
+        self.reasoning_tokens += self._reasoning is not None and not (self.message.content or self.message.calls)
+        return part
+
+    def finish(self) -> MessagePart:
+        """Return the rest, at the end of the text."""
+        part = self._sort(self._reasoning.finish() if self._reasoning else [])
+        if self._tools is not None:
+            self._add(part, self._tools.finish())
+        return part
+
+    def _sort(self, deltas: Sequence[ReasoningDelta | TextDelta]) -> MessagePart:
+        part = MessagePart()
+        for delta in deltas:
+            if isinstance(delta, ReasoningDelta):
+                part.reasoning += delta.text
+                self.message.reasoning += delta.text
+            else:
+                self._add(part, self._tools.feed(delta.text) if self._tools else [delta])
+        return part
+
+    def _add(self, part: MessagePart, deltas: Sequence[TextDelta | ToolDelta]) -> None:
+        for delta in deltas:
+            for each in (part, self.message):
+                if isinstance(delta, TextDelta):
+                    each.content += delta.text
+                else:
+                    each.calls.append(delta)
+
+
+def joined_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+    """Return whole calls from their pieces."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return calls
+
+
+def _streamed(delta: ToolDelta) -> dict[str, Any]:
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}

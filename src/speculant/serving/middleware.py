@@ -1,0 +1,161 @@
+"""What every request passes through before its route: an id, the bounds of its headers and body, the API key."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from speculant.serving.errors import ApiError
+from speculant.serving.options import ServerOptions
+from speculant.serving.wire import error_response
+
+API_KEY = "speculant.api_key"  # in a scope: the key that was sent
+OPEN_PATHS = frozenset({"/health"})  # need no key
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LINGER = 1.0  # seconds in which the rest of a refused body is thrown away, so that the client reads the response
+
+
+class RequestIds:
+    """Answers with the client's X-Request-Id, or with one of the server's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, see ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Limits:
+    """Refuses headers and bodies that are too large, and bodies that are too slow, before they are read to their end.
+
+    The route gets a body in one piece.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app, self._options = app, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, see ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_headers(scope)
+            body = await self._read(scope, receive)
+        except ApiError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _after(body, receive), send)
+
+    def _check_headers(self, scope: Scope) -> None:
+        most = self._options.max_header_bytes
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size + len(scope["raw_path"] or b"") + len(scope["query_string"]) > most:
+            raise ApiError(431, f"The headers have over {most} bytes.", code="headers_too_large")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body; None if the client went away before its end."""
+        most = self._options.max_body_bytes
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > most:
+            raise _too_large(most)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._options.body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise _too_large(most)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+
+
+class ApiKeys:
+    """Lets in who has one of the keys, compared in constant time; /health is open to all."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, tuple(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, see ASGI."""
+        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self._has(given.strip()):
+                error = ApiError(
+                    401,
+                    "There is no API key of this server: send it as Authorization: Bearer KEY.",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await _refuse(error, scope, receive, send)
+                return
+            scope[API_KEY] = given.strip()
+        await self._app(scope, receive, send)
+
+    def _has(self, given: str) -> bool:
+        """Compare with every key, so that the time does not tell which one is alike."""
+        data = given.encode("utf-8", "surrogateescape")
+        alike = [hmac.compare_digest(data, key.encode("ascii")) for key in self._keys]
+        return any(alike)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body has over {most} bytes.", code="body_too_large")
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """Return a channel that has the body first, then what comes after it."""
+    waiting = [body]
+
+    async def receive_body() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return receive_body
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer before the body was read, close the connection, and throw away what still comes within a second."""
+    response = error_response(error)
+    headers = MutableHeaders(raw=list(response.raw_headers))
+    headers["connection"] = "close"
+    await send({"type": "http.response.start", "status": error.status, "headers": headers.raw})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    if "expect" not in Headers(scope=scope):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER):
+                await _discard(receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return

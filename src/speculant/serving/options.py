@@ -1,0 +1,73 @@
+"""What a server is configured with; each option is a flag of `speculant serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speculant.errors import ConfigError, suggest
+from speculant.params import MAX_N
+
+METRIC_LEVELS = ("none", "summary", "detailed")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Addresses, keys, names, limits and deadlines. Deadlines are in seconds, None = none; sizes in bytes.
+
+    api_keys: who may use every route but /health; none = anybody. Each key has a prefix cache of its own.
+    served_model_names: what clients may call the model, the first one being its own name; none = the engine's.
+    allowed_origins: other sites whose pages may use the server (CORS).
+    max_samples: sequences that one request may ask for, over all its prompts.
+    max_prompt_characters: more are refused before they are tokenised.
+    queue_timeout: how long a request may wait for its first step. first_token_timeout: and until its first token.
+    request_timeout: until its end. body_timeout: how long a body may take to arrive. send_timeout: how long one piece
+    of a response may wait for a slow reader. drain_timeout: how long SIGTERM lets running requests go on.
+    per_request_spec_decode_metrics: "none", "summary" or "detailed": what responses say about their speculation.
+    tool_parser: the format of tool calls; None = the one that the chat template is written for.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    metrics_prefix: str = "speculant"
+    per_request_spec_decode_metrics: str = "none"
+    tool_parser: str | None = None
+    max_body_bytes: int = 4 * 2**20
+    max_header_bytes: int = 32 * 2**10
+    max_messages: int = 2048
+    max_prompts: int = 256
+    max_samples: int = 2 * MAX_N
+    max_prompt_characters: int = 1_000_000
+    body_timeout: float | None = 20.0
+    text_timeout: float | None = 20.0
+    queue_timeout: float | None = 60.0
+    first_token_timeout: float | None = 300.0
+    request_timeout: float | None = 1800.0
+    send_timeout: float | None = 30.0
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} is not a port", "use a number from 1 to 65535, or 0 for any free one.")
+        if self.per_request_spec_decode_metrics not in METRIC_LEVELS:
+            given = self.per_request_spec_decode_metrics
+            raise ConfigError(f"per_request_spec_decode_metrics={given!r} is unknown", suggest(given, METRIC_LEVELS))
+        if not (self.metrics_prefix.isidentifier() and self.metrics_prefix.isascii()):
+            raise ConfigError(
+                f"metrics_prefix={self.metrics_prefix!r} is not a prefix of metrics", 'use for example "vllm".'
+            )
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ConfigError("an API key is empty or has other than printable ASCII characters", "use another key.")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value!r} is not above 0", f"raise {name}.")
+
+
+_POSITIVE = (
+    *("max_body_bytes", "max_header_bytes", "max_messages", "max_prompts", "max_samples", "max_prompt_characters"),
+    *("body_timeout", "text_timeout", "queue_timeout", "first_token_timeout", "request_timeout", "send_timeout"),
+    "drain_timeout",
+)

@@ -1,0 +1,165 @@
+"""The routes. Each reads its body, and answers in OpenAI's shape or, where OpenAI has none, in vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from speculant import __version__
+from speculant.engine.async_engine import AsyncEngine
+from speculant.params import SamplingParams
+from speculant.serving.chat_answers import ChatAnswer
+from speculant.serving.completion_answers import CompletionAnswer
+from speculant.serving.errors import ApiError, refusal
+from speculant.serving.prompts import Prompt, count_prompts
+from speculant.serving.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    ResponseBody,
+    TokenizeBody,
+)
+from speculant.serving.response_answers import ResponseAnswer
+from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
+from speculant.serving.service import Job, Service
+from speculant.serving.tool_use import reader_for, with_tools
+from speculant.serving.wire import json_response
+
+_INPUT_PARTS = ("input_text", "output_text", "text")
+
+
+class Routes:
+    """The handlers of one server's requests."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self, request: Request) -> Response:
+        """Complete one prompt or several."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(CompletionBody, request)
+        params, count = completion_params(engine, body), count_prompts(body, service.options)
+        answer = CompletionAnswer(service.call(engine, body, params), count)
+        job = Job(body, params, count, lambda: service.prompts.of_completion(engine, body), answer)
+        return await service.answer(engine, request, job)
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
+        engine = self._service.state.engine
+        body = await self._service.read(ChatBody, request)
+        return await self._chat(engine, request, body, chat_params(engine, body))
+
+    async def _chat(self, engine: AsyncEngine, request: Request, body: ChatBody, params: SamplingParams) -> Response:
+        service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
+        params = with_tools(tokenizer, params, body, name)
+        hidden = tokenizer.special_ids if not params.skip_special_tokens and not body.skip_special_tokens else ()
+        answer = ChatAnswer(service.call(engine, body, params), reader_for(tokenizer, body, name), frozenset(hidden))
+
+        async def prompts() -> list[Prompt]:
+            return [await service.prompts.of_chat(engine, body)]
+
+        return await service.answer(engine, request, Job(body, params, 1, prompts, answer))
+
+    async def responses(self, request: Request) -> Response:
+        """Answer in the shape of OpenAI's Responses, plain text alone."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(ResponseBody, request)
+        if body.tools:
+            raise refusal("Responses have no tools here: use /v1/chat/completions.", "tools", "unsupported_parameter")
+        params, chat = response_params(engine, body), ChatBody(messages=_messages(body))
+        answer = ResponseAnswer(service.call(engine, body, params), body)
+
+        async def prompts() -> list[Prompt]:
+            return [await service.prompts.of_chat(engine, chat)]
+
+        return await service.answer(engine, request, Job(body, params, 1, prompts, answer, named_events=True))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a prompt or of messages."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(TokenizeBody, request)
+        service.model(body)
+        if (body.prompt is None) == (body.messages is None):
+            raise refusal("Send either prompt or messages.", "prompt")
+        if body.prompt is not None:
+            prompt = await service.prompts.of_text(engine, body.prompt, body.add_special_tokens is not False)
+        else:
+            prompt = await service.prompts.of_chat(engine, body)
+        value: dict[str, Any] = {
+            "count": len(prompt.tokens),
+            "max_model_len": engine.limits.max_model_len,
+            "tokens": list(prompt.tokens),
+        }
+        if body.return_token_strs:
+            value["token_strs"] = [engine.tokenizer.backend.id_to_token(token) for token in prompt.tokens]
+        return json_response(value)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(DetokenizeBody, request)
+        service.model(body)
+        if any(not 0 <= token < 2**31 for token in body.tokens):
+            raise refusal("A token id is negative or too large.", "tokens")
+        text = await service.prompts.aside(lambda: engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        return json_response({"prompt": text})
+
+    async def models(self) -> Response:
+        """List the names of the model."""
+        engine = self._service.state.engine
+        return json_response({"object": "list", "data": [self._model(engine, name) for name in self._service.names]})
+
+    async def model(self, model: str) -> Response:
+        """Describe the model."""
+        engine = self._service.state.engine
+        if model not in self._service.names:
+            raise ApiError(404, f"The model {model!r} does not exist.", param="model", code="model_not_found")
+        return json_response(self._model(engine, model))
+
+    async def health(self) -> Response:
+        """Say whether requests are served: 200, or 503 with the reason."""
+        self._service.state.check()
+        return json_response({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Return the metrics in Prometheus' text format."""
+        page, kind = self._service.metrics.page()
+        return Response(page, headers={"content-type": kind})
+
+    async def version(self) -> Response:
+        """Return the version of this package."""
+        return json_response({"version": __version__})
+
+    def _model(self, engine: AsyncEngine, name: str) -> dict[str, Any]:
+        created = self._service.state.created
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "speculant",
+            "root": self._service.names[0],
+            "max_model_len": engine.limits.max_model_len,
+            "speculation": {"on": engine.speculating, "detail": engine.speculation},
+        }
+
+
+def _messages(body: ResponseBody) -> list[Message]:
+    """Return the conversation of a response. Raises ApiError (400) for items that are no messages of text."""
+    system = [Message(role="system", content=body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*system, Message(role="user", content=body.input)]
+    return [*system, *map(_message, body.input)]
+
+
+def _message(item: dict[str, Any]) -> Message:
+    role, content = item.get("role"), item.get("content")
+    if item.get("type", "message") != "message" or not isinstance(role, str):
+        raise refusal("An item of input is no message.", "input")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        content = text_of(content, _INPUT_PARTS)
+    if not isinstance(content, str):
+        raise refusal("A message of input has no text.", "input")
+    return Message(role=role, content=content)

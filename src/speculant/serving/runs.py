@@ -1,0 +1,116 @@
+"""Runs the prompts of one request, all in the engine's batch, under the server's deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from speculant.engine.async_engine import AsyncEngine
+from speculant.engine.generation import StreamPiece
+from speculant.errors import SpeculantError
+from speculant.params import SamplingParams
+from speculant.serving.errors import timed_out, unavailable
+from speculant.serving.metrics import RequestMeter
+from speculant.serving.options import ServerOptions
+from speculant.serving.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an engine is to do for one request: its prompts, all with the same settings."""
+
+    request_id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one of its samples
+
+
+async def run(
+    engine: AsyncEngine, work: Work, options: ServerOptions, meter: RequestMeter
+) -> AsyncGenerator[Numbered, None]:
+    """Yield the pieces of all prompts as they are committed. Closing the iterator aborts what runs.
+
+    Raises ApiError for a deadline that passes, and what `AsyncEngine.stream` raises; of several errors the first.
+    """
+    arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
+    readers = [asyncio.create_task(_read(engine, work, place, options, arrived)) for place in range(len(work.prompts))]
+    try:
+        left = len(readers)
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                meter.record(*item)
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    engine: AsyncEngine,
+    work: Work,
+    place: int,
+    options: ServerOptions,
+    arrived: asyncio.Queue[Numbered | Exception | None],
+) -> None:
+    """Put a prompt's pieces, then None, or the error that ended it."""
+    request_id = f"{work.request_id}-{place}"
+    pieces = engine.stream(
+        work.prompts[place].tokens,
+        work.params,
+        request_id=request_id,
+        priority=work.priority,
+        cache_salt=work.cache_salt,
+    )
+    try:
+        async with asyncio.timeout(options.request_timeout), aclosing(pieces):
+            piece: StreamPiece | None = await _first(engine, pieces, request_id, options)
+            last = piece
+            while piece is not None:
+                arrived.put_nowait((place, piece))
+                last, piece = piece, await anext(pieces, None)
+            _check_output(last)
+        arrived.put_nowait(None)
+    except TimeoutError:
+        arrived.put_nowait(timed_out(f"The answer was not complete after {options.request_timeout} s."))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the request ends with it
+        arrived.put_nowait(error)
+
+
+def _check_output(piece: StreamPiece | None) -> None:
+    """Raise, after the last piece, the error of a sample that failed while others did not."""
+    if piece is not None and piece.output is not None and piece.output.error is not None:
+        problem, _, fix = piece.output.error.partition("\n  Fix: ")
+        raise SpeculantError(problem, fix)
+
+
+async def _first(
+    engine: AsyncEngine, pieces: AsyncGenerator[StreamPiece, None], request_id: str, options: ServerOptions
+) -> StreamPiece | None:
+    """Return the first piece; raises ApiError if the queue or the first token takes too long."""
+    waiting = asyncio.ensure_future(anext(pieces, None))
+    queue, total = options.queue_timeout, options.first_token_timeout
+    try:
+        if queue is not None and (total is None or queue < total):
+            await asyncio.wait({waiting}, timeout=queue)
+            if not waiting.done() and not engine.has_begun(request_id):
+                raise unavailable(f"The request waited for {queue} s and nothing became free.", "queue_timeout")
+            total = None if total is None else total - queue
+        await asyncio.wait({waiting}, timeout=total)
+        if not waiting.done():
+            raise timed_out(f"There was no first token after {options.first_token_timeout} s.")
+        return waiting.result()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

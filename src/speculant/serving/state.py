@@ -1,0 +1,99 @@
+"""The life of a server: loading, ready, draining, or failed; and the engine that it has once it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from speculant.engine.async_engine import AsyncEngine
+from speculant.errors import SpeculantError
+from speculant.serving.admission import Admission
+from speculant.serving.errors import ApiError, api_error, unavailable
+
+logger = logging.getLogger(__name__)
+
+Source = AsyncEngine | Callable[[], AsyncEngine]
+_TEXT_THREADS = 2
+
+
+class ServerState:
+    """The engine, who is in it, and whether requests are taken. Used in one event loop.
+
+    source: an engine, or what loads one. created: when the server started, in seconds since the epoch.
+    load_error: why there is no engine.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._load = source if callable(source) else None
+        self._engine: AsyncEngine | None = None
+        self.admission = Admission(0)
+        self.texts = ThreadPoolExecutor(_TEXT_THREADS, "speculant-text")  # templates and tokenisers
+        self.created = int(time.time())
+        self.load_error: Exception | None = None
+        self.draining = False
+        if isinstance(source, AsyncEngine):
+            self._take(source)
+
+    async def load(self) -> None:
+        """Load the engine in a thread, unless it is there."""
+        if self._load is None:
+            return
+        try:
+            self._take(await asyncio.to_thread(self._load))
+        except Exception as error:  # /health tells, whatever it is
+            self.load_error = error
+            logger.error("the model can't be loaded: %s", error, exc_info=not isinstance(error, SpeculantError))
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, if it takes requests; else raises ApiError (503)."""
+        self.check()
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def loaded(self) -> AsyncEngine | None:
+        """The engine, whatever has become of it; None until it is loaded."""
+        return self._engine
+
+    def check(self) -> None:
+        """Raise ApiError (503) unless requests are taken."""
+        if self.load_error is not None:
+            raise ApiError(503, "The model could not be loaded.", code="engine_failed")
+        if self._engine is None:
+            raise unavailable("The model is being loaded. Try again later.", "loading")
+        if self.draining:
+            raise unavailable("The server is shutting down.", "shutting_down")
+        try:
+            self._engine.check_health()
+        except SpeculantError as error:
+            raise api_error(error) from error
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, let those that run end for so many seconds, then abort them.
+
+        Every stream that is aborted ends with an error event.
+        """
+        self.draining = True
+        if self._engine is not None:
+            finished = asyncio.ensure_future(self._engine.shutdown(drain=True))
+            await asyncio.wait({finished}, timeout=seconds)
+            if not finished.done():
+                logger.warning("requests still run after %s s and are aborted", seconds)
+                await self._engine.shutdown(drain=False)
+            await finished
+
+    async def close(self) -> None:
+        """Abort what runs, and end the threads."""
+        self.draining = True
+        if self._engine is not None:
+            await self._engine.shutdown(drain=False)
+        self.texts.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        limits = engine.limits
+        self.admission = Admission(limits.max_num_seqs + limits.max_waiting)

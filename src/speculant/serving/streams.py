@@ -1,0 +1,59 @@
+"""A response of server-sent events. Whoever reads it too slowly is dropped, and so is whoever has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from speculant.serving.disconnect import ClientGoneError, while_connected
+
+logger = logging.getLogger(__name__)
+
+ABORT = "speculant.abort"  # of a scope's extensions: closes the connection at once, what was not sent is lost
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """Sends events as they are made.
+
+    The client's system buffers what it does not read, then the connection does, within its bound; then an event waits.
+    One that waits longer than `send_timeout` seconds (None = for ever) ends the connection.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], send_timeout: float | None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({**_HEADERS, **(headers or {})})
+        self._events, self._send_timeout = events, send_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, see ASGI."""
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientGoneError:
+            logger.info("a client went away while its answer was streamed")
+        except TimeoutError:
+            logger.warning("a client read nothing of its answer for %s s and was dropped", self._send_timeout)
+            abort = scope.get("extensions", {}).get(ABORT)
+            if abort is not None:
+                abort()
+                await asyncio.sleep(0)  # the connection notices it
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for data in events:
+                await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Mapping[str, object]) -> None:
+        async with asyncio.timeout(self._send_timeout):
+            await send(dict(message))

@@ -1,0 +1,100 @@
+"""Log-probabilities in OpenAI's two shapes, and the text and bytes of single tokens that they need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from speculant.text.tokenizer import Tokenizer
+from speculant.types import Logprob, Logprobs
+
+LOWEST = -9999.0  # in place of minus infinity, which JSON can't hold; OpenAI's value
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CACHED = 16_384
+
+
+class TokenTexts:
+    """The text and the bytes of tokens, each made once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = frozenset(tokenizer.backend.get_added_tokens_decoder())
+        decoder = tokenizer.decoder_settings or {}
+        nested = [decoder, *decoder.get("decoders", ())]
+        self._bytes_of = _byte_table() if any(each.get("type") == "ByteLevel" for each in nested) else None
+        self.of = lru_cache(_CACHED)(self._of)
+
+    def _of(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text and bytes; a part of a character is shown as OpenAI does, `bytes:` and hex codes."""
+        data = self._bytes(token)
+        if data is None:
+            return self._tokenizer.decode_alone(token) or "", None
+        try:
+            return data.decode("utf-8"), list(data)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
+
+    def _bytes(self, token: int) -> bytes | None:
+        raw = self._tokenizer.backend.id_to_token(token)
+        if raw is None:
+            return None
+        if token not in self._added:
+            if self._bytes_of is not None and all(character in self._bytes_of for character in raw):
+                return bytes(self._bytes_of[character] for character in raw)
+            if fallback := _FALLBACK.fullmatch(raw):
+                return bytes.fromhex(fallback[1])
+        text = self._tokenizer.decode_alone(token)
+        return None if text is None else text.encode("utf-8", "replace")
+
+
+def chat_logprob(texts: TokenTexts, token: int, entry: Logprobs, top: int) -> dict[str, Any]:
+    """Return one token's entry of a chat's `logprobs.content`, with its `top` most likely alternatives."""
+    best = sorted(entry.items(), key=lambda each: each[1].rank)[:top]
+    alternatives = [_alone(texts, other, value) for other, value in best]
+    return {**_alone(texts, token, entry[token]), "top_logprobs": alternatives}
+
+
+def _alone(texts: TokenTexts, token: int, value: Logprob) -> dict[str, Any]:
+    text, data = texts.of(token)
+    return {"token": text, "logprob": finite(value.logprob), "bytes": data}
+
+
+def completion_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[Logprobs], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """Return a completion's `logprobs`. offsets: where each token's text begins in the answer."""
+    return {
+        "tokens": [texts.of(token)[0] for token in tokens],
+        "token_logprobs": [finite(entry[token].logprob) for token, entry in zip(tokens, entries, strict=True)],
+        "top_logprobs": [{texts.of(t)[0]: finite(each.logprob) for t, each in entry.items()} for entry in entries],
+        "text_offset": list(offsets),
+    }
+
+
+def prompt_logprobs(entries: Sequence[Logprobs | None] | None) -> list[Mapping[str, Any] | None] | None:
+    """Return a prompt's log-probabilities in vLLM's shape: by token id, None for the first token."""
+    if entries is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
+            for token, value in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def finite(value: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(value, LOWEST)
+
+
+def _byte_table() -> dict[str, int]:
+    """Return the byte of each character that byte-level tokenizers write for it (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -1,0 +1,65 @@
+"""Tool calls: a parser for each format that models write them in, and the form of a call that a request insists on.
+
+A format is a module of its own here, or an entry point in the group "speculant.serving.tools", that defines `Parser`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from speculant import plugins
+from speculant.serving.tools.base import Delta, TextDelta, ToolDelta, ToolParser
+from speculant.serving.tools.schema import CallShape, call_grammar, choose_tools, object_shape, read_tools
+
+__all__ = [
+    "CallShape",
+    "Delta",
+    "TextDelta",
+    "ToolDelta",
+    "ToolParser",
+    "call_grammar",
+    "call_schema",
+    "find_format",
+    "find_parser",
+]
+
+
+def find_format(template: str | None, name: str | None = None) -> type[ToolParser] | None:
+    """Return the format of that name, else the one that a chat template is written for; None if none is known.
+
+    Raises ConfigError for an unknown name.
+    """
+    if name is not None:
+        return _load(name)
+    formats = map(_load, plugins.names(__name__)) if template else ()
+    return next((each for each in formats if each.recognises(template or "")), None)
+
+
+def find_parser(
+    template: str | None, name: str | None = None, new_id: Callable[[], str] | None = None
+) -> ToolParser | None:
+    """Return a parser for one answer, chosen as `find_format` does; `new_id` makes the calls' ids (None = random)."""
+    found = find_format(template, name)
+    return None if found is None else found(new_id)
+
+
+def call_schema(
+    tools: Iterable[Mapping[str, Any]],
+    choice: str | Mapping[str, Any],
+    template: str | None = None,
+    name: str | None = None,
+) -> list[CallShape]:
+    """Return the forms of which one call must have one: of each tool that `tool_choice` leaves, in the model's format.
+
+    tools and choice are in OpenAI's form, "required" or a named function. A model whose format is not known writes
+    `{"name": ..., "arguments": ...}`. Raises RequestError for tools or a choice that make no sense.
+    """
+    found = find_format(template, name)
+    chosen = choose_tools(read_tools(tools), choice)
+    return [found.shape(tool, template) if found else object_shape(tool, "") for tool in chosen]
+
+
+def _load(name: str) -> type[ToolParser]:
+    parser: type[ToolParser] = plugins.load(__name__, name).Parser
+    return parser

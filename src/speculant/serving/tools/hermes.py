@@ -1,0 +1,29 @@
+"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, once for each call."""
+
+from __future__ import annotations
+
+from speculant.serving.tools.base import ToolParser
+from speculant.serving.tools.json_text import Script, skip_space
+from speculant.serving.tools.schema import CallShape, Tool, object_shape
+
+_OTHERS = ("<function=", "<arg_key>")  # formats that share the marker: Qwen3-Coder's, GLM's
+
+
+class Parser(ToolParser):
+    """See the module."""
+
+    marker, closing = "<tool_call>", "</tool_call>"
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:
+        """See `ToolParser.recognises`."""
+        return cls.marker in template and not any(other in template for other in _OTHERS)
+
+    @classmethod
+    def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
+        """See `ToolParser.shape`."""
+        return object_shape(tool, cls.marker, before="\n", after="\n" + cls.closing)
+
+    def _calls(self) -> Script:
+        yield from skip_space(self._cursor)
+        yield from self._call_object()

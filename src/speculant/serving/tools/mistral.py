@@ -1,0 +1,83 @@
+"""Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` once for each call.
+
+Newer models may write `[CALL_ID]` and an id before `[ARGS]`, older ones no `[ARGS]` after the name.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Generator
+
+from speculant.serving.tools.base import ToolParser, short_id
+from speculant.serving.tools.json_text import MalformedError, Script, drop, read_object, require, skip_space, take
+from speculant.serving.tools.schema import CallShape, Tool, object_shape, parameters
+
+_WORD = frozenset(string.ascii_letters + string.digits + "_-.")
+_ARGUMENTS = "[ARGS]"
+
+
+class Parser(ToolParser):
+    """See the module. The markers are special tokens of Mistral's tokenizers."""
+
+    marker = "[TOOL_CALLS]"
+    default_id = staticmethod(short_id)
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        """See `ToolParser.markers`."""
+        return (cls.marker,)
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:
+        """See `ToolParser.recognises`."""
+        return cls.marker in template
+
+    @classmethod
+    def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
+        """See `ToolParser.shape`."""
+        if template is not None and _ARGUMENTS in template:
+            return CallShape(cls.marker, f"{tool.name}{_ARGUMENTS}", parameters(tool), "")
+        return object_shape(tool, cls.marker, before="[", after="]")
+
+    def _calls(self) -> Script:
+        cursor = self._cursor
+        yield from skip_space(cursor)
+        if cursor.char != "[":
+            yield from self._named_call()
+            return
+        yield from self._listed_call("[")
+        while cursor.char == ",":
+            yield from self._listed_call(",")
+        yield from require(cursor, "]")
+        cursor.raw.clear()
+
+    def _listed_call(self, before: str) -> Script:
+        yield from require(self._cursor, before)
+        yield from skip_space(self._cursor)
+        yield from self._call_object()
+        yield from skip_space(self._cursor)
+
+    def _named_call(self) -> Script:
+        cursor = self._cursor
+        name, call_id = (yield from self._word()), None
+        yield from skip_space(cursor)
+        if cursor.char == "[":
+            yield from take(cursor, drop)
+            if cursor.char == "C":
+                yield from require(cursor, "CALL_ID]")
+                call_id = yield from self._word()
+                yield from require(cursor, "[")
+            yield from require(cursor, _ARGUMENTS[1:])
+        yield from skip_space(cursor)
+        if cursor.char != "{":
+            raise MalformedError
+        self._begin_call(name, call_id)
+        yield from read_object(cursor, self._argue)
+
+    def _word(self) -> Generator[None, str, str]:
+        letters: list[str] = []
+        while self._cursor.char in _WORD:
+            yield from take(self._cursor, letters.append)
+        if not letters:
+            raise MalformedError
+        return "".join(letters)

@@ -1,0 +1,147 @@
+"""What a request's output has to look like."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from speculant.errors import ConfigError, RequestError, suggest
+from speculant.files import MOST_DEPTH, is_deep
+
+MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar; of all choices together
+MAX_CHOICES = 1024
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class GrammarSource(NamedTuple):
+    """A grammar to compile: one of KINDS, and its text; choices are a JSON list."""
+
+    kind: str
+    text: str
+    compact: bool
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """The form of an output, in vLLM's names. Exactly one of the first five is set.
+
+    json: a JSON schema, as a mapping or as text. regex: an expression in Rust's syntax, without look-around, that the
+    whole output matches. choice: the texts to choose from. grammar: a Lark grammar whose first rule is `start`.
+    json_object: any JSON object. disable_any_whitespace: JSON has no spaces or line breaks between its parts, so that
+    more of its tokens are forced.
+
+    Raises ConfigError for values of another type, and RequestError for texts that are too large.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        named = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        if len(named) != 1:
+            given = " and ".join(named) or "none"
+            raise ConfigError(f"structured_outputs has {given} of {', '.join(KINDS)}", "set exactly one of them.")
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a truth value", "use True or False.")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _read_choices(self.choice))
+        text = self.source.text
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(
+                f"{named[0]} of structured_outputs has {len(text)} characters, more than {MAX_CHARACTERS}",
+                "make it smaller, for example by $defs for what occurs several times.",
+            )
+        if not _is_encodable(text):
+            raise RequestError(f"{named[0]} of structured_outputs is not valid Unicode", "remove lone surrogates.")
+
+    @cached_property
+    def source(self) -> GrammarSource:
+        """What to compile: equal for equal forms."""
+        if self.json is not None:
+            return GrammarSource("json", _schema_text(self.json), self.disable_any_whitespace)
+        if self.json_object:
+            return GrammarSource("json", '{"type": "object"}', self.disable_any_whitespace)
+        if self.choice is not None:
+            return GrammarSource("choice", json.dumps(list(self.choice), ensure_ascii=False), False)
+        kind = "regex" if self.regex is not None else "grammar"
+        return GrammarSource(kind, _text(kind, getattr(self, kind)), False)
+
+
+def read_structured(given: Any) -> StructuredOutputs | None:
+    """Read the `structured_outputs` of a request: a StructuredOutputs, or a mapping of its fields."""
+    if given is None or isinstance(given, StructuredOutputs):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"structured_outputs is a {type(given).__name__}", 'give a StructuredOutputs, or a mapping {"regex": ...}.'
+        )
+    known = [each.name for each in dataclasses.fields(StructuredOutputs)]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"structured_outputs has the unknown key {key!r}", suggest(str(key), known))
+    return StructuredOutputs(**given)
+
+
+def _text(kind: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ConfigError(f"{kind} of structured_outputs is a {type(given).__name__}", "give it as text.")
+    return given
+
+
+def _read_choices(given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+        raise ConfigError("choice of structured_outputs is not a list of texts", 'give for example ["yes", "no"].')
+    if not 0 < len(given) <= MAX_CHOICES:
+        raise RequestError(
+            f"choice of structured_outputs has {len(given)} texts and may have 1 to {MAX_CHOICES}",
+            "give fewer, or describe them by a regex.",
+        )
+    return tuple(given)
+
+
+def _schema_text(given: object) -> str:
+    """Return a schema as JSON text; the order of its keys counts, for it is that of the output."""
+    schema = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(schema, Mapping):
+        raise ConfigError(f"json of structured_outputs is a {type(schema).__name__}", "give a JSON schema: an object.")
+    if is_deep(dict(schema)):
+        raise _too_deep()
+    try:
+        return json.dumps(dict(schema))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"json of structured_outputs is no JSON: {error}", "use JSON's types alone.") from error
+
+
+def _parsed(text: str) -> Any:
+    if len(text) > MAX_CHARACTERS:
+        return {"": text}  # refused by its size, and not worth parsing
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise RequestError(f"json of structured_outputs is not valid JSON: {error}", "correct the schema.") from error
+
+
+def _too_deep() -> RequestError:
+    return RequestError(
+        f"json of structured_outputs is nested over {MOST_DEPTH} levels deep",
+        "name inner schemas in $defs and refer to them.",
+    )
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

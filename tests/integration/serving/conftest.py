@@ -1,0 +1,22 @@
+"""One server over the embedded pair for all tests that leave it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from speculant import AsyncEngine
+from tests.openai_schema import conforms
+from tests.servers import LiveServer, serve
+
+__all__ = ["conforms", "demo", "serve"]
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[LiveServer]:
+    """Return a server of the embedded pair, called "demo"."""
+    engine = AsyncEngine("demo", draft_model="demo", max_num_seqs=8)
+    server = LiveServer(engine, per_request_spec_decode_metrics="detailed").ready()
+    yield server
+    server.stop()

@@ -1,0 +1,138 @@
+"""What is too much is refused within a second, and /health answers meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from speculant import AsyncEngine
+from tests.models import Checkpoints, checkpoints
+from tests.servers import LiveServer, serve
+
+__all__ = ["checkpoints", "serve"]
+JSON = {"content-type": "application/json"}
+LARGE: dict[str, bytes] = {
+    "n": b'{"prompt": "a", "n": 1000000000}',
+    "stops": b'{"prompt": "a", "stop": [' + b'"x",' * 100_000 + b'"x"]}',
+    "deep": b'{"prompt": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
+    "deep extra": b'{"prompt": "a", "x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    "bias": b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d": 1' % i for i in range(5000)) + b"}}",
+    "grammar": b'{"prompt": "a", "structured_outputs": {"grammar": "' + b"x" * 2_000_000 + b'"}}',
+    "text": b'{"prompt": "' + b"word " * 500_000 + b'"}',
+    "tokens": b'{"prompt": [' + b"1," * 100_000 + b"1]}",
+    "prompts": b'{"prompt": [' + b'"a",' * 1000 + b'"a"]}',
+    "samples": b'{"prompt": [' + b'"a",' * 100 + b'"a"], "n": 100}',
+    "number": b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+    "no object": b"[]",
+    "no JSON": b'{"prompt": ',
+    "messages": b'{"prompt": "a", "logprobs": 1000000}',
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_too_much_is_refused_at_once(demo: LiveServer, name: str) -> None:
+    slowest = 0.0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal slowest
+        with httpx.Client(base_url=demo.url, trust_env=False) as client:
+            while not done.is_set():
+                started = time.monotonic()
+                assert client.get("/health").status_code == 200
+                slowest = max(slowest, time.monotonic() - started)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.monotonic()
+    response = demo.http.post("/v1/completions", content=LARGE[name], headers=JSON)
+    took = time.monotonic() - started
+    done.set()
+    watcher.join()
+    assert 400 <= response.status_code < 500, response.text
+    assert response.json()["error"]["message"]
+    assert len(response.content) < 3000
+    assert took < 3  # one second where nothing else runs
+    assert slowest < 1.5
+
+
+def test_a_large_body_is_not_read(demo: LiveServer) -> None:
+    """The answer comes before the body has."""
+    host, port = demo.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 1000
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+    response = demo.http.post("/v1/completions", content=(b"x" * 2**20 for _ in range(8)))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_large_headers_are_refused(demo: LiveServer) -> None:
+    for size in (40_000, 200_000):
+        assert demo.http.get("/health", headers={"X-Large": "x" * size}).status_code == 431
+    assert demo.http.get("/health", params={"large": "x" * 40_000}).status_code == 431
+
+
+def test_slow_bodies_and_many_messages_are_refused(serve: Any, checkpoints: Checkpoints) -> None:
+    server = serve(AsyncEngine(checkpoints.target), body_timeout=0.2, max_messages=3).ready()
+
+    def slowly() -> Any:
+        yield b'{"prompt":'
+        time.sleep(1)
+        yield b'"a"}'
+
+    assert server.http.post("/v1/completions", content=slowly()).status_code == 408
+    message = {"role": "user", "content": "a"}
+    response = server.http.post("/v1/chat/completions", json={"messages": [message] * 4})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_model_without_a_template_says_so(serve: Any, checkpoints: Checkpoints) -> None:
+    server = serve(AsyncEngine(checkpoints.target)).ready()
+    response = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]
+    assert checkpoints.target not in response.text
+
+
+def test_keys_open_every_route(serve: Any, checkpoints: Checkpoints) -> None:
+    server = serve(AsyncEngine(checkpoints.target), api_keys=("one", "two"), served_model_names=("m",)).ready()
+    paths = [
+        *server.http.get("/openapi.json", headers={"Authorization": "Bearer one"}).json()["paths"],
+        "/openapi.json",
+    ]
+    for path in paths:
+        for method in ("GET", "POST", "OPTIONS"):
+            refused = server.http.request(method, path, headers={"Authorization": "Bearer three"})
+            if path == "/health":
+                assert refused.status_code in (200, 405)
+            else:
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert server.http.get("/v1/models", headers={"Authorization": "Basic one"}).status_code == 401
+    prompt = list(range(40, 90))
+    cached = [
+        server.http.post(
+            "/v1/completions", json={"prompt": prompt, "max_tokens": 1}, headers={"Authorization": f"Bearer {key}"}
+        ).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for key in ("one", "one", "two")
+    ]
+    assert (cached[0], cached[2]) == (0, 0)
+    assert cached[1] > 0
+
+
+def test_other_sites_are_let_in_by_name_alone(serve: Any, checkpoints: Checkpoints) -> None:
+    site = {"Origin": "https://a.example"}
+    closed = serve(AsyncEngine(checkpoints.target)).ready()
+    assert "access-control-allow-origin" not in closed.http.get("/health", headers=site).headers
+    opened = serve(AsyncEngine(checkpoints.target), allowed_origins=("https://a.example",)).ready()
+    allowed = opened.http.get("/health", headers=site).headers["access-control-allow-origin"]
+    assert allowed == "https://a.example"
+    other = opened.http.get("/health", headers={"Origin": "https://b.example"}).headers
+    assert "access-control-allow-origin" not in other

@@ -1,0 +1,157 @@
+"""The routes beside OpenAI's, and this server's own fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from speculant import __version__
+from tests.servers import LiveServer
+
+PROMPT = "def read(path):\n"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+CHAT: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def test_tokens_there_and_back(demo: LiveServer) -> None:
+    text = "def f(x):\n    return 'ä€😀'"
+    made = demo.post("/tokenize", prompt=text, return_token_strs=True)
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert made["max_model_len"] == 1024
+    assert demo.post("/detokenize", tokens=made["tokens"]) == {"prompt": "<|endoftext|>" + text}
+    bare = demo.post("/tokenize", prompt=text, add_special_tokens=False)
+    assert bare["tokens"] == made["tokens"][1:]
+    rendered = demo.post("/tokenize", messages=CHAT)
+    prompt = demo.post("/detokenize", tokens=rendered["tokens"])["prompt"]
+    assert prompt.endswith("# user:\nhello\n\n# assistant:\n")
+    answer = demo.post("/v1/chat/completions", messages=CHAT, **GREEDY)
+    assert answer["usage"]["prompt_tokens"] == rendered["count"]
+
+
+def test_content_parts_are_joined(demo: LiveServer) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert demo.post("/tokenize", messages=[{"role": "user", "content": parts}]) == demo.post(
+        "/tokenize", messages=CHAT
+    )
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    refused = demo.http.post("/tokenize", json={"messages": [{"role": "user", "content": image}]})
+    assert refused.status_code == 400
+
+
+def test_version_and_metrics_are_served(demo: LiveServer) -> None:
+    assert demo.http.get("/version").json() == {"version": __version__}
+    demo.post("/v1/completions", prompt=PROMPT, **GREEDY)
+    page = demo.http.get("/metrics").text
+    for name in (
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "generation_tokens_total",
+        "prompt_tokens_total",
+        "prefix_cache_hits_total",
+        "num_requests_running",
+        "kv_cache_usage_perc",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+    ):
+        assert f"\nspeculant:{name}" in page
+    assert 'speculant:request_success_total{finished_reason="length"' in page
+    assert 'spec_decode_num_accepted_tokens_per_pos_total{model_name="demo",position="0"}' in page
+
+
+def test_speculation_is_switched_per_request(demo: LiveServer) -> None:
+    on = demo.post("/v1/completions", prompt=PROMPT, **GREEDY)
+    off = demo.post("/v1/completions", prompt=PROMPT, speculation=False, **GREEDY)
+    assert off["choices"][0]["text"] == on["choices"][0]["text"]
+    assert off["metrics"]["speculative_decoding"] is None
+    figures = on["metrics"]["speculative_decoding"]
+    assert figures["num_spec_steps"] == len(figures["per_step_drafted"]) == len(figures["per_step_accepted"])
+    assert figures["num_draft_tokens"] == sum(figures["per_step_drafted"])
+    assert figures["num_accepted_draft_tokens"] == sum(figures["per_step_accepted"]) > 0
+
+
+def test_chunks_tell_drafted_tokens(demo: LiveServer) -> None:
+    chunks = demo.chunks("/v1/completions", prompt=PROMPT, speculant={"tokens": True}, **GREEDY)
+    tokens = [token for chunk in chunks for token in chunk.get("speculant_tokens", [])]
+    assert len(tokens) == 24
+    assert {token["drafted"] for token in tokens} == {True, False}
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert "".join(token["text"] for token in tokens) == text
+    plain = demo.chunks("/v1/completions", prompt=PROMPT, **GREEDY)
+    assert not any("speculant_tokens" in chunk for chunk in plain)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 1},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": -100}, "seed": 1},
+        {"min_tokens": 4, "stop_token_ids": [0], "ignore_eos": True, "skip_special_tokens": False},
+        {"stop": ["\n"], "include_stop_str_in_output": True},
+        {"prompt_logprobs": 1},
+        {"beam_width": 3, "length_penalty": 0.5, "n": 2},
+        {"speculation": {"num_speculative_tokens": 2}},
+        {"cache_salt": "mine", "priority": 3, "user": "somebody", "metadata": {"a": "b"}},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_fields_of_the_library_are_accepted(demo: LiveServer, field: dict[str, Any]) -> None:
+    answer = demo.post("/v1/completions", prompt=PROMPT, max_tokens=8, **field)
+    assert len(answer["choices"]) == field.get("n", 1)
+    chat = demo.post("/v1/chat/completions", messages=CHAT, max_completion_tokens=8, **field)
+    assert len(chat["choices"]) == field.get("n", 1)
+    if "prompt_logprobs" in field:
+        entries = answer["choices"][0]["prompt_logprobs"]
+        assert entries[0] is None
+        assert len(entries) == answer["usage"]["prompt_tokens"]
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_a_stop_string_ends_the_text(demo: LiveServer) -> None:
+    whole = demo.post("/v1/completions", prompt=PROMPT, **GREEDY)["choices"][0]["text"]
+    stop = whole[3:6]
+    answer = demo.post("/v1/completions", prompt=PROMPT, stop=stop, **GREEDY)["choices"][0]
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", stop)
+    assert answer["text"] == whole[: whole.index(stop)]
+
+
+def test_cached_tokens_are_told(demo: LiveServer) -> None:
+    prompt = "this prompt comes twice and is long enough to fill some blocks of the cache " * 3
+    first, again = (demo.post("/v1/completions", prompt=prompt, **GREEDY)["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] > 16
+    other = demo.post("/v1/completions", prompt=prompt, cache_salt="other", **GREEDY)["usage"]
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_request_ids_are_echoed(demo: LiveServer) -> None:
+    assert demo.http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert demo.http.get("/health", headers={"X-Request-Id": "x" * 500}).headers["x-request-id"] != "x" * 500
+    assert demo.http.get("/nothing").headers["x-request-id"]
+
+
+def test_unknown_routes_are_errors_of_openai(demo: LiveServer) -> None:
+    missing, wrong = demo.http.get("/v2/things"), demo.http.get("/v1/completions")
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    for response in (missing, wrong):
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_openapi_document_has_the_bodies(demo: LiveServer) -> None:
+    document = demo.http.get("/openapi.json").json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    reference = body["content"]["application/json"]["schema"]["$ref"]
+    assert "messages" in document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
+
+
+def test_a_tool_choice_insists_on_a_call(demo: LiveServer) -> None:
+    parameters = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
+    tools = [{"type": "function", "function": {"name": "cut", "parameters": parameters}}]
+    settings = {**GREEDY, "max_tokens": 80, "messages": CHAT, "tools": tools}
+    refused = demo.http.post("/v1/chat/completions", json={**settings, "tool_choice": {"type": "function"}})
+    assert refused.status_code == 400
+    text = demo.post("/v1/chat/completions", **settings, tool_choice="required")["choices"][0]["message"]["content"]
+    assert text.startswith('{"name": "cut", "arguments": {"size": ')  # the template has no format of calls
+    assert demo.post("/v1/chat/completions", **settings)["choices"][0]["finish_reason"] in ("stop", "length")

@@ -1,0 +1,73 @@
+"""Reasoning and tool calls over HTTP, for a model whose template has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculant import AsyncEngine
+from tests.models import ALPHABET, Shape, write_checkpoint
+from tests.servers import LiveServer, serve
+
+__all__ = ["serve"]
+TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}"""
+PARAMETERS = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("cut", "sew")]
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_completion_tokens": 120,
+    "temperature": 0,
+    "tools": TOOLS,
+    "logit_bias": {str(ALPHABET.index(space)): -100 for space in "ĠĊĉč"},  # else the JSON may never end
+}
+
+
+@pytest.fixture
+def server(serve: Any, tmp_path: Path) -> LiveServer:
+    folder = tmp_path / "model"
+    path = write_checkpoint(folder, Shape(max_positions=1024))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    live: LiveServer = serve(AsyncEngine(path, dtype="float32"), per_request_spec_decode_metrics="summary").ready()
+    return live
+
+
+def test_a_required_call_is_parsed(server: LiveServer) -> None:
+    (choice,) = server.post("/v1/chat/completions", **BODY, tool_choice="required")["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] in ("cut", "sew")
+    assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
+
+
+def test_a_named_call_streams_as_deltas(server: LiveServer) -> None:
+    named = {"type": "function", "function": {"name": "sew"}}
+    whole = server.post("/v1/chat/completions", **BODY, tool_choice=named)["choices"][0]["message"]["tool_calls"]
+    chunks = server.chunks("/v1/chat/completions", **BODY, tool_choice=named)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    deltas = [each for choice in choices for each in choice["delta"].get("tool_calls", [])]
+    assert (deltas[0]["function"]["name"], deltas[0]["index"]) == ("sew", 0)
+    assert deltas[0]["id"].startswith("call_")
+    arguments = "".join(delta["function"]["arguments"] for delta in deltas)
+    assert arguments == whole[0]["function"]["arguments"]
+    assert not any(choice["delta"].get("content") for choice in choices)
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tools": [{}]},
+        {"tools": None, "tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "glue"}}},
+        {"tools": TOOLS * 100},
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+    ],
+    ids=["no function", "no tools", "unknown", "too many", "two forms"],
+)
+def test_senseless_tools_are_refused(server: LiveServer, given: dict[str, Any]) -> None:
+    response = server.http.post("/v1/chat/completions", json={**BODY, **given})
+    assert response.status_code == 400

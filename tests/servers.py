@@ -1,0 +1,102 @@
+"""Servers that answer real connections, each in a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+
+from speculant import AsyncEngine
+from speculant.serving.app import make_app
+from speculant.serving.options import ServerOptions
+from speculant.serving.server import Server
+from speculant.serving.state import ServerState
+
+_PATIENCE = 30.0
+
+
+class LiveServer:
+    """An application behind a port of this machine. `url` is its address, `http` a client of it."""
+
+    def __init__(self, engine: AsyncEngine | Callable[[], AsyncEngine], **options: Any) -> None:
+        self.app = make_app(engine, ServerOptions(port=0, **options))
+        self.state: ServerState = self.app.state.server
+        listening: Future[str] = Future()
+        self.server = Server(self.app, ServerOptions(port=0, **options), listening.set_result)
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+        self._thread.start()
+        self.url = listening.result(_PATIENCE)
+        self.http = httpx.Client(base_url=self.url, timeout=_PATIENCE, trust_env=False)
+
+    def ready(self) -> LiveServer:
+        """Wait until requests are served."""
+        self.until(lambda: self.http.get("/health").status_code == 200)
+        return self
+
+    def post(self, path: str, **body: Any) -> Any:
+        """Return the answer to a request that is served."""
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, **body: Any) -> Iterator[str]:
+        """Yield the data of the events of a stream."""
+        with self.http.stream("POST", path, json={"stream": True, **body}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield line.removeprefix("data: ")
+
+    def chunks(self, path: str, **body: Any) -> list[Any]:
+        """Return the chunks of a stream, which ends as it has to."""
+        *events, last = self.events(path, **body)
+        assert last == "[DONE]"
+        return [json.loads(each) for each in events]
+
+    def in_loop(self, call: Callable[[], Any]) -> None:
+        """Call something in the server's event loop."""
+        assert self.server._loop is not None
+        self.server._loop.call_soon_threadsafe(call)
+
+    def until(self, holds: Callable[[], bool], patience: float = _PATIENCE) -> None:
+        """Wait for something that happens in the server."""
+        deadline = time.monotonic() + patience
+        while not holds():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.005)
+
+    def wait(self) -> None:
+        """Wait until the server has ended."""
+        self._thread.join(_PATIENCE)
+        assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the server, and its engine."""
+        self.http.close()
+        self.server.should_exit = True
+        self.wait()
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve())
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., LiveServer]]:
+    """Start servers that end with the test."""
+    started: list[LiveServer] = []
+
+    def start(*arguments: Any, **options: Any) -> LiveServer:
+        started.append(LiveServer(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()

@@ -1,0 +1,91 @@
+"""Bounds and keys, at an application that tells what reaches it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from speculant.serving.middleware import API_KEY, ApiKeys, Limits, RequestIds
+from speculant.serving.options import ServerOptions
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    message = await receive()
+    told = {"size": len(message["body"]), "key": scope.get(API_KEY)}
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": json.dumps(told).encode()})
+
+
+def ask(app: ASGIApp, **request: Any) -> Any:
+    async def main() -> Any:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request("POST", **{"url": "/x", **request})
+
+    return asyncio.run(main())
+
+
+def limited(**options: Any) -> Limits:
+    return Limits(echo, ServerOptions(max_body_bytes=100, max_header_bytes=500, **options))
+
+
+async def parts(count: int, size: int, pause: float = 0.0) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        await asyncio.sleep(pause)
+        yield b"x" * size
+
+
+@pytest.mark.parametrize(("size", "status"), [(0, 200), (100, 200), (101, 413), (10_000, 413)])
+def test_bodies_are_bounded(size: int, status: int) -> None:
+    assert ask(limited(), content=b"x" * size).status_code == status
+    assert ask(limited(), content=parts(-(-size // 10), 10)).status_code == status
+    if status == 200:
+        assert ask(limited(), content=b"x" * size).json()["size"] == size
+
+
+def test_a_refused_body_closes_the_connection() -> None:
+    response = ask(limited(), content=b"x" * 101)
+    assert response.headers["connection"] == "close"
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_slow_body_is_refused() -> None:
+    assert ask(limited(body_timeout=0.05), content=parts(5, 1, 0.05)).status_code == 408
+    assert ask(limited(body_timeout=None), content=parts(5, 1, 0.01)).json()["size"] == 5
+
+
+@pytest.mark.parametrize(
+    "request_", [{"headers": {"a": "x" * 500}}, {"url": "/" + "x" * 500}, {"params": {"a": "x" * 500}}]
+)
+def test_headers_and_addresses_are_bounded(request_: dict[str, Any]) -> None:
+    assert ask(limited(), **request_).status_code == 431
+
+
+@pytest.mark.parametrize("given", [None, "Bearer", "Bearer other", "Basic one", "Bearer one2", "Bearer \xe9"])
+def test_a_wrong_key_is_refused(given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given.encode("latin-1")}
+    response = ask(ApiKeys(echo, ["one", "two"]), headers=headers)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize("key", ["one", "two"])
+def test_a_key_is_passed_on(key: str) -> None:
+    response = ask(ApiKeys(echo, ["one", "two"]), headers={"authorization": f"Bearer {key}"})
+    assert response.json()["key"] == key
+
+
+def test_health_needs_no_key() -> None:
+    assert ask(ApiKeys(echo, ["one"]), url="/health").status_code == 200
+    assert ask(ApiKeys(echo, []), url="/x").json()["key"] is None
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc", True), ("a b", False), ("x" * 129, False), ("", False)])
+def test_request_ids_are_kept_if_they_are_sound(given: str, kept: bool) -> None:
+    answered = ask(RequestIds(echo), headers={"x-request-id": given}).headers["x-request-id"]
+    assert (answered == given) is kept
+    assert answered

@@ -1,0 +1,67 @@
+"""Bodies are read strictly, and refused in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from speculant.serving.errors import ApiError
+from speculant.serving.protocol import REFUSED, ChatBody, CompletionBody, read_body
+
+
+def refused(raw: bytes) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read_body(CompletionBody, raw)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize("prompt", ['"a"', '["a", "b"]', "[1, 2]", "[[1], [2, 3]]"])
+def test_every_form_of_a_prompt_is_read(prompt: str) -> None:
+    assert read_body(CompletionBody, b'{"prompt": %s}' % prompt.encode()).prompt
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", '"3"'), ("n", "true"), ("n", "1.5"), ("temperature", '"1"'), ("stream", "1"), ("stop", "[1]"),
+     ("prompt", '[1, "a"]'), ("prompt", "[]"), ("prompt", "null"), ("logit_bias", "[1]"), ("seed", "[]")],
+)  # fmt: skip
+def test_other_types_are_refused(field: str, value: str) -> None:
+    error = refused(b'{"prompt": "a", "%s": %s}' % (field.encode(), value.encode()))
+    assert (error.param, error.kind, error.code) == (field, "invalid_request_error", "invalid_type")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"1", b"\xff", b'{"prompt": "\\ud800"}', b'{"a": ' + b"[" * 10**6])
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    assert refused(raw).message
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_fields_that_would_change_the_answer(name: str) -> None:
+    error = refused(b'{"prompt": "a", "%s": {"x": 1}}' % name.encode())
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+    assert read_body(CompletionBody, b'{"prompt": "a", "%s": null}' % name.encode())
+
+
+def test_other_unknown_fields_are_accepted() -> None:
+    assert read_body(CompletionBody, b'{"prompt": "a", "user": "x", "store": true, "surprise": [1]}')
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b'{"prompt": [' + b'"a",' * 500_000 + b"1]}", b'{"prompt": [' + b"1," * 500_000 + b'"a"]}',
+     b'{"prompt": "a", "stop": [' + b"1," * 500_000 + b"1]}"],
+)  # fmt: skip
+def test_a_long_list_of_wrong_items_is_refused_soon(raw: bytes) -> None:
+    started = time.thread_time()
+    assert len(refused(raw).message) < 1000
+    assert time.thread_time() - started < 1
+
+
+def test_messages_have_text_parts_and_calls() -> None:
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    raw = ChatBody.model_validate({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert raw.messages[0].tool_calls is not None
+    assert raw.messages[0].tool_calls[0].function.name == "f"

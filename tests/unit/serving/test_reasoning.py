@@ -1,0 +1,104 @@
+"""The reasoning is told from the answer, whatever the cuts of the stream."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculant.serving.reasoning import ReasoningDelta, ReasoningParser, find_reasoning
+from speculant.serving.tools import TextDelta
+from tests.examples import examples
+
+PIECES = st.sampled_from(["<think>", "</think>", "<thi", "</", " ", "\n", "text"]) | st.text(max_size=3)
+
+
+def read(text: str, cuts: Sequence[int] = (), opened: bool = False) -> tuple[str, str]:
+    """Return reasoning and answer, which are not mixed."""
+    parser = ReasoningParser(opened=opened)
+    places = [0, *sorted(cuts), len(text)]
+    deltas = [delta for i, j in itertools.pairwise(places) for delta in parser.feed(text[i:j])]
+    deltas += parser.finish()
+    kinds = [kind for kind, _ in itertools.groupby(deltas, type)]
+    assert kinds in ([], [TextDelta], [ReasoningDelta], [ReasoningDelta, TextDelta])
+    assert all(delta.text for delta in deltas)
+    return (
+        "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
+        "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("<think>\nI see.\n\nGood.\n</think>\n\nYes.", False, ("I see.\n\nGood.", "Yes.")),
+        ("\n<think></think>Yes.", False, ("", "Yes.")),
+        ("<think>a < b </thin", False, ("a < b </thin", "")),
+        ("I see.\n</think>\n\nYes. </think>", True, ("I see.", "Yes. </think>")),
+        ("cut off ", True, ("cut off ", "")),
+        (" <thing> is </think>.", False, ("", " <thing> is </think>.")),
+        ("Yes. <think>no</think>", False, ("", "Yes. <think>no</think>")),
+        ("<thi", False, ("", "<thi")),
+    ],
+)
+def test_reasoning_is_split_off(text: str, opened: bool, expected: tuple[str, str]) -> None:
+    assert read(text, opened=opened) == expected
+    assert read(text, range(1, len(text)), opened) == expected
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(pieces=st.lists(PIECES, max_size=10), opened=st.booleans(), data=st.data())
+def test_cuts_change_nothing(pieces: list[str], opened: bool, data: st.DataObject) -> None:
+    text = "".join(pieces)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read(text, cuts, opened) == read(text, opened=opened)
+
+
+def test_pieces_are_streamed_at_once() -> None:
+    parser = ReasoningParser()
+    fed = [parser.feed(piece) for piece in ("<think>", "I ", "see", " </th", "ink>", "Yes", ".")]
+    assert fed == [
+        [],
+        [ReasoningDelta("I")],
+        [ReasoningDelta(" see")],
+        [],
+        [],
+        [TextDelta("Yes")],
+        [TextDelta(".")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "split"),
+    [
+        ("{{ '</think>' }}", "<|assistant|>", ("", "a</think>b")),
+        ("{{ '</think>' }}", "<|assistant|><think>\n", ("a", "b")),
+        ("{{ '</think>' }}", "<think>\n\n</think>\n\n", ("", "a</think>b")),
+    ],
+)
+def test_the_prompt_may_open_it(template: str, prompt: str, split: tuple[str, str]) -> None:
+    parser = find_reasoning(template, prompt)
+    assert parser is not None
+    deltas = [*parser.feed("a</think>b"), *parser.finish()]
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+    assert (reasoning, "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))) == split
+
+
+def test_other_templates_have_none() -> None:
+    assert find_reasoning("{{ messages }}") is None
+    assert find_reasoning(None) is None
+
+
+@pytest.mark.parametrize("text", ["</think" * 15_000, " " * 100_000, "<think>" + " " * 100_000])
+def test_time_is_linear(text: str) -> None:
+    def seconds(length: int) -> float:
+        start = time.process_time()
+        read(text[:length], range(1, length), opened=True)
+        return time.process_time() - start
+
+    few = min(seconds(len(text) // 10) for _ in range(3))
+    assert seconds(len(text)) < 40 * few + 0.2  # 10 if linear, 100 if quadratic

@@ -1,0 +1,182 @@
+"""Small parts of the server: options, admission, metrics, JSON, texts of tokens, readers of messages."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculant import StreamPiece
+from speculant.errors import ConfigError
+from speculant.metrics import EngineMetrics, SpeculationMetrics
+from speculant.serving.admission import Admission
+from speculant.serving.errors import ApiError
+from speculant.serving.messages import MessageReader, joined_calls
+from speculant.serving.metrics import RequestMeter, ServerMetrics
+from speculant.serving.options import ServerOptions
+from speculant.serving.reasoning import ReasoningParser
+from speculant.serving.service import salt_of
+from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
+from speculant.serving.tools import find_parser
+from speculant.serving.wire import encode, event
+from speculant.text.tokenizer import Tokenizer
+from speculant.types import Logprob
+from tests.models import Checkpoints
+
+# --- options, admission, JSON
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"port": -1}, {"port": 70_000}, {"metrics_prefix": "a b"}, {"per_request_spec_decode_metrics": "all"},
+     {"max_body_bytes": 0}, {"queue_timeout": -1.0}, {"api_keys": ("",)}, {"api_keys": ("é",)}],
+    ids=str,
+)  # fmt: skip
+def test_options_are_checked(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerOptions(**given)
+
+
+def test_no_deadline_is_none() -> None:
+    assert ServerOptions(queue_timeout=None).queue_timeout is None
+
+
+def test_admission_counts_and_refuses() -> None:
+    admission = Admission(3)
+    with admission.admit(2):
+        with pytest.raises(ApiError) as caught, admission.admit(2):
+            pass
+        assert (caught.value.status, caught.value.headers) == (429, {"retry-after": "1"})
+        with suppress(LookupError), admission.admit(1):
+            assert admission.count == 3
+            raise LookupError
+        assert admission.count == 2
+    assert admission.count == 0
+
+
+@pytest.mark.parametrize("text", ["plain", "ä€😀", "\ud800", '"\\\n\x00'])
+def test_json_holds_any_text(text: str) -> None:
+    assert json.loads(encode({"text": text}))["text"] == text
+    assert event({"text": text}).count(b"\n") == 2
+
+
+def test_salts_differ_by_key_and_hide_it() -> None:
+    salts = {salt_of(key, own) for key in (None, "one", "two") for own in (None, "", "mine")}
+    assert len(salts) == 6
+    assert not any("one" in salt or "two" in salt for salt in salts)
+
+
+# --- metrics
+
+
+def test_metrics_have_vllm_s_names_behind_a_prefix() -> None:
+    totals = EngineMetrics(tokens=7, blocks_total=4, blocks_used=1, running=2)
+    totals.count_draft(4, 3)
+    totals.count_draft(2, 0)
+    metrics = ServerMetrics("vllm", "m", lambda: totals)
+    page = metrics.page()[0].decode()
+    for line in (
+        'vllm:generation_tokens_total{model_name="m"} 7.0',
+        'vllm:spec_decode_num_drafts_total{model_name="m"} 2.0',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 6.0',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 3.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"} 1.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
+        'vllm:num_requests_running{model_name="m"} 2.0',
+    ):
+        assert f"\n{line}\n" in page
+    assert 'position="3"' not in page
+    assert "vllm:num_requests_waiting" in ServerMetrics("vllm", "m", lambda: None).page()[0].decode()
+
+
+def test_a_meter_counts_what_ended_and_what_did_not() -> None:
+    metrics = ServerMetrics("speculant", "m", lambda: None)
+    meter = RequestMeter(metrics, 3)
+    meter.record(0, StreamPiece(0, 5, "a"))
+    meter.record(0, StreamPiece(0, 6, "b", finish_reason="stop"))
+    meter.record(0, StreamPiece(1, 5, "a"))
+    meter.close(failed=False)
+    meter.close(failed=False)
+    page = metrics.page()[0].decode()
+    assert 'request_success_total{finished_reason="stop",model_name="m"} 1.0' in page
+    assert 'request_success_total{finished_reason="abort",model_name="m"} 2.0' in page
+    assert 'time_to_first_token_seconds_count{model_name="m"} 2.0' in page
+    assert 'inter_token_latency_seconds_count{model_name="m"} 1.0' in page
+
+
+def test_a_request_keeps_its_steps() -> None:
+    metrics, other = SpeculationMetrics(), SpeculationMetrics()
+    metrics.record(4, 2, 3)
+    other.record(1, 0, 1)
+    metrics.add(other)
+    assert metrics.steps() == {"per_step_accepted": [2, 0], "per_step_drafted": [4, 1]}
+    assert "per_step_drafted" not in metrics.to_dict()
+
+
+# --- texts of tokens
+
+
+@pytest.fixture
+def texts(checkpoints: Checkpoints) -> TokenTexts:
+    return TokenTexts(Tokenizer.from_folder(Path(checkpoints.target)))
+
+
+def test_bytes_of_tokens_make_the_text(texts: TokenTexts, checkpoints: Checkpoints) -> None:
+    tokens = Tokenizer.from_folder(Path(checkpoints.target)).encode("aä€😀")
+    pieces = [texts.of(token) for token in tokens]
+    assert b"".join(bytes(data or []) for _, data in pieces).decode() == "aä€😀"
+    assert pieces[0] == ("a", [97])
+    assert pieces[1] == ("bytes:\\xc3", [0xC3])
+    assert texts.of(256) == ("<end>", list(b"<end>"))
+    assert texts.of(260) == ("", None)  # a row of the head without a token
+
+
+def test_both_shapes_of_logprobs(texts: TokenTexts) -> None:
+    a, b = 64, 65
+    entry = {a: Logprob(-2.0, 2), b: Logprob(-0.5, 1)}
+    chat = chat_logprob(texts, a, entry, 1)
+    assert (chat["logprob"], len(chat["top_logprobs"])) == (-2.0, 1)
+    assert chat["top_logprobs"][0]["logprob"] == -0.5
+    assert chat_logprob(texts, a, entry, 0)["top_logprobs"] == []
+    assert completion_logprobs(texts, [a], [entry], [7]) == {
+        "tokens": [texts.of(a)[0]],
+        "token_logprobs": [-2.0],
+        "top_logprobs": [{texts.of(a)[0]: -2.0, texts.of(b)[0]: -0.5}],
+        "text_offset": [7],
+    }
+
+
+def test_impossible_tokens_have_a_finite_logprob(texts: TokenTexts) -> None:
+    never = Logprob(float("-inf"), 9, "x")
+    assert chat_logprob(texts, 5, {5: never}, 0)["logprob"] == LOWEST
+    assert prompt_logprobs([None, {5: never}]) == [
+        None, {"5": {"logprob": LOWEST, "rank": 9, "decoded_token": "x"}},
+    ]  # fmt: skip
+    assert prompt_logprobs(None) is None
+
+
+# --- messages
+
+
+def test_a_reader_sorts_reasoning_content_and_calls() -> None:
+    text = '<think>hm</think>I call.<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    reader = MessageReader(ReasoningParser(), find_parser(None, "hermes"))
+    deltas = [reader.feed(character).as_delta() for character in text] + [reader.finish().as_delta()]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reader.message.reasoning == "hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == reader.message.content == "I call."
+    (call,) = joined_calls(reader.message.calls)
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    streamed = [each for delta in deltas for each in delta.get("tool_calls", [])]
+    assert streamed[0]["id"] == call["id"]
+    assert "".join(each["function"]["arguments"] for each in streamed) == '{"x": 1}'
+    assert 0 < reader.reasoning_tokens < len(text)
+
+
+def test_without_parsers_all_is_content() -> None:
+    reader = MessageReader()
+    assert reader.feed("<think>a").as_delta() == {"content": "<think>a"}
+    assert reader.finish().as_delta() == {}
+    assert reader.reasoning_tokens == 0

@@ -1,0 +1,107 @@
+"""A call that a request insists on: its form, and a grammar that a parser's own text fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculant.errors import RequestError
+from speculant.serving.tools import CallShape, ToolDelta, call_grammar, call_schema, find_parser
+from speculant.serving.tools.base import parse
+from tests.examples import examples
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORMS = [("hermes", None), ("llama3", None), ("mistral", None), ("mistral", "[TOOL_CALLS] [ARGS]")]
+
+
+def text_of(shape: CallShape, arguments: object) -> str:
+    return shape.marker + shape.prefix + json.dumps(arguments) + shape.suffix
+
+
+@pytest.mark.parametrize(("name", "template"), FORMS)
+@settings(max_examples=examples(50), deadline=None)
+@given(city=st.text())
+def test_a_parser_reads_its_format_s_shape(name: str, template: str | None, city: str) -> None:
+    shapes = call_schema(TOOLS, "required", template, name)
+    for shape, tool, arguments in zip(shapes, ("weather", "now"), ({"city": city}, {}), strict=True):
+        parser = find_parser(None, name, lambda: "id")
+        assert parser is not None
+        assert parse(parser, [text_of(shape, arguments)]) == [ToolDelta(0, "id", tool, json.dumps(arguments))]
+
+
+def test_an_unknown_format_is_a_json_object() -> None:
+    (shape,) = call_schema(TOOLS, NAMED)
+    assert json.loads(text_of(shape, {"city": "Oslo"})) == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert shape.schema == SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "reason"),
+    [
+        ([], "required", "without tools"),
+        (TOOLS, "sometimes", "does not name a function"),
+        (TOOLS, {"type": "function"}, "does not name a function"),
+        (TOOLS, {"type": "function", "function": {"name": "wether"}}, "did you mean 'weather'"),
+        ([{"type": "web_search"}], "required", "not a function"),
+        (["weather"], "required", "not a function"),
+        ([{"type": "function", "function": {"name": ""}}], "required", "has the name"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "required", "no JSON schema"),
+    ],
+)
+def test_nonsense_is_refused(tools: Any, choice: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        call_schema(tools, choice)
+
+
+def accepts(grammar: str, tokens: list[int]) -> bool:
+    """Whether llguidance's grammar lets these bytes (and 256, a special token) be a whole output."""
+    llguidance = pytest.importorskip("llguidance")
+    matcher = llguidance.LLMatcher(_bytes_tokenizer(llguidance), llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def _bytes_tokenizer(llguidance: Any) -> Any:
+    class Wrapped:
+        eos_token_id, bos_token_id = 257, None
+        tokens = (*(bytes([i]) for i in range(256)), b"[TOOL_CALLS]", b"<end>")
+        special_token_ids = (256, 257)
+
+        def __call__(self, text: str | bytes) -> list[int]:
+            return list(text.encode() if isinstance(text, str) else text)
+
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Wrapped()))
+
+
+@pytest.mark.parametrize(("name", "template"), FORMS)
+def test_a_grammar_accepts_calls_alone(name: str, template: str | None) -> None:
+    shapes = call_schema(TOOLS, "required", template, name)
+    grammar = call_grammar(shapes, lambda marker: None)
+    weather, now = shapes
+    assert accepts(grammar, [*text_of(weather, {"city": "Osaka"}).encode()])
+    assert accepts(grammar, [*text_of(now, {}).encode()])
+    assert not accepts(grammar, [*text_of(weather, {"town": "x"}).encode()])
+    assert not accepts(grammar, [*text_of(now, {}).encode()][:-1])
+    assert not accepts(grammar, [*b"Hello"])
+
+
+def test_a_marker_that_is_a_token_is_that_token() -> None:
+    (shape,) = call_schema(TOOLS, NAMED, "[TOOL_CALLS]")
+    grammar = call_grammar([shape], lambda marker: 256 if marker == "[TOOL_CALLS]" else None)
+    rest = [*text_of(CallShape("", shape.prefix, {}, shape.suffix), {"city": "x"}).encode()]
+    assert accepts(grammar, [256, *rest])
+    assert not accepts(grammar, [*b"[TOOL_CALLS]", *rest])

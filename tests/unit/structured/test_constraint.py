@@ -1,0 +1,224 @@
+"""A grammar's constraint: its masks depend on the tokens alone, whatever was drafted, taken back or prepared."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from llguidance import LLMatcher, LLParserLimits
+from torch import Tensor
+
+from speculant.constraints import Constraint, unpacked
+from speculant.errors import RequestError
+from speculant.structured.constraint import Grammar, GrammarConstraint
+from speculant.structured.grammars import Grammars
+from speculant.structured.spec import StructuredOutputs
+from speculant.text.tokenizer import Tokenizer
+from tests.models import END, VOCAB_SIZE
+
+CHOICES = ["cat", "catalogue", "dog", "do", "Ångström", "日本", "日曜"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 3}, "n": {"type": "array", "items": {"enum": [1, 23]}}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "compact": StructuredOutputs(json=SCHEMA, disable_any_whitespace=True),
+    "regex": StructuredOutputs(regex="[a-c]{2,4}(-[0-9]+x)?"),
+    "choice": StructuredOutputs(choice=CHOICES),
+    "grammar": StructuredOutputs(grammar='start: "<" item* ">"\nitem: "x" | "(" item ")"'),
+}
+
+
+def allowed(mask: Tensor) -> set[int]:
+    return set(unpacked(mask, VOCAB_SIZE).nonzero().flatten().tolist())
+
+
+def test_masks_are_those_of_the_choices(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """The oracle: a byte may follow if some choice goes on with it, and the end token behind a whole choice."""
+    texts = [tuple(tokenizer.encode(choice)) for choice in CHOICES]
+    constraint = grammars.compile(FORMS["choice"]).result().constrain()
+    for length in range(max(map(len, texts)) + 1):
+        for begun in {text[:length] for text in texts if len(text) >= length}:
+            following = {text[length] for text in texts if text[:length] == begun and len(text) > length}
+            assert allowed(constraint.mask(begun)) == following | ({END} if begun in texts else set())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_depend_on_the_tokens_alone(grammars: Grammars, form: str) -> None:
+    """Random walks, drafts, rollbacks: always the mask of a constraint that took the same tokens at once."""
+    grammar, rng = grammars.compile(FORMS[form]).result(), random.Random(form)
+    for _ in range(4):
+        constraint, taken = grammar.constrain(), list[int]()
+        while len(taken) < 24 and not constraint.is_done:
+            draft = wander(constraint, rng)
+            if rng.random() < 0.5:
+                constraint.prepare([draft[:end] for end in range(len(draft) + 1)])
+            if rng.random() < 0.3:
+                constraint.forced()
+            masks = [allowed(constraint.mask(draft[:end])) for end in rng.sample(range(len(draft) + 1), len(draft) + 1)]
+            fresh = grammar.constrain()
+            fresh.advance(taken)
+            assert sorted(masks, key=sorted) == sorted(
+                (allowed(fresh.mask(draft[:end])) for end in range(len(draft) + 1)), key=sorted
+            )
+            assert constraint.is_done == fresh.is_done
+            assert constraint.forced() == fresh.forced()
+            token = rng.choice(sorted(allowed(constraint.mask(()))))
+            constraint.advance([token])
+            taken.append(token)
+            if rng.random() < 0.25:
+                count = rng.randint(1, len(taken))
+                constraint.rollback(count)
+                del taken[len(taken) - count :]
+
+
+def wander(constraint: Constraint, rng: random.Random) -> list[int]:
+    """Return a draft, most of whose tokens are allowed."""
+    draft: list[int] = []
+    for _ in range(rng.randrange(5)):
+        mask = constraint.mask(draft)
+        assert mask is not None
+        known = sorted(allowed(mask))
+        draft.append(rng.choice(known) if known and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
+    return draft
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_tokens_are_the_only_ones_allowed(grammars: Grammars, form: str) -> None:
+    constraint, rng = grammars.compile(FORMS[form]).result().constrain(), random.Random(1)
+    for _ in range(40):
+        if constraint.is_done:
+            break
+        forced = constraint.forced()
+        for place, token in enumerate(forced):
+            assert allowed(constraint.mask(forced[:place])) == {token}
+        if len(allowed(constraint.mask(()))) > 1:
+            assert not forced
+        constraint.advance([rng.choice(sorted(allowed(constraint.mask(()))))])
+
+
+def test_compact_json_forces_its_frame(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = grammars.compile(FORMS["compact"]).result().constrain()
+    assert tokenizer.decode(constraint.forced()) == '{"name":"'
+    constraint.advance(tokenizer.encode('{"name":"ab"'))
+    assert tokenizer.decode(constraint.forced()) == ',"n":['
+
+
+def test_nothing_follows_a_forbidden_token_or_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    cat = tokenizer.encode("cat")
+    constraint = grammars.compile(FORMS["choice"]).result().constrain()
+    for draft in ([0], [*cat[:2], 0, 1], [*cat, END], [*cat, END, END], [END], [VOCAB_SIZE - 1], [END + 1]):
+        assert not constraint.mask(draft).any()
+    constraint.advance([*cat, END])
+    assert constraint.is_done
+    assert not constraint.mask(()).any()
+    constraint.rollback(1)
+    assert not constraint.is_done
+    assert allowed(constraint.mask(())) == {END, *tokenizer.encode("a")}
+
+
+@pytest.mark.parametrize("text", ["", "no", "yes"])
+def test_an_end_token_is_taken_and_given_back(grammars: Grammars, tokenizer: Tokenizer, text: str) -> None:
+    constraint = grammars.compile(StructuredOutputs(choice=["", "no", "not", "yes"])).result().constrain()
+    tokens = tokenizer.encode(text)
+    constraint.advance(tokens)
+    before, done = constraint.mask(()).clone(), constraint.is_done
+    constraint.mask([END])
+    constraint.advance([END])
+    assert constraint.is_done
+    assert not constraint.mask(()).any()
+    assert not constraint.mask([END]).any()
+    assert not constraint.forced()
+    constraint.rollback(0)
+    assert constraint.is_done
+    constraint.rollback(1)
+    assert constraint.is_done == done
+    assert torch.equal(constraint.mask(()), before)
+    constraint.advance([END])
+    constraint.rollback(1 + len(tokens))
+    assert allowed(constraint.mask(())) == {END, *tokenizer.encode("ny")}
+
+
+def test_it_is_done_where_only_the_end_may_follow(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    for choice, done in {"cat": False, "catalogue": True, "dog": True, "do": False}.items():
+        constraint = grammars.compile(FORMS["choice"]).result().constrain()
+        constraint.advance(tokenizer.encode(choice))
+        assert constraint.is_done == done
+
+
+def test_a_forbidden_token_is_not_advanced(grammars: Grammars) -> None:
+    constraint = grammars.compile(FORMS["choice"]).result().constrain()
+    with pytest.raises(RequestError, match="forbids the tokens"):
+        constraint.advance([0])
+    assert constraint.mask(()).any()
+
+
+def test_rolling_back_undoes_all_of_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = grammars.compile(FORMS["grammar"]).result().constrain()
+    first = constraint.mask(()).clone()
+    constraint.advance(tokenizer.encode("<(x)x>"))
+    constraint.mask([END])
+    constraint.rollback(6)
+    assert torch.equal(constraint.mask(()), first)
+
+
+# A grammar whose second branch exceeds the limits that it is given here, and whose first one does not.
+LIMITED = StructuredOutputs(grammar='start: "a" | "b" tail\ntail: "x" tail "y" | "x" tail "z" | "x" "w"')
+
+
+def limited(grammars: Grammars, **limits: int) -> Grammar:
+    grammar = grammars.compile(LIMITED).result()
+    tokens, _ = grammars._tokens
+    bounds = LLParserLimits(**(limits or {"max_items_in_row": 5}), verbose_errors=False)
+    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(LIMITED.source.text), log_level=0, limits=bounds)
+    return replace(grammar, begin=matcher.deep_copy)
+
+
+def test_a_draft_over_the_limits_costs_itself(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a, b, x = (tokenizer.encode(each)[0] for each in "abx")
+    constraint = limited(grammars).constrain()
+    assert not constraint.mask([b, x, x]).any()
+    assert allowed(constraint.mask(())) == {a, b}
+    constraint.prepare([[], [b, x, x], [a]])
+    assert allowed(constraint.mask([a])) == {END}
+    constraint.advance([a])
+    assert constraint.is_done
+
+
+def test_a_text_over_the_limits_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = limited(grammars).constrain()
+    with pytest.raises(RequestError, match="exceeds its limits: .*max is 5"):
+        constraint.advance(tokenizer.encode("bxxx"))
+    with pytest.raises(RequestError, match="exceeds its limits: .*limit 1"):
+        limited(grammars, step_max_items=1).constrain().mask(())
+
+
+def test_masks_are_prepared_in_another_thread(grammars: Grammars) -> None:
+    used: list[Sequence[int]] = []
+
+    class Watched(GrammarConstraint):
+        def _compute(self, path: tuple[int, ...]) -> Tensor:
+            used.append(path)
+            return super()._compute(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        constraint = Watched(replace(grammars.compile(FORMS["choice"]).result(), workers=pool))
+        constraint.prepare([[], [1]])
+        pool.submit(int).result()
+        assert used == [(), (1,)]
+        assert constraint.mask(()).any()
+        assert len(used) == 2
+        held = threading.Event()
+        pool.submit(held.wait)
+        constraint.prepare([[2]])
+        assert not constraint.mask([2]).any()  # it has not begun, and is computed here
+        held.set()
+    assert used == [(), (1,), (2,)]

@@ -1,0 +1,119 @@
+"""Forms are compiled once, beside the callers, within bounds; what is wrong with one is said at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from speculant.errors import ConfigError, RequestError
+from speculant.structured.grammars import Grammars
+from speculant.structured.spec import StructuredOutputs
+from speculant.text.tokenizer import Tokenizer
+from tests.models import END
+
+WORD = StructuredOutputs(regex="[a-z]+")
+
+
+def test_a_form_is_compiled_once(grammars: Grammars) -> None:
+    first = grammars.compile(WORD)
+    assert grammars.compile(replace(WORD)) is first
+    assert grammars.compile(StructuredOutputs(regex="[a-z]+?")) is not first
+
+
+def test_the_least_recent_grammar_is_dropped(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer, {END}, capacity=2)
+    forms = [StructuredOutputs(regex=text) for text in "abc"]
+    first, second = (grammars.compile(form) for form in forms[:2])
+    assert grammars.compile(forms[0]) is first
+    grammars.compile(forms[2])
+    assert grammars.compile(forms[0]) is first
+    assert grammars.compile(forms[1]) is not second
+
+
+INVALID = {
+    "unclosed group": StructuredOutputs(regex="(a"),
+    "look-around": StructuredOutputs(regex="a(?=b)"),
+    'unknown name: "item"': StructuredOutputs(grammar="start: item"),
+    "Empty grammar": StructuredOutputs(grammar=""),
+    "Invalid type: objekt": StructuredOutputs(json={"type": "objekt"}),
+    r'Unimplemented keys: \["not"\]': StructuredOutputs(json={"not": {"type": "string"}}),
+    "minLength .5. is greater": StructuredOutputs(json={"type": "string", "minLength": 5, "maxLength": 2}),
+    "does not fetch": StructuredOutputs(json={"$ref": "http://localhost/schema"}),
+    "too deeply nested": StructuredOutputs(grammar="start: " + "(" * 3000 + '"a"' + ")" * 3000),
+    "schema too large": StructuredOutputs(
+        json={
+            "allOf": [
+                {"anyOf": [{"type": "object", "properties": {f"a{i}": {"const": j}}} for j in range(2)]}
+                for i in range(20)
+            ]
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", INVALID, ids=str)
+def test_an_invalid_form_says_why(grammars: Grammars, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        grammars.compile(INVALID[reason]).result()
+    assert len(str(caught.value)) < 600
+    assert "0x" not in str(caught.value)
+
+
+def rules(count: int) -> str:
+    return "start: r0\n" + "\n".join(f'r{i}:"x"r{i + 1}|"y"' for i in range(count)) + f'\nr{count}: "z"'
+
+
+def schemas(count: int) -> dict[str, object]:
+    inner = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**inner, f"d{count}": {"type": "string"}}}
+
+
+LARGE = {
+    "rules": StructuredOutputs(grammar=rules(3500)),
+    "definitions": StructuredOutputs(json=schemas(1100)),
+    "properties": StructuredOutputs(json={"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}),
+    "alternatives": StructuredOutputs(regex="|".join(f"w{i}" for i in range(8000))),
+    "repetitions": StructuredOutputs(regex="((a{1,1000}){1,1000}b{1,1000}){1,1000}"),
+    "choices": StructuredOutputs(choice=[f"choice {i}" for i in range(1024)]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_form_ends_within_seconds(grammars: Grammars, name: str) -> None:
+    """The compiler recurses along chains of rules, on a stack that is large enough for the longest texts."""
+    started = time.perf_counter()
+    constraint = grammars.compile(LARGE[name]).result(timeout=20).constrain()
+    assert constraint.mask(()).any()
+    assert time.perf_counter() - started < 5
+
+
+def test_compiling_leaves_threads_their_stack(grammars: Grammars) -> None:
+    grammars.compile(WORD).result()
+    assert threading.stack_size() == 0
+
+
+def test_a_form_without_a_text_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(RequestError):
+        grammars.compile(StructuredOutputs(json={"$ref": "#"})).result()
+
+
+def test_a_missing_library_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"speculant\[structured\]"):
+        Grammars(tokenizer, {END}).compile(WORD)
+
+
+def test_end_tokens_are_the_engines_or_the_tokenizers(tokenizer: Tokenizer) -> None:
+    for ends, expected in (({END}, {END}), ({7, END, 9999}, {7, END}), ((), {END})):
+        constraint = Grammars(tokenizer, ends).compile(StructuredOutputs(choice=[""])).result().constrain()
+        mask = constraint.mask(())
+        assert {token for token in range(32 * len(mask)) if mask[token // 32] >> (token % 32) & 1} == expected
+
+
+def test_a_checkpoint_without_end_tokens_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="no end token"):
+        Grammars(Tokenizer(tokenizer.backend, {}), ()).compile(WORD).result()
