@@ -61,6 +61,10 @@ class EngineDeadError(SpeculantError, RuntimeError):
     """An engine that failed; `__cause__` is the error."""
 
 
+class ServerError(SpeculantError, RuntimeError):
+    """A server that can't be reached, or failed."""
+
+
 def is_failure(error: BaseException) -> bool:
     """Whether code has failed, which a panic of a Rust extension is too: pyo3 raises it as a BaseException."""
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

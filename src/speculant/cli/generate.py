@@ -18,6 +18,7 @@ from speculant.errors import RequestError
 from speculant.models.source import resolve_source
 
 if TYPE_CHECKING:
+    from speculant.engine.frontend import Prompt
     from speculant.engine.llm import LLM
     from speculant.params import SamplingParams
     from speculant.types import RequestOutput
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     'speculant generate "def read(path):" --model demo --draft-model demo',
     'speculant generate "def read(path):" --model demo --draft-model demo --temperature 0 --max-tokens 200 --json',
+    'speculant generate --chat --system "Answer in one word." "What is the capital of Peru?" --model ./qwen',
     "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
     "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
     'speculant generate "def read(path):" --model demo --draft-model demo --profile trace.json',
@@ -36,6 +38,8 @@ EXAMPLES = examples(
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="The system message before it; needs --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
     profile: Profile = None,
     *,
@@ -50,16 +54,18 @@ def generate(
     Options of the engine are environment variables too: --draft-model is SPECULANT_DRAFT_MODEL, and
     --engine-seed is SPECULANT_SEED. Sampling defaults are those of the checkpoint, if any.
     """
+    if system is not None and not chat:
+        raise RequestError("--system came without --chat", "add --chat.")
     text, values = read_prompt(prompt, prompt_file), engine.values()
     sampling.params()  # checks ranges before anything is loaded
     check_trace_path(profile)
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
-        llm = _load(values)
-    params = sampling.params(llm.default_params)
+        llm = load(values)
+    params, asked = sampling.params(llm.default_params), _conversation(llm, text, system) if chat else text
     show = _print_document if as_json else _stream if params.n == 1 else _list
     with profiling(llm.engine, profile):
-        output = show(llm, text, params)
+        output = show(llm, asked, params)
     if not as_json:
         messages().print(figures(llm, output), style="dim")
 
@@ -74,6 +80,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is not None:
         return _read_file(prompt_file)
     return sys.stdin.read() if prompt == "-" else str(prompt)
+
+
+def _conversation(llm: LLM, text: str, system: str | None) -> Prompt:
+    """Return the prompt of one message to the model."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return llm.render_chat([*opening, {"role": "user", "content": text}])
 
 
 def _read_file(path: Path) -> str:
@@ -91,25 +103,26 @@ def fetch(config: EngineConfig) -> None:
         resolve_source(drafting.model, "draft")
 
 
-def _load(values: dict[str, object]) -> LLM:
+def load(values: dict[str, object]) -> LLM:
+    """Make the engine."""
     from speculant.engine.llm import LLM
 
     return LLM(**values)  # type: ignore[arg-type]
 
 
-def _complete(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _complete(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     with progress("Generating"):
         return llm.generate([prompt], params)[0]
 
 
-def _print_document(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _print_document(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Print everything as JSON."""
     output = _complete(llm, prompt, params)
     print_json(document(llm, output))
     return output
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Print the text while it is generated."""
     last = None
     for piece in llm.stream(prompt, params):
@@ -121,7 +134,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     return last
 
 
-def _list(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _list(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Print several samples, each under its number."""
     output, console = _complete(llm, prompt, params), results()
     for sample in output.outputs:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from speculant.cli import bench, check_lossless, check_pair, demo, doctor, generate, plan, serve, train
+from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, plan, serve, train
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import show_error
 from speculant.errors import SpeculantError
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate", epilog=generate.EXAMPLES)(accepts_log_level(generate.generate))
+app.command("chat", epilog=chat.EXAMPLES)(accepts_log_level(chat.chat))
 app.command("demo", epilog=demo.EXAMPLES)(accepts_log_level(demo.demo))
 app.command("doctor", epilog=doctor.EXAMPLES)(accepts_log_level(doctor.doctor))
 app.command("check-lossless", epilog=check_lossless.EXAMPLES)(accepts_log_level(check_lossless.check_lossless))

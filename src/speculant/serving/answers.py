@@ -80,6 +80,11 @@ class Answer(ABC):
         """Return what the answer says about its speculation; see `speculation`."""
         return speculation(self.results, self.call.level)
 
+    def last_words(self, piece: StreamPiece) -> dict[str, Any]:
+        """Return what the last piece's chunk says about the speculation; a chunk with the usage says it instead."""
+        last = piece.output is not None and len(self.results) == len(self.outputs)
+        return self.speculation() if last and not self.call.include_usage else {}
+
     def tokens_of(self, piece: StreamPiece) -> dict[str, Any]:
         """Return a piece's entry of `speculant_tokens`, if the request asks for it."""
         if not self.call.lists_tokens:

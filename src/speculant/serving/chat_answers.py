@@ -47,15 +47,15 @@ class ChatAnswer(Answer):
             rest = choice.reader.finish().as_delta()
             chunks += [self._chunk([_shown(index, rest)])] if rest else []
             choice.finish_reason = self._reason(choice, piece.finish_reason)
-            chunks += [self._chunk([_shown(index, {}, None, choice.finish_reason)])] if choice.finish_reason else []
+            if choice.finish_reason is not None:
+                chunks.append(self._chunk([_shown(index, {}, None, choice.finish_reason)], **self.last_words(piece)))
         return [chunk for chunk in chunks if chunk is not None]
 
     def end(self) -> list[Chunk]:
         """See `Answer.end`."""
-        facts = self.speculation()
-        if self.call.include_usage:
-            return [self._chunk([], **facts) | {"usage": self._usage()}]
-        return [self._chunk([], **facts)] if facts else []
+        if not self.call.include_usage:
+            return []
+        return [self._chunk([], **self.speculation()) | {"usage": self._usage()}]
 
     def document(self) -> dict[str, Any]:
         """See `Answer.document`."""

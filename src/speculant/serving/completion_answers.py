@@ -48,14 +48,13 @@ class CompletionAnswer(Answer):
             logprobs = completion_logprobs(self.call.texts, [piece.token], [piece.logprobs], [before])
         reason = None if piece.finish_reason == "error" else piece.finish_reason
         shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
-        return [self._chunk([shown], **self.tokens_of(piece))]
+        return [self._chunk([shown], **self.tokens_of(piece), **self.last_words(piece))]
 
     def end(self) -> list[Chunk]:
         """See `Answer.end`."""
-        facts = self.speculation()
-        if self.call.include_usage:
-            return [self._chunk([], **facts) | {"usage": self.usage()}]
-        return [self._chunk([], **facts)] if facts else []
+        if not self.call.include_usage:
+            return []
+        return [self._chunk([], **self.speculation()) | {"usage": self.usage()}]
 
     def document(self) -> dict[str, Any]:
         """See `Answer.document`."""

@@ -151,6 +151,8 @@ def _messages(body: ResponseBody) -> list[Message]:
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         return [*system, Message(role="user", content=body.input)]
+    if not body.input:
+        raise refusal("input has no messages.", "input")
     return [*system, *map(_message, body.input)]
 
 

@@ -11,7 +11,7 @@ import pytest
 from speculant import __version__
 from tests.models import Checkpoints
 
-COMMANDS = ("generate", "demo", "doctor", "check-lossless", "check-pair", "plan", "train")
+COMMANDS = ("generate", "chat", "demo", "doctor", "check-lossless", "check-pair", "plan", "train")
 
 
 def _speculant(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -72,6 +72,22 @@ def test_speculation_is_switched_per_request(demo: LiveServer) -> None:
     assert figures["num_accepted_draft_tokens"] == sum(figures["per_step_accepted"]) > 0
 
 
+@pytest.mark.parametrize("usage", [True, False])
+def test_the_last_chunk_tells_of_speculation(demo: LiveServer, usage: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    for path, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})):
+        *others, last = demo.chunks(path, **asked, **GREEDY, **options)
+        assert last["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+        assert bool(last["choices"]) is not usage
+        assert not any("metrics" in chunk for chunk in others)
+        assert all(chunk["choices"] for chunk in others)
+
+
+@pytest.mark.parametrize("given", [[], [{"role": "user"}], [{"type": "reasoning"}], [{"role": 1, "content": "a"}]])
+def test_input_without_text_is_refused(demo: LiveServer, given: list[Any]) -> None:
+    assert demo.http.post("/v1/responses", json={"input": given}).status_code == 400
+
+
 def test_chunks_tell_drafted_tokens(demo: LiveServer) -> None:
     chunks = demo.chunks("/v1/completions", prompt=PROMPT, speculant={"tokens": True}, **GREEDY)
     tokens = [token for chunk in chunks for token in chunk.get("speculant_tokens", [])]

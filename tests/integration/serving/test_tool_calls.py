@@ -15,7 +15,12 @@ from tests.servers import LiveServer, serve
 __all__ = ["serve"]
 TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}"""
-PARAMETERS = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"size": {"enum": [1, 2]}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("cut", "sew")]
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],

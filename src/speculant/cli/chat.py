@@ -1,0 +1,234 @@
+"""`speculant chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from speculant.cli.demo import ACCEPTED
+from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags, parse_mapping, parse_speculation
+from speculant.cli.generate import fetch, load
+from speculant.cli.partners import LocalPartner, Partner, Piece, RemotePartner
+from speculant.cli.terminal import examples, messages, progress, results, show_error
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError, RequestError, SpeculantError, suggest
+
+EXAMPLES = examples(
+    "speculant chat --model demo --draft-model demo",
+    'speculant chat --model ./qwen --draft-model ./qwen-small --system "Answer in one sentence."',
+    "speculant chat --url http://127.0.0.1:8000 --temperature 0",
+    "printf 'Hi\\n/speculation off\\nHi again\\n' | speculant chat --model demo --max-tokens 40",
+)
+COMMANDS = {
+    "/exit": "end the program (Ctrl-D too)",
+    "/help": "show the commands",
+    "/reset": "forget the conversation",
+    "/speculation": "on or off: switch speculation",
+    "/system": "TEXT: set the system message; without TEXT, remove it",
+}
+_UNFIT = ("n", "beam_width", "logprobs", "prompt_logprobs")  # what a conversation has no place for
+_CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # could drive a terminal; not tab, not newline
+
+
+@accepts_flags
+def chat(
+    url: Annotated[
+        str | None, typer.Option(help="Talk to this server with OpenAI's API; --model names its model.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SPECULANT_API_KEY", help="The server's key. [env: SPECULANT_API_KEY]", show_envvar=False),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    *,
+    sampling: SamplingFlags,
+    engine: EngineFlags,
+) -> None:
+    """Talk to a model.
+
+    Each line is a message; piped input works too. Accepted draft tokens are green where the terminal has colours.
+    Speed and speculation follow each answer on standard error. Ctrl-C ends an answer. /help lists the commands.
+    """
+    if unfit := [name for name in _UNFIT if name in sampling.given]:
+        flag = unfit[0].replace("_", "-")
+        raise ConfigError(
+            f"--{flag} has no meaning in a conversation", "leave it out, or use speculant generate --chat."
+        )
+    sampling.params()  # checks ranges before anything is loaded
+    partner = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
+    Conversation(partner, system, sys.stdin.isatty()).run()
+
+
+def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
+    values = engine.values()
+    fetch(EngineConfig.from_arguments(**values))
+    with progress("Loading the models"):
+        llm = load(values)
+    llm.render_chat(
+        [{"role": "user", "content": "Hi"}]
+    )  # a model without a template is refused before anything is typed
+    return LocalPartner(llm, sampling.params(llm.default_params))
+
+
+def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> Partner:
+    given = {name for name in engine.given if f"SPECULANT_{name.upper()}" not in os.environ}
+    if useless := sorted(given - {"model"}):
+        raise ConfigError(f"--{useless[0].replace('_', '-')} has no meaning with --url", "give it to speculant serve.")
+    settings = dict(sampling.given)
+    for name in {"logit_bias", "structured_outputs"} & settings.keys():
+        settings[name] = parse_mapping("--" + name.replace("_", "-"), settings[name])
+    if "speculation" in settings:
+        settings["speculation"] = parse_speculation(settings["speculation"])
+    return RemotePartner(url, engine.given["model"] if "model" in given else None, api_key, settings)
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and the settings of what comes. interactive: somebody types, and sees errors at once."""
+
+    partner: Partner
+    system: str | None
+    interactive: bool
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    speculating: bool | None = None  # None = as the flags say
+
+    def run(self) -> None:
+        """Converse until the end of the input. Raises SpeculantError, unless it is shown to somebody who types."""
+        _tell(self.partner.introduction + ("; /help lists the commands" if self.interactive else ""))
+        for line in _lines(self.interactive):
+            try:
+                if line == "/exit":
+                    return
+                self.read(line)
+            except SpeculantError as error:
+                if not self.interactive:
+                    raise
+                show_error(error)
+
+    def read(self, line: str) -> None:
+        """Obey a command, or answer a message."""
+        if not line.startswith("/"):
+            self._answer(line)
+            return
+        command, _, value = line.partition(" ")
+        match command:
+            case "/reset":
+                self.turns.clear()
+                _tell("the conversation is empty")
+            case "/system":
+                self.system = value.strip() or None
+                _tell("the system message is set" if self.system else "there is no system message")
+            case "/speculation":
+                self._switch(value.strip())
+            case "/help":
+                _tell("\n".join(f"{name:14}{meaning}" for name, meaning in COMMANDS.items()))
+            case _:
+                raise RequestError(f"there is no command {command}", suggest(command, COMMANDS))
+
+    def _switch(self, value: str) -> None:
+        if value not in ("on", "off"):
+            raise RequestError(f"speculation can't be set to {value!r}", "write /speculation on, or /speculation off.")
+        if not self.partner.can_switch:
+            raise RequestError("speculation can't be switched here", "give a draft model, or a server that has one.")
+        self.speculating = value == "on"
+        _tell(f"speculation is {value}")
+
+    def _answer(self, line: str) -> None:
+        """Show the answer to a message. Both become part of the conversation, unless there is no answer."""
+        message, said = {"role": "user", "content": line}, list[str]()
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        console, summary = results(), "stopped"
+        with closing(self.partner.answer([*opening, *self.turns, message], self.speculating)) as pieces:
+            try:
+                with _stoppable(self.partner.waits) as stopped:
+                    while not stopped.is_set():
+                        piece = next(pieces)
+                        said += [] if piece.reasoning else [piece.text]
+                        _show(console, piece)
+            except StopIteration as end:
+                summary = end.value
+            except KeyboardInterrupt:
+                if not self.partner.waits:
+                    raise
+            finally:
+                console.file.write("\n")
+                console.file.flush()
+        if text := "".join(said):
+            self.turns += [message, {"role": "assistant", "content": text}]
+        _tell(summary)
+
+
+def _tell(text: str) -> None:
+    messages().print(text, style="dim")
+
+
+def _show(console: Console, piece: Piece) -> None:
+    """Print a piece at once: in colours on a terminal that has them, else as it is."""
+    text = piece.text.translate(_CONTROL) if console.is_terminal else piece.text
+    style = "dim" if piece.reasoning else ACCEPTED if piece.drafted else ""
+    if style and console.is_terminal and not console.no_color:
+        console.print(text, style=style, end="")
+    else:
+        console.file.write(text)
+    console.file.flush()
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Yield what is typed or piped, without empty lines. Ctrl-C empties the line, Ctrl-D ends the input."""
+    if not interactive:
+        yield from _piped_lines()
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` a history
+    while True:
+        try:
+            line = input("> " if sys.stdout.isatty() else "").strip()
+        except KeyboardInterrupt:
+            messages().print("\n/exit or Ctrl-D ends the program", style="dim")
+            continue
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _piped_lines() -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            if line.strip():
+                yield line.strip()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the input is no text: {error}", "write UTF-8.") from error
+
+
+@contextmanager
+def _stoppable(at_once: bool) -> Iterator[threading.Event]:
+    """Let Ctrl-C set the event that is yielded, or raise KeyboardInterrupt: `at_once`, or the second time.
+
+    An engine's step must not be broken off, as its state would be half changed; a call that waits for a server may be.
+    """
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if at_once or stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    if threading.current_thread() is not threading.main_thread():  # there are no signals
+        yield stopped
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)

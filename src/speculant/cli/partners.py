@@ -1,0 +1,254 @@
+"""Who answers in `speculant chat`: a model in this process, or a server with OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException, HTTPResponse
+from typing import TYPE_CHECKING, Any, Protocol
+
+from speculant.cli.describe import figures
+from speculant.errors import RequestError, ServerError
+
+if TYPE_CHECKING:
+    from speculant.engine.llm import LLM
+    from speculant.params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+_PATIENCE = 300.0  # seconds that a server may send nothing
+_LONGEST_LINE = 2**22  # bytes of an event
+_LONGEST_ERROR = 2**16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer. drafted: accepted draft tokens; None = not known. reasoning: it precedes the answer."""
+
+    text: str
+    drafted: bool | None = None
+    reasoning: bool = False
+
+
+Answer = Generator[Piece, None, str]  # returns a line with the speed and what speculation did
+
+
+class Partner(Protocol):
+    """Answers conversations. `waits`: the next piece is waited for in a call that an exception may break off."""
+
+    waits: bool
+
+    @property
+    def introduction(self) -> str:
+        """Who it is, and whether speculation is on."""
+        ...
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether speculation can be switched."""
+        ...
+
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings say."""
+        ...
+
+
+@dataclass
+class LocalPartner:
+    """A model in this process."""
+
+    llm: LLM
+    params: SamplingParams
+    waits = False
+
+    @property
+    def introduction(self) -> str:
+        """See `Partner`."""
+        return (
+            f"{self.llm.config.model}; speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
+        )
+
+    @property
+    def can_switch(self) -> bool:
+        """See `Partner`."""
+        return self.llm.speculating
+
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        """See `Partner`."""
+        params = self.params
+        if speculating is not None and speculating != (params.speculation is not False):
+            params = replace(params, speculation=None if speculating else False)
+        drafting, output = self.llm.speculating and params.speculation is not False, None
+        with closing(self.llm.stream_chat(messages, params)) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                yield Piece(piece.text, piece.drafted if drafting else None)
+                output = piece.output
+        assert output is not None, "a stream ends with its output"
+        cut = output.outputs[0].finish_reason == "length"
+        return figures(self.llm, output) + _cut(cut)
+
+
+@dataclass
+class RemotePartner:
+    """A server with OpenAI's API. `model`: None = the first one that it lists; `settings` are added to each request.
+
+    Raises ServerError if it can't be reached, RequestError for a model that it does not have.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    waits = True
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise RequestError(f"{self.url!r} is no address of a server", "write it like http://127.0.0.1:8000.")
+        base = self.url.rstrip("/")
+        self._base = base if base.endswith("/v1") else base + "/v1"
+        self._served = self._find_model()
+
+    @property
+    def introduction(self) -> str:
+        """See `Partner`."""
+        speculation = self._served.get("speculation")
+        if not isinstance(speculation, dict):
+            return f"{self._served['id']} at {self._base}"
+        state = "on" if speculation.get("on") else "off"
+        return f"{self._served['id']} at {self._base}; speculation is {state}: {speculation.get('detail')}"
+
+    @property
+    def can_switch(self) -> bool:
+        """See `Partner`; only this package's server has a switch."""
+        return self._served.get("owned_by") == "speculant"
+
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        """See `Partner`."""
+        asked = {"model": self._served["id"], "messages": list(messages), "stream": True, **self.settings}
+        asked["stream_options"] = {"include_usage": True}
+        if self.can_switch:
+            asked["speculant"] = {"tokens": True}
+            asked |= {} if speculating is None else {"speculation": speculating}
+        count = _Count()
+        with self._send("/chat/completions", asked) as response:
+            for chunk in _events(response):
+                yield from count.read(chunk)
+        return count.line()
+
+    def _find_model(self) -> Mapping[str, Any]:
+        with self._send("/models") as response:
+            listed = _parsed(response.read(_LONGEST_LINE)).get("data")
+        models = {
+            each["id"]: each for each in listed or () if isinstance(each, dict) and isinstance(each.get("id"), str)
+        }
+        if not models:
+            raise ServerError(f"{self._base} lists no models", "name a server with OpenAI's API.")
+        if self.model is not None and self.model not in models:
+            raise RequestError(f"the server has no model {self.model!r}", f"it has: {', '.join(models)}.")
+        return models[self.model or next(iter(models))]
+
+    def _send(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode("ascii")
+        request = urllib.request.Request(self._base + path, data, headers)
+        try:
+            response: HTTPResponse = urllib.request.urlopen(request, timeout=_PATIENCE)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refused(error.code, _parsed(error.read(_LONGEST_ERROR))) from None
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ServerError(
+                f"{self._base} can't be reached: {reason}", "start the server, or correct --url."
+            ) from error
+        return response
+
+
+@dataclass
+class _Count:
+    """What the chunks of an answer say, beside its text."""
+
+    started: float = field(default_factory=time.perf_counter)
+    pieces: int = 0
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    cut: bool = False
+
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield the text of a chunk."""
+        self.usage = chunk.get("usage") or self.usage
+        self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
+        tokens = chunk.get("speculant_tokens")
+        drafted = bool(tokens[-1].get("drafted")) if tokens else None
+        for choice in chunk.get("choices") or ():
+            self.cut = self.cut or choice.get("finish_reason") == "length"
+            delta = choice.get("delta") or {}
+            for name, reasoning in (("reasoning_content", True), ("reasoning", True), ("content", False)):
+                if text := delta.get(name):
+                    self.pieces += 1
+                    yield Piece(text, drafted, reasoning)
+
+    def line(self) -> str:
+        """Return the speed, and what speculation did if the server tells."""
+        seconds = time.perf_counter() - self.started
+        tokens = self.usage.get("completion_tokens") or self.pieces
+        made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)" + _cut(
+            self.cut
+        )
+        if not self.speculation:
+            return made
+        length, rate = (
+            float(self.speculation.get(name) or 0) for name in ("mean_acceptance_length", "acceptance_rate")
+        )
+        return f"{made}; mean acceptance length {length:.2f}, acceptance rate {rate:.2f}"
+
+
+def _cut(cut: bool) -> str:
+    return "; cut at --max-tokens" if cut else ""
+
+
+def _events(response: HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """Yield the chunks of a stream of server-sent events. Raises ServerError for an error event, or an early end."""
+    try:
+        while line := response.readline(_LONGEST_LINE):
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            chunk = _parsed(data)
+            if "error" in chunk:
+                raise ServerError(f"the server ended the answer: {_message(chunk)}", "ask again.")
+            yield chunk
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"the connection broke off: {error}", "ask again.") from error
+    raise ServerError("the server ended the answer early", "ask again.")
+
+
+def _parsed(data: bytes) -> Mapping[str, Any]:
+    """Return a JSON object; an empty one for anything else."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _refused(status: int, body: Mapping[str, Any]) -> RequestError | ServerError:
+    reason = f"the server refuses: {_message(body)} ({status})"
+    if status == 401:
+        return RequestError(reason, "give --api-key.")
+    if status < 500 and status not in (408, 429):
+        return RequestError(reason, "correct the request, or --url.")
+    return ServerError(reason, "ask again later.")
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body.get("error")
+    return str(error.get("message") if isinstance(error, dict) else error or "no reason given")

@@ -1,0 +1,390 @@
+"""`speculant chat` and `speculant generate --chat`: conversations with a model in the process, and with a server."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from speculant import LLM, SamplingParams
+from speculant.cli.chat import Conversation
+from speculant.cli.main import app
+from speculant.cli.partners import Answer, LocalPartner, Messages, Piece, RemotePartner
+from speculant.errors import ConfigError, ModelError, RequestError, ServerError
+from tests.models import Checkpoints
+
+TEMPLATE = "{% for message in messages %}{{ message.role[0] + ':' + message.content + ';' }}{% endfor %}a:"
+PARAMS = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
+FLAGS = ("--seed", "1", "--max-tokens", "6", "--ignore-eos", "--dtype", "float64")
+SYSTEM, HI, BYE = ({"role": role, "content": text} for role, text in (("system", "S"), ("user", "Hi"), ("user", "Bye")))
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write a checkpoint with a chat template."""
+    path = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(checkpoints.target, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str, checkpoints: Checkpoints) -> LLM:
+    config = {"model": checkpoints.near, "draft_length": "fixed"}
+    return LLM(folder, speculative_config=config, dtype="float64", spec_length=3)
+
+
+def invoke(*arguments: str, stdin: str = "") -> Result:
+    result = CliRunner().invoke(app, arguments, input=stdin, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def answers(llm: LLM, *messages: Any) -> list[str]:
+    """Return the answers to messages that are sent one after the other."""
+    turns: list[Any] = []
+    for message in messages:
+        turns.append(message)
+        if message["role"] == "user":
+            turns.append({"role": "assistant", "content": llm.chat(turns, PARAMS)[0].outputs[0].text})
+    return [turn["content"] for turn in turns if turn["role"] == "assistant"]
+
+
+def test_a_piped_conversation_is_answered(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
+    models = ("--model", folder, "--draft-model", checkpoints.near)
+    result = invoke("chat", *models, *FLAGS, "--system", "S", stdin="Hi\n\n Bye \n")
+    assert result.stdout == "".join(f"{text}\n" for text in answers(llm, SYSTEM, HI, BYE))
+    opening, *lines = result.stderr.splitlines()
+    assert opening.startswith(f"{folder}; speculation is on: ")
+    assert len(lines) == 2
+    assert all("6 tokens in" in line and "speculation is on" in line for line in lines)
+    assert all(line.endswith("cut at --max-tokens") for line in lines)
+
+
+def test_commands_change_what_comes(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
+    typed = (
+        "Hi\n/reset\n/system S\n/speculation off\nHi\n/speculation on\nBye\n/system\n/reset\nHi\n/exit\nnever read\n"
+    )
+    result = invoke("chat", "--model", folder, "--draft-model", checkpoints.near, *FLAGS, stdin=typed)
+    expected = [*answers(llm, HI), *answers(llm, SYSTEM, HI, BYE), *answers(llm, HI)]
+    assert result.stdout == "".join(f"{text}\n" for text in expected)
+    lines = [line for line in result.stderr.splitlines() if "tokens in" in line]
+    assert ["speculation is on" in line for line in lines] == [True, False, True, True]
+    assert "switched off for this request" in lines[1]
+
+
+def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
+    result = invoke("generate", "Hi", "--chat", "--system", "S", "--model", folder, *FLAGS)
+    assert result.stdout == answers(llm, SYSTEM, HI)[0] + "\n"
+    value = json.loads(invoke("generate", "Hi", "--chat", "--model", folder, *FLAGS, "--json").stdout)
+    assert value["text"] == answers(llm, HI)[0]
+    assert value["usage"]["prompt_tokens"] == len("u:Hi;a:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "kind", "reason"),
+    [
+        (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system came without --chat"),
+        (["chat", "--model", "demo", "--n", "2"], "", ConfigError, "--n has no meaning"),
+        (
+            ["chat", "--url", "http://x", "--spec-length", "2"],
+            "",
+            ConfigError,
+            "--spec-length has no meaning with --url",
+        ),
+        (["chat", "--url", "ftp://x"], "", RequestError, "no address of a server"),
+        (["chat", "--url", "http://127.0.0.1:9"], "", ServerError, "can't be reached"),
+        (["chat"], "", ConfigError, "no model was given"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], stdin: str, kind: type[Exception], reason: str) -> None:
+    with pytest.raises(kind, match=reason):
+        invoke(*arguments, stdin=stdin)
+
+
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        ("/sistem S", "did you mean '/system'"),
+        ("/speculation maybe", "can't be set to 'maybe'"),
+        ("x" * 300, "leaves none to generate"),
+    ],
+)
+def test_wrong_input_ends_a_pipe(folder: str, typed: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        invoke("chat", "--model", folder, *FLAGS, stdin=typed)
+
+
+def test_a_model_without_template_is_refused(checkpoints: Checkpoints) -> None:
+    with pytest.raises(ModelError, match="no chat template"):
+        invoke("chat", "--model", checkpoints.target, *FLAGS)
+
+
+def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Have these lines typed; an exception is what Ctrl-C or Ctrl-D is to `input`."""
+    given = iter(lines)
+
+    def read(prompt: str = "") -> str:
+        line = next(given)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(builtins, "input", read)
+
+
+def test_errors_are_shown_to_who_types(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing(monkeypatch, "/bogus", "x" * 300, KeyboardInterrupt, "", "Hi", EOFError)
+    Conversation(LocalPartner(llm, PARAMS), None, interactive=True).run()
+    out, err = capsys.readouterr()
+    assert out.split() == [text.strip() for text in answers(llm, HI)]
+    assert err.count("error:") == 2
+    assert "there is no command /bogus" in err
+    assert "Ctrl-D ends the program" in err
+
+
+class Interrupted:
+    """Partner to whom somebody presses Ctrl-C after the first two tokens."""
+
+    introduction, can_switch = "a test", False
+
+    def __init__(self, inner: LocalPartner, waits: bool) -> None:
+        self.inner, self.waits = inner, waits
+
+    def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+        pieces = self.inner.answer(messages, speculating)
+        yield next(pieces)
+        yield next(pieces)
+        signal.raise_signal(signal.SIGINT)
+        return (yield from pieces)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_ctrl_c_ends_the_answer_alone(llm: LLM, waits: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    inner, before = (
+        LocalPartner(llm, SamplingParams(seed=1, max_tokens=60, ignore_eos=True)),
+        signal.getsignal(signal.SIGINT),
+    )
+    conversation = Conversation(Interrupted(inner, waits), None, interactive=False)
+    conversation.read("Hi")
+    out, err = capsys.readouterr()
+    assert err == "stopped\n"
+    assert conversation.turns == [HI, {"role": "assistant", "content": out.removesuffix("\n")}]
+    whole = "".join(piece.text for piece in inner.answer([HI], None))
+    assert whole.startswith(out.removesuffix("\n"))
+    assert 0 < len(out) - 1 < len(whole)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("names", "coloured"),
+    [({"FORCE_COLOR": "1", "TERM": "xterm"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({}, False)],
+)
+def test_accepted_tokens_are_coloured(
+    llm: LLM,
+    names: dict[str, str],
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    partner = LocalPartner(llm, PARAMS)
+    pieces = list(partner.answer([HI], None))
+    assert {piece.drafted for piece in pieces} == {True, False}
+    Conversation(partner, None, interactive=False).read("Hi")
+    shown = "".join(f"\x1b[32m{piece.text}\x1b[0m" if piece.drafted and coloured else piece.text for piece in pieces)
+    assert capsys.readouterr().out == shown + "\n"
+    assert {piece.drafted for piece in partner.answer([HI], False)} == {None}
+
+
+def test_a_terminal_gets_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Hostile:
+        introduction, can_switch, waits = "a test", False, True
+
+        def answer(self, messages: Messages, speculating: bool | None) -> Answer:
+            yield Piece("a\x1b]0;title\x07b\n\tc\x9b")
+            return "done"
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Conversation(Hostile(), None, interactive=False).read("Hi")
+    assert capsys.readouterr().out == "a]0;titleb\n\tc\n"
+
+
+def event(**chunk: Any) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def delta(**values: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": values, "finish_reason": None}]}
+
+
+SPECULATION = {"mean_acceptance_length": 2.25, "acceptance_rate": 0.5}
+DONE = b"data: [DONE]\n\n"
+GOOD = [
+    event(**delta(role="assistant", content="")),
+    event(**delta(reasoning_content="Hm.")),
+    b": a comment\n\n",
+    event(**delta(content="Yes"), speculant_tokens=[{"text": "Yes", "drafted": True}]),
+    event(**delta(content="!"), usage=None),
+    event(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}]),
+    event(choices=[], usage={"completion_tokens": 8}, metrics={"speculative_decoding": SPECULATION}),
+    DONE,
+]
+
+
+class FakeServer:
+    """A server that answers with scripted events, and keeps what it was asked."""
+
+    def __init__(self, events: Sequence[bytes], status: int = 200, owner: str = "speculant") -> None:
+        self.events, self.status, self.owner = events, status, owner
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                listed = {"data": [{"id": "one", "owned_by": outer.owner}, {"id": "two", "owned_by": outer.owner}]}
+                self._send(200, [json.dumps(listed).encode()])
+
+            def do_POST(self) -> None:
+                assert self.path == "/v1/chat/completions"
+                outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                outer.keys.append(self.headers["Authorization"])
+                self._send(outer.status, outer.events)
+
+            def _send(self, status: int, pieces: Sequence[bytes]) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(b"".join(pieces))
+
+            def log_message(self, *_: Any) -> None:
+                """Log nothing."""
+
+        return Handler
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    """Start servers, and end them after the test."""
+    made: list[FakeServer] = []
+
+    def start(*arguments: Any, **named: Any) -> FakeServer:
+        made.append(FakeServer(*arguments, **named))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.close()
+
+
+def test_a_server_is_talked_to(serve: Any) -> None:
+    server = serve(GOOD)
+    flags = ("--temperature", "0", "--logit-bias", "3=1.5", "--api-key", "secret", "--system", "S", "--model", "two")
+    result = invoke("chat", "--url", server.url + "/v1/", *flags, stdin="Hi\n/speculation off\nBye\n")
+    assert result.stdout == "Hm.Yes!\n" * 2
+    assert result.stderr.splitlines()[0] == f"two at {server.url}/v1"
+    assert "8 tokens in" in result.stderr
+    assert "; cut at --max-tokens; mean acceptance length 2.25, acceptance rate 0.50" in result.stderr
+    first, second = server.asked
+    assert first == {
+        "model": "two",
+        "messages": [SYSTEM, HI],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+        "logit_bias": {"3": 1.5},
+        "speculant": {"tokens": True},
+    }
+    assert second["messages"] == [SYSTEM, HI, {"role": "assistant", "content": "Yes!"}, BYE], "without the reasoning"
+    assert second["speculation"] is False
+    assert server.keys == ["Bearer secret"] * 2
+
+
+def test_another_server_gets_openai_fields_alone(serve: Any) -> None:
+    server = serve(GOOD, owner="somebody")
+    invoke("chat", "--url", server.url, stdin="Hi\n")
+    assert server.asked == [
+        {"model": "one", "messages": [HI], "stream": True, "stream_options": {"include_usage": True}}
+    ]
+    with pytest.raises(RequestError, match="can't be switched"):
+        invoke("chat", "--url", server.url, stdin="/speculation off\n")
+
+
+def test_pieces_of_a_server_tell_what_was_drafted(serve: Any) -> None:
+    pieces = list(RemotePartner(serve(GOOD).url).answer([HI], None))
+    assert pieces == [Piece("Hm.", None, reasoning=True), Piece("Yes", True), Piece("!", None)]
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "kind", "reason"),
+    [
+        ([*GOOD[:4]], 200, ServerError, "ended the answer early"),
+        ([GOOD[3], event(error={"message": "too slow"})], 200, ServerError, "ended the answer: too slow"),
+        ([b'{"error": {"message": "no such thing"}}'], 400, RequestError, r"refuses: no such thing \(400\)"),
+        ([b'{"error": {"message": "who?"}}'], 401, RequestError, "give --api-key"),
+        ([b'{"error": {"message": "full"}}'], 429, ServerError, "full"),
+        ([b"<html>" + b"x" * 100_000], 502, ServerError, "no reason given"),
+        ([b"data: [[[\n\ndata: 3\n\n"], 200, ServerError, "early"),
+    ],
+)
+def test_failures_of_a_server_are_told(
+    serve: Any, events: list[bytes], status: int, kind: type[Exception], reason: str
+) -> None:
+    with pytest.raises(kind, match=reason):
+        invoke("chat", "--url", serve(events, status).url, stdin="Hi\n")
+
+
+def test_a_model_that_a_server_lacks_is_refused(serve: Any) -> None:
+    with pytest.raises(RequestError, match="it has: one, two"):
+        invoke("chat", "--url", serve(GOOD).url, "--model", "three")
+
+
+def test_the_own_server_says_the_same(llm: LLM, folder: str) -> None:
+    pytest.importorskip("fastapi")
+    from speculant import AsyncEngine
+    from tests.servers import LiveServer
+
+    server = LiveServer(lambda: AsyncEngine(folder, dtype="float64")).ready()
+    try:
+        partner = RemotePartner(server.url, settings={"seed": 1, "max_tokens": 6, "ignore_eos": True})
+        assert partner.can_switch
+        for speculating in (None, False):
+            text = "".join(piece.text for piece in partner.answer([HI], speculating))
+            assert text.strip() == answers(llm, HI)[0].strip()
+    finally:
+        server.stop()
+
+
+def test_a_message_may_have_many_lines(tmp_path: Path, folder: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hi\nthere", encoding="utf-8")
+    value = json.loads(
+        invoke("generate", "--prompt-file", str(file), "--chat", "--model", folder, *FLAGS, "--json").stdout
+    )
+    assert value["usage"]["prompt_tokens"] == len("u:Hi\nthere;a:")
