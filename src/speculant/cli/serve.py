@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,6 +108,7 @@ def run(values: dict[str, Any], options: ServerOptions) -> None:
         messages().print(f"{name}: ready; speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
         return loaded
 
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just gone
     name = (*options.served_model_names, _short(values["model"]))[0]
     app = make_app(load, options, [name])
     Server(app, options, lambda address: messages().print(f"Listening at {address}; loading {name}")).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 SIMPLIFY = "simplify it: fewer alternatives, shorter repetitions, smaller bounds."
 _MATCHING = Converts(RequestError, "the grammar of this request failed", SIMPLIFY)
 _WORD = 32  # bits
+HANDOVER_S = 3e-4  # of masks to another thread: shorter work is left to whoever asks for it
+_NEWEST = 0.2  # weight of the newest mask in the mean time of one
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class GrammarConstraint:
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Tensor] = {}
         self._work: Future[None] | None = None
+        self.mask_s = 0.0  # mean time of the last masks
         self._failure = ""  # what the last matcher that was replaced had come to
 
     def mask(self, tokens: Sequence[int]) -> Tensor:
@@ -109,10 +113,10 @@ class GrammarConstraint:
         return list(tokens[:stop])
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `prepare_masks`."""
+        """See `prepare_masks`; it does nothing where masks take less than handing them over."""
         self._settle()
         missing = [path for path in map(tuple, paths) if path not in self._masks]
-        if missing and self._grammar.workers is not None:
+        if self._grammar.workers is not None and len(missing) * self.mask_s > HANDOVER_S:
             self._work = self._grammar.workers.submit(self._fill, missing)
 
     def _fill(self, paths: Sequence[tuple[int, ...]]) -> None:
@@ -127,7 +131,9 @@ class GrammarConstraint:
 
     def _mask(self, path: tuple[int, ...]) -> Tensor:
         if path not in self._masks:
+            started = time.perf_counter()
             self._masks[path] = self._compute(path)
+            self.mask_s += _NEWEST * (time.perf_counter() - started - self.mask_s)
         return self._masks[path]
 
     def _compute(self, path: tuple[int, ...]) -> Tensor:

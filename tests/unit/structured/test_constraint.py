@@ -60,6 +60,7 @@ def test_masks_depend_on_the_tokens_alone(grammars: Grammars, form: str) -> None
         while len(taken) < 24 and not constraint.is_done:
             draft = wander(constraint, rng)
             if rng.random() < 0.5:
+                constraint.mask_s = 1.0  # long enough to be handed over
                 constraint.prepare([draft[:end] for end in range(len(draft) + 1)])
             if rng.random() < 0.3:
                 constraint.forced()
@@ -187,6 +188,7 @@ def test_a_draft_over_the_limits_costs_itself(grammars: Grammars, tokenizer: Tok
     constraint = limited(grammars).constrain()
     assert not constraint.mask([b, x, x]).any()
     assert allowed(constraint.mask(())) == {a, b}
+    constraint.mask_s = 1.0
     constraint.prepare([[], [b, x, x], [a]])
     assert allowed(constraint.mask([a])) == {END}
     constraint.advance([a])
@@ -211,6 +213,10 @@ def test_masks_are_prepared_in_another_thread(grammars: Grammars) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         constraint = Watched(replace(grammars.compile(FORMS["choice"]).result(), workers=pool))
+        constraint.prepare([[], [1]])
+        pool.submit(int).result()
+        assert not used  # nothing is known to take long yet
+        constraint.mask_s = 1.0
         constraint.prepare([[], [1]])
         pool.submit(int).result()
         assert used == [(), (1,)]
