@@ -290,7 +290,7 @@ def test_default_speculation_drafts_repeated_text(llm_of: MakeLLM) -> None:
 
 
 def test_speculation_can_be_switched_off_per_request(llm_of: MakeLLM) -> None:
-    llm = llm_of("near")
+    llm = llm_of("near", spec_length=2)
     off, on = llm.generate(
         TEXTS[:1] * 2, [SamplingParams(temperature=0, max_tokens=24, speculation=wish) for wish in (False, True)]
     )
