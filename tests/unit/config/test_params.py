@@ -24,6 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 BAD: dict[str, list[Any]] = {
     "n": [0, -1, MAX_N + 1, 1.5, "2", None, True],
+    "structured_outputs": [3, "json", [], {}, {"jsn": {}}, {"regex": 3}, {"json": {}, "regex": "a"}],
     "temperature": [-0.1, 101, NAN, INF, "hot", None, 1e-12],
     "top_k": [-2, 2**31, 2**64 + 1, 1.5, NAN, INF, None],
     "top_p": [0, -0.5, 1.5, NAN, None],
