@@ -26,8 +26,8 @@ class EngineConfig:
     Speculation is on unless `use_speculative_decoding` is False. None = on if `draft_model`, `spec_length` or
     `speculative_config` is given, or the backend computes a row alike in every batch: only then a draft can't change
     which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
-    seed: seeds the requests that bring no seed of their own. None = they differ in speed and, if they are sampled, in
-    text from run to run; a number = they are verified by `match`, and their text depends on nothing else.
+    seed: seeds the requests that bring no seed of their own; they are verified by `match` then, so that their texts can
+    be repeated. None = sampled texts may differ from run to run, for the lengths of drafts follow times.
 
     kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB"; None = the need of
     max_num_seqs sequences of max_model_len, but at most half of the free memory.

@@ -49,7 +49,7 @@ def _check(content: dict[str, Any], path: Path) -> None:
     if is_deep(content):
         raise ModelError(f"{path} is nested over {MOST_DEPTH} levels deep", "download the checkpoint again.")
     for value in chain.from_iterable(_levels(content)):
-        if isinstance(value, str) and not _is_encodable(value):
+        if isinstance(value, str) and not is_encodable(value):
             raise ModelError(f"{path} has text that is not valid Unicode: {value!r}", "correct it.")
 
 
@@ -69,7 +69,8 @@ def _inner(value: Any) -> Iterator[Any]:
         yield from value
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
+    """Whether a text has a UTF-8 form, which a lone surrogate has not."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

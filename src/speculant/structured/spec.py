@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from speculant.errors import ConfigError, RequestError, suggest
-from speculant.files import MOST_DEPTH, is_deep
+from speculant.files import MOST_DEPTH, is_deep, is_encodable
 
 MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar; of all choices together
 MAX_CHOICES = 1024
@@ -60,7 +60,7 @@ class StructuredOutputs:
                 f"{named[0]} of structured_outputs has {len(text)} characters, more than {MAX_CHARACTERS}",
                 "make it smaller, for example by $defs for what occurs several times.",
             )
-        if not _is_encodable(text):
+        if not is_encodable(text):
             raise RequestError(f"{named[0]} of structured_outputs is not valid Unicode", "remove lone surrogates.")
 
     @cached_property
@@ -137,11 +137,3 @@ def _too_deep() -> RequestError:
         f"json of structured_outputs is nested over {MOST_DEPTH} levels deep",
         "name inner schemas in $defs and refer to them.",
     )
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
