@@ -121,7 +121,7 @@ def test_flags_are_those_of_generate(checkpoints: Checkpoints, prompts: str) -> 
     value = _json(checkpoints.target, checkpoints.near, "--tokens", "12", "--prompts", prompts, "--dtype", "float32")
     assert "--dtype float32" in value["flags"]
     assert f"--spec-length {value['best']['length']}" in value["flags"]
-    assert ("--draft-quantization" in value["flags"]) == (value["best"]["precision"] != "none")
+    assert f"--draft-quantization {value['best']['precision']}" in value["flags"]
     result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
     assert result.exit_code == 0, result.output
 

@@ -168,8 +168,7 @@ def _flags(config: EngineConfig, findings: Findings) -> str:
     for name in PairFlags.names():
         if getattr(config, name) != getattr(usual, name):
             given[name] = getattr(config, name)
-    if findings.chosen != "none":
-        given["draft-quantization"] = findings.chosen
+    given["draft-quantization"] = findings.chosen
     return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given.items())
 
 
