@@ -176,6 +176,7 @@ class StepOutput:
     drafted: bool  # an accepted draft token; False = correction, bonus or plain
     finish_reason: str | None = None
     acceptance_rate: float | None = None  # on the last one: accepted / drafted
+    corrected: bool = False  # the target's own token where a draft token was rejected
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,11 @@ def run(values: dict[str, Any], options: ServerOptions) -> None:
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just gone
     name = (*options.served_model_names, _short(values["model"]))[0]
     app = make_app(load, options, [name])
-    Server(app, options, lambda address: messages().print(f"Listening at {address}; loading {name}")).run()
+    Server(
+        app,
+        options,
+        lambda address: messages().print(f"Listening at {address} (also with a browser); loading {name}"),
+    ).run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error
 

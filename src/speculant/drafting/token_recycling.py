@@ -1,10 +1,11 @@
 """Token Recycling (arXiv 2408.08696): what the target thought likely behind a token is proposed when it comes again.
 
 A matrix has for each token the `successors` most likely next ones, as of the last verified row in which the token was
-fed. The rows of rejected drafts count too. A draft is a static tree, breadth first: a child of rank r of any node is
-the successor of rank r of its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if
-survival fell by one factor for each level and by its square for each rank. Of a prompt only the last row has logits, so
-a token without successors is continued as it was the last time in the request's own text.
+fed. The rows of rejected drafts count too. A draft is a static tree: a child of rank r of any node is the successor of
+rank r of its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival fell by one
+factor for each level and by its square for each rank; its nodes come likeliest first, by what was accepted of nodes of
+their depths and ranks. Of a prompt only the last row has logits, so a token without successors is continued as it was
+the last time in the request's own text.
 
 The matrix outlives requests: a new one starts with what earlier ones taught, which is where most of the gain is. It
 depends on their texts, so there is one for each cache_salt, of at most `matrices`; the least recently used is dropped.
@@ -25,13 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
-from speculant.drafting.growth.topology import StaticTree
 from speculant.errors import ConfigError
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True)
-MOST_COST = 9  # sum of (1 + 2 rank) along a path; there are 88 such paths
+MOST_COST = 9  # of a path, the sum of (1 + 2 rank) along it; there are 88 such paths
 PRIOR, PRIOR_WEIGHT, MEMORY = 0.4, 8, 256  # of an acceptance rate: at first, in observations; observations that count
 
 
@@ -99,7 +99,7 @@ class TokenRecycling(StatelessDrafter):
 
     def __init__(self, options: Options, vocab_size: int) -> None:
         self.needs = DrafterNeeds(
-            max_nodes=len(_paths(options.successors).paths), emits_tree=True, target_top_k=options.successors
+            max_nodes=len(_paths(options.successors)), emits_tree=True, target_top_k=options.successors
         )
         self._options, self._vocab_size = options, vocab_size
         self._matrices: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -149,6 +149,8 @@ class TokenRecycling(StatelessDrafter):
         shape = tree_shape(min(limit, self.needs.max_nodes or limit), self._options.successors)
         tokens, parents, ranks = grow(shape, request.tokens[-1], successors)
         scores = [self._acceptance.rate(*place) for place in zip(depths_of(parents), ranks, strict=True)]
+        order, parents = likeliest_first(scores, parents)
+        tokens, ranks, scores = ([values[node] for node in order] for values in (tokens, ranks, scores))  # type: ignore[misc]
         sequence.draft, sequence.ranks = DraftTree.of(tokens, parents, scores=scores), ranks
         return sequence.draft
 
@@ -178,27 +180,39 @@ def grow(
     return tokens, parents, ranks
 
 
+def likeliest_first(scores: Sequence[float], parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the nodes of a tree in the order of their survival, and the parents that they have in this order.
+
+    Survival is the product of the scores down to a node, so that parents stay before children.
+    """
+    survivals = list[float]()
+    for score, parent in zip(scores, parents, strict=True):
+        survivals.append(score * survivals[parent] if parent >= 0 else score)
+    order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
+    places = {node: place for place, node in enumerate(order)}
+    return order, [places.get(parents[node], -1) for node in order]
+
+
 @lru_cache(maxsize=256)
 def tree_shape(size: int, successors: int) -> Sequence[tuple[int, int]]:
-    """Return each node of the tree of `size` nodes, breadth first, as its parent's place (-1 = the root) and rank."""
-    paths = sorted(_paths(successors).within(size).paths, key=lambda path: (len(path), path))
+    """Return each node of the tree of `size` nodes, the likeliest first, as its parent's place (-1 = root) and rank."""
+    paths = _paths(successors)[:size]
     places = {path: place for place, path in enumerate(paths)}
     return tuple((places.get(path[:-1], -1), path[-1]) for path in paths)
 
 
 @lru_cache(maxsize=64)
-def _paths(successors: int) -> StaticTree:
-    """Return the largest tree: all paths of a cost of up to MOST_COST, with ranks below `successors`."""
-    paths, level = set[tuple[int, ...]](), [tuple[int, ...]()]
+def _paths(successors: int) -> Sequence[tuple[int, ...]]:
+    """Return all paths of a cost of up to MOST_COST, with ranks below `successors`, the cheapest first."""
+    paths, level = list[tuple[int, ...]](), [tuple[int, ...]()]
     while level:
-        level = [
-            (*path, rank)
-            for path in level
-            for rank in range(successors)
-            if sum(1 + 2 * each for each in (*path, rank)) <= MOST_COST
-        ]
-        paths.update(level)
-    return StaticTree(frozenset(paths))
+        level = [(*path, rank) for path in level for rank in range(successors) if _cost((*path, rank)) <= MOST_COST]
+        paths += level
+    return sorted(paths, key=lambda path: (_cost(path), path))
+
+
+def _cost(path: Sequence[int]) -> int:
+    return sum(1 + 2 * rank for rank in path)
 
 
 def build(context: DrafterContext) -> TokenRecycling:

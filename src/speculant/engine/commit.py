@@ -52,6 +52,8 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
         request.metrics.speculative_decoding.record(tree.size, sum(outcome.accepted), sum(outcome.tested))
     request.metrics.timing.record_tokens(now, len(tokens))
     outputs = _outputs(request, tokens, len(verdict.path))
+    if tree.size and len(outputs) > len(verdict.path):
+        outputs[-1].corrected = tree.has_children(verdict.path[-1] if verdict.path else -1)
     return Committed(request, tokens, outputs, kept=kept, outcome=outcome)
 
 
@@ -216,9 +218,6 @@ def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str
 def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[StepOutput]:
     outputs = [StepOutput(request.request_id, request.index, t, i < num_drafted) for i, t in enumerate(tokens)]
     if request.finished:
-        rate = request.metrics.speculative_decoding.draft_acceptance_rate
-        last = outputs[-1]
-        outputs[-1] = StepOutput(
-            last.request_id, last.index, last.token, last.drafted, request.finish_reason, acceptance_rate=rate
-        )
+        outputs[-1].finish_reason = request.finish_reason
+        outputs[-1].acceptance_rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return outputs

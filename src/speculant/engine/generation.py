@@ -22,8 +22,8 @@ from speculant.types import CompletionOutput, Logprobs, Request, RequestOutput, 
 class StreamPiece:
     """One committed token as it is streamed. `text` may be empty while a character is incomplete.
 
-    `drafted` marks an accepted draft token; `logprobs` are the token's, if they were asked for, without texts;
-    `output` comes with a request's last piece.
+    `drafted` marks an accepted draft token, `corrected` the target's own token where a draft token was rejected;
+    `logprobs` are the token's, if they were asked for, without texts; `output` comes with a request's last piece.
     """
 
     index: int
@@ -33,6 +33,7 @@ class StreamPiece:
     finish_reason: str | None = None
     output: RequestOutput | None = None
     logprobs: Logprobs | None = None
+    corrected: bool = False
 
 
 class Generation:
@@ -99,12 +100,12 @@ class Generation:
         request = self._requests[output.index]
         text = _stream(request).pop() if output.token is not None else ""
         logprobs = self._next_logprobs(request) if output.token is not None else None
-        if output.finish_reason is None:
-            return StreamPiece(output.index, output.token, text, output.drafted, logprobs=logprobs)
-        text += self._close(request)
-        done = self.output() if len(self._closed) == len(self._requests) else None
-        reason = self._reason(request)
-        return StreamPiece(output.index, output.token, text, output.drafted, reason, done, logprobs)
+        reason, done = None, None
+        if output.finish_reason is not None:
+            text += self._close(request)
+            done = self.output() if len(self._closed) == len(self._requests) else None
+            reason = self._reason(request)
+        return StreamPiece(output.index, output.token, text, output.drafted, reason, done, logprobs, output.corrected)
 
     def _next_logprobs(self, request: Request) -> Logprobs | None:
         """Return the log-probabilities of the next token that is streamed, if they were asked for."""

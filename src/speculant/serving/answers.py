@@ -89,7 +89,7 @@ class Answer(ABC):
         """Return a piece's entry of `speculant_tokens`, if the request asks for it."""
         if not self.call.lists_tokens:
             return {}
-        return {"speculant_tokens": [{"text": piece.text, "drafted": piece.drafted}]}
+        return {"speculant_tokens": [{"text": piece.text, "drafted": piece.drafted, "corrected": piece.corrected}]}
 
 
 def new_id(kind: str) -> str:

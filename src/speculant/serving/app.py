@@ -20,6 +20,7 @@ from speculant.serving.errors import ApiError, api_error
 from speculant.serving.middleware import ApiKeys, Limits, RequestIds
 from speculant.serving.openapi import describe
 from speculant.serving.options import ServerOptions
+from speculant.serving.page import PAGE, page_route
 from speculant.serving.routes import Routes
 from speculant.serving.service import Service
 from speculant.serving.state import ServerState, Source
@@ -73,6 +74,8 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"])
     app.add_api_route("/version", routes.version, methods=["GET"])
+    for path in PAGE:
+        app.add_api_route(path, page_route(path), methods=["GET"], include_in_schema=False)
 
 
 @asynccontextmanager

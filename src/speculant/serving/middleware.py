@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant.serving.errors import ApiError
 from speculant.serving.options import ServerOptions
+from speculant.serving.page import PAGE
 from speculant.serving.wire import error_response
 
 API_KEY = "speculant.api_key"  # in a scope: the key that was sent
-OPEN_PATHS = frozenset({"/health"})  # need no key
+OPEN_PATHS = frozenset({"/health", *PAGE})  # need no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LINGER = 1.0  # seconds in which the rest of a refused body is thrown away, so that the client reads the response
 
@@ -96,7 +97,7 @@ class Limits:
 
 
 class ApiKeys:
-    """Lets in who has one of the keys, compared in constant time; /health is open to all."""
+    """Lets in who has one of the keys, compared in constant time; /health and the page's files are open to all."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, tuple(keys)

@@ -40,8 +40,8 @@ def test_successors_are_proposed_as_a_tree() -> None:
     teach(drafter, request, [(1, [2, 3, 4]), (2, [5, 1, 6]), (3, [7, 8, 9]), (5, [2, 6, 7])])
     tree = drafted(drafter, request, 6)
     # by cost: (0); (0, 0); (0, 0, 0), (1); (0, 0, 0, 0), (0, 1)
-    assert tree.token_list == [2, 3, 5, 1, 2, 5]
-    assert tree.parent_list == [-1, -1, 0, 0, 2, 4]
+    assert tree.token_list == [2, 5, 2, 3, 5, 1]
+    assert tree.parent_list == [-1, 0, 1, -1, 2, 0]
 
 
 def test_the_newest_rows_count() -> None:
@@ -98,10 +98,11 @@ def test_shapes_are_whole_trees_of_their_size(size: int) -> None:
     assert all(above < place for place, (above, _) in enumerate(shape))
     for place, (above, rank) in enumerate(shape):
         assert rank == 0 or (above, rank - 1) in shape[:place], "elder siblings stand before"
-    depths = [0] * size
-    for place, (above, _) in enumerate(shape):
-        depths[place] = 1 + (depths[above] if above >= 0 else 0)
-    assert depths == sorted(depths), "breadth first"
+    costs = [0] * size
+    for place, (above, rank) in enumerate(shape):
+        costs[place] = 1 + 2 * rank + (costs[above] if above >= 0 else 0)
+    assert costs == sorted(costs), "likeliest first"
+    assert shape == tree_shape(88, 8)[:size], "the first nodes of a tree are the smaller tree"
 
 
 def test_larger_limits_than_the_largest_tree_are_fine() -> None:
@@ -147,9 +148,9 @@ def test_scores_are_the_learned_rates() -> None:
         tree = drafted(drafter, request, 4)
         assert tree.scores is not None
         teach(drafter, request, (), [3])
-    assert (tree.token_list, tree.parent_list) == ([2, 3, 2, 2], [-1, -1, 0, 2])
-    assert tree.scores[0] < 0.05
-    assert tree.scores[1] > 0.95
+    assert (tree.token_list, tree.parent_list) == ([3, 2, 2, 2], [-1, -1, 1, 2]), "the likeliest first"
+    assert tree.scores[0] > 0.95
+    assert tree.scores[1] < 0.05
     assert tree.scores[2:] == [PRIOR, PRIOR]
 
 

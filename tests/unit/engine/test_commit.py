@@ -89,6 +89,7 @@ def test_the_accepted_path_and_the_token_behind_it_are_appended() -> None:
     assert committed.tokens == [11, 12, 14, 7]
     assert [output.token for output in committed.outputs] == [11, 12, 14, 7]
     assert [output.drafted for output in committed.outputs] == [True, True, True, False]
+    assert not any(output.corrected for output in committed.outputs), "nothing was drafted behind the leaf"
     assert all(output.finish_reason is None and output.acceptance_rate is None for output in committed.outputs)
     assert held(a) == [0, 1, 2, 4, 5, 7], "the accepted nodes move up, the newest token is not held"
     assert a.request.rounds == 1
@@ -96,8 +97,9 @@ def test_the_accepted_path_and_the_token_behind_it_are_appended() -> None:
 
 def test_a_rejected_draft_leaves_the_correction_alone() -> None:
     a = a_round()
-    a.commit((), 7)
+    committed = a.commit((), 7)
     assert a.request.tokens == [*PROMPT, 7]
+    assert [(output.drafted, output.corrected) for output in committed.outputs] == [(False, True)]
     assert held(a) == [0, 1, 2]
 
 

@@ -7,7 +7,7 @@ sequence's own rate in proportion.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from operator import mul
@@ -20,7 +20,8 @@ PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # what a test leaves of the tests before it
 SEQUENCE_PRIOR_TESTS = 15.0  # how many tests of its own outweigh what is known of its method
 HIGHEST = 0.995
-BUCKETS = 10  # of scores
+BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
+ALL_COUNT, COUNTED = 64, 4  # of a method's first drafts the scores of all are counted, then those of every fourth
 
 
 @dataclass
@@ -54,7 +55,9 @@ class MethodAcceptance:
     def __init__(self) -> None:
         self._whole = Rate()
         self._by_depth: list[Rate] = []
-        self._by_score = [Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS)]
+        certain = Rate((BUCKETS - 0.5) / BUCKETS, 4.0)
+        self._by_score = [*(Rate((bucket + 0.5) / BUCKETS, 4.0) for bucket in range(BUCKETS - 1)), certain, certain]
+        self._score_rates, self._num_scored = [rate.value for rate in self._by_score], 0
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
     def survivals(self, request: Request, length: int, least: float = 0.0) -> list[float]:
@@ -67,27 +70,32 @@ class MethodAcceptance:
         factors += [factors[-1]] * (length - len(factors))
         return list(takewhile(least.__le__, accumulate(factors[:length], mul)))
 
-    def scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        """Return the estimate that each node of a draft with scores is accepted."""
+    def scored_survivals(self, draft: ScoredDraft, least: float) -> list[float]:
+        """Return the estimate that each node of a draft with scores is accepted, up to the first one below `least`."""
         share, survivals = self._share(draft.request), list[float]()
-        rates = [rate.value for rate in self._by_score]
+        rates = [min(HIGHEST, share * rate) for rate in self._score_rates]
         for score, parent in zip(draft.scores, draft.parents, strict=True):
-            before = survivals[parent] if parent >= 0 else 1.0
-            survivals.append(before * min(HIGHEST, share * rates[bucket_of(score)]))
+            survival = rates[int(score * BUCKETS)] * (survivals[parent] if parent >= 0 else 1.0)
+            if survival < least:
+                break
+            survivals.append(survival)
         return survivals
 
-    def observe(self, request: Request, tests: Sequence[int], scores: Sequence[tuple[float, bool]]) -> None:
-        """Count a draft's tests, 1 = accepted, from the root's child down, and those of nodes with scores."""
+    def observe(self, outcome: DraftOutcome, draft: ScoredDraft | None) -> None:
+        """Count what became of a draft; draft: its scores, None = it has none."""
+        request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
         own = self._by_sequence.get(request)
         if own is None:
             own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
-        while len(self._by_depth) < len(tests):
-            self._by_depth.append(Rate(self._by_depth[-1].value if self._by_depth else PRIOR))
-        for rate, accepted in zip(self._by_depth, tests, strict=False):
-            rate.accepted = METHOD_MEMORY * rate.accepted + accepted  # as `add`, which takes longer
-            rate.tested = METHOD_MEMORY * rate.tested + 1
-        for score, accepted in scores:
-            self._by_score[bucket_of(score)].add(accepted, METHOD_MEMORY)
+        if draft is None:
+            while len(self._by_depth) < len(tests):
+                self._by_depth.append(Rate(self._by_depth[-1].value if self._by_depth else PRIOR))
+            _count(zip(self._by_depth, tests, strict=False))
+        else:
+            self._num_scored += 1
+            if self._num_scored <= ALL_COUNT or self._num_scored % COUNTED == 0:
+                _count((self._by_score[int(s * BUCKETS)], accepted) for s, accepted in tested_scores(draft, outcome))
+                self._score_rates = [rate.value for rate in self._by_score]
         self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 
@@ -105,9 +113,11 @@ class MethodAcceptance:
         return own.value / self._whole.value
 
 
-def bucket_of(score: float) -> int:
-    """Return the bucket of a score from 0 to 1."""
-    return min(int(score * BUCKETS), BUCKETS - 1)
+def _count(tests: Iterable[tuple[Rate, int]]) -> None:
+    """Count tests, each by its rate: as `Rate.add`, which takes longer."""
+    for rate, accepted in tests:
+        rate.accepted = METHOD_MEMORY * rate.accepted + accepted
+        rate.tested = METHOD_MEMORY * rate.tested + 1
 
 
 def tested_scores(draft: ScoredDraft, outcome: DraftOutcome) -> list[tuple[float, bool]]:
@@ -115,13 +125,10 @@ def tested_scores(draft: ScoredDraft, outcome: DraftOutcome) -> list[tuple[float
 
     These are the children of the root and of the accepted nodes: the siblings of an accepted node were rejected.
     """
-    kept, path, tests = sum(outcome.drafted), outcome.path, list[tuple[float, bool]]()
-    parents = draft.parents[:kept]
-    for depth in range(sum(outcome.tested)):
-        parent = path[depth - 1] if depth else -1
-        accepted = path[depth] if depth < len(path) else None
-        tests += [(draft.scores[node], node == accepted) for node, each in enumerate(parents) if each == parent]
-    return tests
+    path, kept = set(outcome.path), sum(outcome.drafted)
+    expanded = {-1, *outcome.path[: max(0, sum(outcome.tested) - 1)]} if any(outcome.tested) else ()
+    nodes = enumerate(zip(draft.scores[:kept], draft.parents, strict=False))
+    return [(score, node in path) for node, (score, parent) in nodes if parent in expanded]
 
 
 class Acceptance(defaultdict[str, MethodAcceptance]):

@@ -15,10 +15,10 @@ from weakref import WeakSet
 from speculant.errors import ConfigError, suggest
 from speculant.metrics import StepTiming
 from speculant.scheduling.costs import CostCurve, StepCosts
-from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance, tested_scores
+from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, most_nodes, scored
-from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly, tree_offers
+from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly, choose_scored
 from speculant.scheduling.draft_length.trials import Longer, Lookups, PlainTrials, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
@@ -105,9 +105,9 @@ class Adaptive:
         for draft in drafts:
             self._scored.setdefault(str(draft.request.drafter), Lookups())
             self._scores[draft.request.seq_id] = draft
-        offers = tree_offers([self._scored_survivals(draft) for draft in drafts], [each.parents for each in drafts])
-        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, len(offers))
-        counts = choose_jointly(offers, len(drafts), len(drafts), lambda nodes, depth, sequences: pass_s[nodes])
+        survivals = [self._scored_survivals(draft) for draft in drafts]
+        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, sum(map(len, survivals)))
+        counts = choose_scored(survivals, [each.parents for each in drafts], pass_s)
         for place, draft in enumerate(drafts):
             if asked_length(draft.request) is not None:
                 counts[place] = len(draft.scores)
@@ -151,10 +151,9 @@ class Adaptive:
             tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request.seq_id)
             self._note_scores(outcome.request, method, draft is not None)
-            scores = () if draft is None else tested_scores(draft, outcome)
             key = method if draft is None else scored(method)
             trials = self._trials.get(key)
-            self._acceptance[key].observe(outcome.request, tests, scores)
+            self._acceptance[key].observe(outcome, draft)
             if trials is not None and trials.probing:
                 probed[key] = probed.get(key, True) and all(tests)
                 doubted = doubted or trials.doubting
@@ -266,7 +265,7 @@ class Adaptive:
         return self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
 
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
-        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft)
+        return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
 
     def _pass_s(self, nodes: int) -> float:
         """Return the seconds of a step with so many nodes, without the time to draft them: at least that of none."""

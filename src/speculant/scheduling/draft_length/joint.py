@@ -33,13 +33,23 @@ def chain_offers(survivals: Sequence[Sequence[float]]) -> list[Offer]:
     return offers
 
 
-def tree_offers(survivals: Sequence[Sequence[float]], parents: Sequence[Sequence[int]]) -> list[Offer]:
-    """Return the same offers of trees; parents: those of each tree's nodes, parents first, likeliest first."""
-    return [
+def choose_scored(
+    survivals: Sequence[Sequence[float]], parents: Sequence[Sequence[int]], seconds: Sequence[float]
+) -> list[int]:
+    """Choose how many nodes of each draft to verify, from its first one on.
+
+    survivals: estimates that the first nodes of each draft are accepted. parents: those of all its nodes, which come
+    parents first, likeliest first. seconds: of steps with 0, 1, ... nodes.
+    """
+    if len(survivals) == 1:
+        rates = list(map(truediv, accumulate(survivals[0], initial=1.0), seconds))
+        return [rates.index(max(rates))]
+    offers = [
         Offer(gain, 1, depth, owner)
         for owner, (gains, tree) in enumerate(zip(survivals, parents, strict=True))
-        for gain, depth in zip(gains, depths_of(tree), strict=True)
+        for gain, depth in zip(gains, depths_of(tree[: len(gains)]), strict=True)
     ]
+    return choose_jointly(offers, len(survivals), len(survivals), lambda nodes, depth, sequences: seconds[nodes])
 
 
 def choose_jointly(

@@ -12,7 +12,7 @@ FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, i
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
 FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
-MOST_KEPT, KEPT_MEMORY = 16.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
+MOST_KEPT, KEPT_MEMORY = 8.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
 LOOKUP_MEMORY = 0.05  # weight of the newest step
 
 

@@ -1,0 +1,180 @@
+"""The page at `/`: what it consists of, and how it works in a browser where one is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculant import AsyncEngine
+from speculant.serving.page import PAGE
+from tests.servers import LiveServer
+
+KEY = "a-key-of-the-page"
+PROMPT = "import os\n\n\ndef read_lines(path):\n"
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the controls that stand inside a label."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.labelled: set[str] = set()
+        self._in_label = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.found.append((tag, values))
+        if tag == "label":
+            self._in_label = True
+            self.labelled.add(values.get("for") or "")
+        elif self._in_label and values.get("id"):
+            self.labelled.add(str(values["id"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_label = self._in_label and tag != "label"
+
+
+def test_page_is_whole_and_works_offline(demo: LiveServer) -> None:
+    texts = {}
+    for path, (_, kind) in PAGE.items():
+        response = demo.http.get(path)
+        assert response.status_code == 200
+        assert response.headers["content-type"] == kind
+        assert response.headers["content-security-policy"].startswith("default-src 'none'")
+        texts[path] = response.text
+    addresses = [each for text in texts.values() for each in re.findall(r"https?://[^\s'\"]+", text)]
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}, "nothing is loaded from elsewhere"
+    page, script = Elements(texts["/"]), texts["/page.js"]
+    named = {values["id"] for _, values in page.found if "id" in values}
+    used = set(re.findall(r'element\("([\w-]+)"\)', script))
+    assert used
+    assert used <= named
+    linked = {values.get("src") or values.get("href") for tag, values in page.found if tag in ("script", "link")}
+    assert {"page.js", "page.css"} <= linked
+
+
+def test_page_labels_its_controls(demo: LiveServer) -> None:
+    page = Elements(demo.http.get("/").text)
+    controls = [values for tag, values in page.found if tag in ("input", "select", "textarea") and "id" in values]
+    assert len(controls) > 5
+    assert all(values["id"] in page.labelled for values in controls)
+    assert ("html", {"lang": "en"}) in page.found
+
+
+def test_page_needs_no_key_and_the_rest_does(serve: Callable[..., LiveServer]) -> None:
+    server = serve(AsyncEngine("demo", max_num_seqs=2), api_keys=(KEY,)).ready()
+    assert [server.http.get(path).status_code for path in PAGE] == [200] * len(PAGE)
+    closed = ("/v1/models", "/metrics", "/version", "/openapi.json", "//", "/page.js/x")
+    assert [server.http.get(path).status_code for path in closed] == [401] * len(closed)
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start Chromium; SPECULANT_CHROMIUM names one that is not on the path."""
+    program = os.environ.get("SPECULANT_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("Chromium is not installed")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any, demo: LiveServer) -> Iterator[Any]:
+    """Open the page; whatever goes wrong in its script fails the test."""
+    opened, problems = browser.new_page(viewport={"width": 1280, "height": 1000}), list[str]()
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    opened.goto(demo.url)
+    opened.wait_for_function("document.getElementById('model').textContent === 'demo'")
+    yield opened
+    opened.close()
+    assert not problems
+
+
+def texts(page: Any, kind: str) -> str:
+    """Return the text of all tokens of one colour."""
+    return "".join(page.locator(f"#output .{kind}").all_text_contents())
+
+
+def ended(page: Any) -> str:
+    """Return what the page says at the end of a run."""
+    page.wait_for_function("document.getElementById('status').textContent.includes(' tokens')", timeout=60_000)
+    return str(page.text_content("#status"))
+
+
+def test_page_shows_tokens_in_colours(page: Any, demo: LiveServer) -> None:
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Control+Enter")
+    said = ended(page)
+    assert said.startswith("128 tokens at ")
+    assert "accepted from drafts" in said
+    assert texts(page, "accepted")
+    assert texts(page, "plain")
+    settings = {"temperature": 0, "max_tokens": 128}
+    answer = demo.post("/v1/completions", prompt=PROMPT, **settings)["choices"][0]["text"]
+    assert page.text_content("#output").endswith(PROMPT + answer)
+    page.wait_for_selector("#positions tbody tr")
+    if folder := os.environ.get("SPECULANT_SCREENSHOTS"):
+        page.screenshot(path=str(Path(folder) / "page.png"))
+
+
+def test_page_turns_speculation_off(page: Any) -> None:
+    page.fill("#prompt", PROMPT)
+    page.focus("#speculation")
+    page.keyboard.press("Space")
+    page.click("#run")
+    assert "drafts" not in ended(page)
+    assert not texts(page, "accepted") + texts(page, "corrected")
+    assert texts(page, "plain")
+    assert page.text_content("#without").endswith("tokens/s")
+
+
+def test_page_compares_both(page: Any) -> None:
+    page.fill("#prompt", PROMPT)
+    page.fill("#temperature", "0.8")
+    page.click("#compare")
+    assert ended(page).endswith("The texts are identical.")
+    assert page.text_content("#gain").endswith(" times plain")
+    if folder := os.environ.get("SPECULANT_SCREENSHOTS"):
+        page.screenshot(path=str(Path(folder) / "compare.png"))
+
+
+def test_page_chats_with_a_fixed_length(page: Any) -> None:
+    page.check("input[value=chat]")
+    page.select_option("#length", "4")
+    page.fill("#prompt", "def area(radius):")
+    page.click("#run")
+    ended(page)
+    page.fill("#prompt", "def length(radius):")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("#run")
+    body = sent.value.post_data_json
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+    assert body["speculation"] == {"num_speculative_tokens": 4}
+    ended(page)
+
+
+def test_page_stops_and_says_what_is_wrong(page: Any) -> None:
+    page.fill("#tokens", "900")
+    page.click("#run")
+    page.wait_for_selector("#output span.plain, #output span.accepted")
+    page.keyboard.press("Escape")
+    page.wait_for_function("document.getElementById('status').textContent === 'Stopped.'")
+    page.route("**/v1/completions", lambda route: route.abort())
+    page.evaluate("document.getElementById('status').textContent = ''")
+    assert page.is_enabled("#run")
