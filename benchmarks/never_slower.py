@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from measuring import spread, write
 
-from speculant.bench.inflation import inflate, named_shape
+from speculant.bench.inflated_pair import SHAPES, inflated_pair
 from speculant.bench.workloads import code_prompt
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
@@ -45,7 +43,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "default": {"model": DRAFT},
     "random": {"method": "random"},
 }
-DRAFT_SHAPES = {"1b": "50m"}  # of the draft beside a target
 PREDICTED = (
     "Adaptive is at least 0.97 of plain decoding, and of the best fixed length, everywhere. Lookup drafters gain 2 "
     "on edits and nothing on unseen text."
@@ -59,15 +56,11 @@ class Pair(NamedTuple):
     folders: dict[str, str]
 
     @classmethod
-    def load(cls, shape: str | None, scratch: Path) -> Pair:
-        """Load the embedded target, or the same inflated into a folder."""
-        folders = {TARGET: resolve_source("demo", "target"), DRAFT: resolve_source("demo", "draft")}
-        if shape is not None:
-            for model, name in ((TARGET, shape), (DRAFT, DRAFT_SHAPES[shape])):
-                inflate(folders[model], scratch / name, named_shape(name, head_dim=64 if model == TARGET else 32))
-                folders[model] = scratch / name
-        target = load_model(str(folders[TARGET]), "bfloat16", kernels="auto")
-        return cls(target, {model: str(folder) for model, folder in folders.items()})
+    def load(cls, shape: str | None = None) -> Pair:
+        """Load the embedded target, or the same at a larger shape."""
+        pair = [resolve_source("demo", "target"), resolve_source("demo", "draft")]
+        target, draft = pair if shape is None else inflated_pair(shape)
+        return cls(load_model(str(target), "bfloat16", kernels="auto"), {TARGET: str(target), DRAFT: str(draft)})
 
     def engine(self, batch: int, config: dict[str, Any] | None, **arguments: Any) -> Runtime:
         """Make an engine; config None = plain."""
@@ -161,7 +154,7 @@ def alpha(runs: Sequence[Outcome]) -> float | None:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(DRAFT_SHAPES))
+    parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--texts", nargs="+", default=["edit", "completion", "unseen"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
@@ -170,11 +163,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        pair = Pair.load(arguments.shape, Path(scratch))
-        seen = {
-            kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
-        }
+    pair = Pair.load(arguments.shape)
+    seen = {
+        kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
+    }
     shape = f"_{arguments.shape}" if arguments.shape else ""
     write(f"never_slower{shape}_batch_{arguments.batch}", PREDICTED, seen)
 

@@ -5,30 +5,30 @@
 Engines run in turn, on prompts of the round's own. Acceptance is seen in drafts of 10 tokens: from each step on, so
 many tokens were drafted and so many accepted. A shorter draft is taken to be accepted at the same places of the text,
 so that such a run takes several steps. Trees have another shape at each size, so theirs is seen at each. Costs are
-the medians of steps at lengths 1, 4 and 10, by the nodes of their drafts, and linear between them. The predicted speed
-is that of these steps over plain decoding. The measured one is the median over rounds of plain decoding's time over the
-length's. Prompts count in neither.
+the medians of a round's steps by the nodes of their drafts, linear between those that were seen. A round's predicted
+speed is that of these steps over plain decoding, its measured one plain decoding's time over the length's; figures are
+medians over rounds. Prompts count in neither.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from measuring import spread, write
-from never_slower import DRAFT_SHAPES, METHODS, Pair, prompts, run
+from never_slower import METHODS, Pair, prompts, run
 
+from speculant.bench.inflated_pair import SHAPES
 from speculant.engine.build import Runtime
 from speculant.metrics import StepTiming
 from speculant.scheduling.draft_length.base import DraftOutcome
 
-LENGTHS, KNOTS = range(1, 11), (1, 4, 10)
+LENGTHS = range(1, 11)
+FEWEST = 5  # steps of a size whose median counts
 LONGEST = max(LENGTHS)
 PREDICTED = "Within 10% for every drafter and length."
 
@@ -52,9 +52,12 @@ class Steps:
         self._before = drafted, timing.started
         self._observe(outcomes, timing)
 
-    def pause(self) -> None:
-        """Forget the last step's start: what follows is not decoding."""
+    def begin(self, is_first: bool) -> None:
+        """Begin a request, before which nothing was decoded; the first one of a round forgets what was seen."""
         self._before = None
+        if is_first:
+            self.seconds.clear()
+            self.outcomes.clear()
 
 
 def predict(length: int, outcomes: Sequence[tuple[int, int]], costs: Mapping[int, float]) -> float:
@@ -81,39 +84,46 @@ def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> 
     for length in LENGTHS:
         engines[length] = pair.engine(1, {**base, "num_speculative_tokens": length, "draft_length": "fixed"})
     every = prompts(kind, engines[0], arguments.prompts * (1 + arguments.rounds))
-    watched, times, plain_s = dict[int, Steps](), {length: list[float]() for length in engines}, list[float]()
-    for first in range(0, len(every), arguments.prompts):
-        for length, runtime in engines.items():
-            if first == arguments.prompts and length:
-                watched[length] = Steps(runtime)
-            seconds = 0.0
-            for prompt in every[first : first + arguments.prompts]:
-                if length in watched:
-                    watched[length].pause()
-                decode_s = run(runtime, [prompt], arguments.tokens).decode_s
-                plain_s += [] if length else [decode_s / (arguments.tokens - 1)]
-                seconds += decode_s
-            if first:
-                times[length].append(seconds)
-    costs = {length: statistics.median(watched[length].seconds[length] or [np.inf]) for length in KNOTS}
-    costs = {length: each for length, each in costs.items() if each < np.inf}
-    undrafted = [each for length in LENGTHS for each in watched[length].seconds[0]]
-    costs[0] = statistics.median(undrafted) if len(undrafted) > 50 else statistics.median(plain_s)
     branches = engines[LONGEST].engine._drafters.find(str(base["method"])).needs.emits_tree
-    found = dict[str, Any]()
-    for length in LENGTHS:
-        speed = [own / each for own, each in zip(times[0], times[length], strict=True)]
-        outcomes = watched[length if branches else LONGEST].outcomes
-        expected = statistics.median(plain_s) / predict(length, outcomes, costs)
-        over = expected / statistics.median(speed)
-        found[str(length)] = {"predicted": expected, "measured": spread(speed), "over": over}
-    return {"costs": costs, "lengths": found}
+    steps = {length: Steps(engines[length]) for length in LENGTHS}
+    found: dict[int, list[tuple[float, float]]] = {length: [] for length in LENGTHS}
+    for first in range(0, len(every), arguments.prompts):
+        seconds = dict[int, float]()
+        for length, runtime in engines.items():
+            watched = steps.get(length)
+            for place, prompt in enumerate(every[first : first + arguments.prompts]):
+                if watched is not None:
+                    watched.begin(is_first=place == 0)
+                seconds[length] = seconds.get(length, 0.0) + run(runtime, [prompt], arguments.tokens).decode_s
+        plain_s = seconds[0] / (arguments.prompts * (arguments.tokens - 1))
+        costs = {0: plain_s, **costs_of(steps.values())}
+        if first:  # the first round warms up
+            for length in LENGTHS:
+                outcomes = steps[length if branches else LONGEST].outcomes
+                found[length].append((plain_s / predict(length, outcomes, costs), seconds[0] / seconds[length]))
+    return {
+        str(length): {
+            "predicted": spread([expected for expected, _ in own]),
+            "measured": spread([seen for _, seen in own]),
+            "over": spread([expected / seen for expected, seen in own]),
+        }
+        for length, own in found.items()
+    }
+
+
+def costs_of(engines: Iterable[Steps]) -> dict[int, float]:
+    """Return the median seconds of the steps of all engines by the nodes of their drafts."""
+    seconds = defaultdict[int, list[float]](list)
+    for steps in engines:
+        for nodes, own in steps.seconds.items():
+            seconds[nodes] += own
+    return {nodes: statistics.median(own) for nodes, own in seconds.items() if len(own) >= FEWEST}
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(DRAFT_SHAPES))
+    parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--texts", nargs="+", default=["edit", "completion"])
     drafting = [name for name in METHODS if name not in ("as large as the target", "default")]
     parser.add_argument("--methods", nargs="+", default=drafting)
@@ -121,12 +131,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        pair = Pair.load(arguments.shape, Path(scratch))
-        seen = {
-            kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
-        }
-    write("predicted", PREDICTED, seen)
+    pair = Pair.load(arguments.shape)
+    seen = {
+        kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
+    }
+    write(f"predicted_{arguments.shape}" if arguments.shape else "predicted", PREDICTED, seen)
 
 
 if __name__ == "__main__":

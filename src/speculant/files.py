@@ -1,8 +1,9 @@
-"""Reads the JSON files of a checkpoint; an invalid one is a ModelError that names it."""
+"""Reads the JSON files of a checkpoint, where an invalid one is a ModelError, and names the folder of kept files."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -11,6 +12,11 @@ from typing import Any
 from speculant.errors import ModelError
 
 MOST_DEPTH = 32  # levels of nesting; far below the interpreter's recursion limit, so that values can be printed
+
+
+def cache_folder(name: str) -> Path:
+    """Return where files of a kind are kept between runs: in $XDG_CACHE_HOME/speculant, or ~/.cache/speculant."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ like any others, and what they compute meets zeros:
     stream   | x | x | x |    RMSNorm repeats as well, with the same epsilon
     readers  |W/2|W/2| 0 |    the quotient is a power of two, so that no bit is lost
     writers  | W | W | W |    as rows
+
+With noise, the small model's matrices are changed first: a draft model that agrees less often with its target.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.errors import ConfigError, ModelError, suggest
+from speculant.bench.model_shapes import Shape
+from speculant.errors import ConfigError, ModelError
 from speculant.models.config import DecoderConfig
 from speculant.models.fields import show
 from speculant.models.llama import read_config
@@ -31,7 +34,7 @@ from speculant.models.source import read_json
 from speculant.models.tensors import TensorFiles, check_layers, check_tensors
 from speculant.models.weights import tensor_shapes
 
-_SEED, _SCALE = 0, 0.02  # of the random weights
+_SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -56,68 +59,31 @@ those of the small model, the cost is that of the large one. It was not trained 
 {sizes}
 
 The residual stream is the small model's {copies} times over. Further heads, rows of the MLP and layers are random, and
-their results meet zeros. The vocabulary is the small one. Logits are equal up to the order of floating-point sums.
+their results meet zeros. The vocabulary is the small one. {function}
 """
+_EQUAL = "Logits are equal up to the order of floating-point sums."
+_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that it answers differently."
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Llama model that may grow; the vocabulary and the heads' dimension stay.
-
-    Raises ConfigError for sizes that no model has.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-
-    def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
-            if size < 1:
-                raise ConfigError(f"the shape has {name} = {size}, not a positive number", f"choose another {name}.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"the shape has {self.num_attention_heads} attention heads, not a multiple of"
-                f" {self.num_key_value_heads} key heads",
-                "choose a number of attention heads that the key heads divide.",
-            )
-
-    @property
-    def group_size(self) -> int:
-        """The attention heads that share a key head."""
-        return self.num_attention_heads // self.num_key_value_heads
+def shape_of(folder: Path) -> tuple[Shape, int]:
+    """Return the shape of a Llama checkpoint and its heads' dimension. Raises ModelError for any other."""
+    hf = read_json(folder / "config.json")
+    _check_family(hf)
+    decoder = read_config(hf)
+    return _shape_of(decoder), decoder.head_dim
 
 
-# hidden size, intermediate size, layers, attention heads per key head
-SHAPES = {"50m": (512, 2048, 8, 4), "1b": (2048, 8192, 16, 4), "3b": (3072, 8192, 28, 3)}
-
-
-def named_shape(name: str, head_dim: int) -> Shape:
-    """Return the shape of this name, whose heads of `head_dim` dimensions make up the hidden size.
-
-    Raises ConfigError for an unknown name, and for heads that do not divide the shape.
-    """
-    if name not in SHAPES:
-        raise ConfigError(f"the shape {name!r} is unknown", suggest(name, SHAPES))
-    hidden, intermediate, layers, group = SHAPES[name]
-    if head_dim < 1 or hidden % (head_dim * group):
-        raise ConfigError(
-            f"the shape {name!r} has a hidden size of {hidden}, which is no whole number of groups of {group} heads of"
-            f" {head_dim} dimensions",
-            "give a Shape of your own.",
-        )
-    return Shape(hidden, intermediate, layers, hidden // head_dim, hidden // head_dim // group)
-
-
-def inflate(source: Path, folder: Path, shape: Shape) -> None:
+def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> None:
     """Write the Llama model of `source` to `folder`, a new or empty one, at a larger shape.
 
-    The random weights are drawn with seed 0. Memory holds one layer at a time, or the embedding table and the head.
+    noise: normal noise of so many standard deviations of each matrix is added to the small model's, so that a draft
+    model agrees less often with its target. The random weights are drawn with seed 0, the noise with another generator.
+    Memory holds one layer at a time, or the embedding table and the head.
     Raises ModelError for a checkpoint that can't be inflated, ConfigError for a shape that does not hold it and for a
     folder that holds files.
     """
+    if not 0 <= noise < math.inf:
+        raise ConfigError(f"noise={noise} is no share of a standard deviation", "use 0 or more; 0.1 is much.")
     hf = read_json(source / "config.json")
     _check_family(hf)
     weights, decoder = TensorFiles.open(source), read_config(hf)
@@ -128,8 +94,8 @@ def inflate(source: Path, folder: Path, shape: Shape) -> None:
     num_weights = [_num_weights(config) for config in (decoder, read_config(grown))]
     _make_folder(folder)
     _copy_files(source, folder)
-    _write_weights(folder, _Inflation(weights, decoder, shape))
-    card = _card(source.resolve().name, _shape_of(decoder), shape, num_weights)
+    _write_weights(folder, _Inflation(weights, decoder, shape, noise))
+    card = _card(source.resolve().name, _shape_of(decoder), shape, num_weights, noise)
     (folder / "README.md").write_text(card, encoding="utf-8")
     text = json.dumps(grown, indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")  # the last: without it nothing loads
@@ -138,12 +104,13 @@ def inflate(source: Path, folder: Path, shape: Shape) -> None:
 class _Inflation:
     """The tensors of the larger model, made from those of the small one."""
 
-    def __init__(self, weights: TensorFiles, decoder: DecoderConfig, shape: Shape) -> None:
-        self._weights, self._decoder = weights, decoder
+    def __init__(self, weights: TensorFiles, decoder: DecoderConfig, shape: Shape, noise: float) -> None:
+        self._weights, self._decoder, self._noise = weights, decoder, noise
         self._small, self._large = _shape_of(decoder), shape
         self._copies = shape.hidden_size // decoder.hidden_size
         self._dtype = weights.common_dtype()
         self._generator = torch.Generator().manual_seed(_SEED)
+        self._noise_generator = torch.Generator().manual_seed(_NOISE_SEED)
 
     @property
     def num_parts(self) -> int:
@@ -161,8 +128,8 @@ class _Inflation:
     def _ends(self) -> dict[str, Tensor]:
         head = _EMBEDDING if self._decoder.tie_embeddings else _HEAD
         return {
-            _EMBEDDING: self._weights.read(_EMBEDDING).repeat(1, self._copies),
-            _HEAD: _spread(self._weights.read(head), self._copies, head),
+            _EMBEDDING: self._matrix(_EMBEDDING).repeat(1, self._copies),
+            _HEAD: _spread(self._matrix(head), self._copies, head),
             _NORM: self._weights.read(_NORM).repeat(self._copies),
         }
 
@@ -172,16 +139,24 @@ class _Inflation:
         for name in _NORMS:
             made[f"{at}{name}.weight"] = self._weights.read(f"{at}{name}.weight").repeat(self._copies)
         for name in _READERS:
-            stored = self._weights.read(f"{at}{name}.weight")
+            stored = self._matrix(f"{at}{name}.weight")
             rows, places = self._units(name, self._small), self._units(name, self._large)
             part = _spread(stored, self._copies, f"{at}{name}.weight").view(*rows, -1)
             made[f"{at}{name}.weight"].view(*places, -1)[: rows[0], : rows[1]] = part
         for name in _WRITERS:
-            stored = self._weights.read(f"{at}{name}.weight")
+            stored = self._matrix(f"{at}{name}.weight")
             columns, places = self._units(name, self._small), self._units(name, self._large)
             part = stored.repeat(self._copies, 1).view(-1, *columns)
             made[f"{at}{name}.weight"].view(-1, *places)[:, : columns[0], : columns[1]] = part
         return made
+
+    def _matrix(self, name: str) -> Tensor:
+        """Read a matrix of the small model and add the noise."""
+        stored = self._weights.read(name)
+        if not self._noise:
+            return stored
+        drawn = torch.randn(stored.shape, generator=self._noise_generator)
+        return (stored.float() + self._noise * stored.float().std() * drawn).to(self._dtype)
 
     def _random_layer(self, at: str) -> dict[str, Tensor]:
         """Make a layer that is computed and adds nothing to the stream."""
@@ -291,8 +266,10 @@ def _write_weights(folder: Path, model: _Inflation) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _card(name: str, small: Shape, large: Shape, num_weights: list[int]) -> str:
+def _card(name: str, small: Shape, large: Shape, num_weights: list[int], noise: float) -> str:
     """Return the model card, which says what this model is."""
     rows = [(key, size, getattr(large, key)) for key, size in asdict(small).items()]
     lines = [f"| {what} | {before:,} | {after:,} |" for what, before, after in [*rows, ("weights", *num_weights)]]
-    return _CARD.format(name=name, sizes="\n".join(lines), copies=large.hidden_size // small.hidden_size)
+    function = _NOISY.format(noise=noise) if noise else _EQUAL
+    copies = large.hidden_size // small.hidden_size
+    return _CARD.format(name=name, sizes="\n".join(lines), copies=copies, function=function)

@@ -22,6 +22,7 @@ EXAMPLES = examples(
     "speculant demo",
     "speculant demo --spec-length 3 --max-tokens 64",
     "speculant demo --temperature 1 --top-p 1 --seed 7",
+    "speculant demo --shape 1b --max-tokens 32",
     "speculant demo --json",
 )
 PROMPTS = {  # prompt -> seed, chosen so that the text reads well
@@ -42,6 +43,9 @@ def demo(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="The same texts at the cost of larger models: 1b or 3b. Takes disk space once.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Compare plain and speculative decoding with the embedded models.
@@ -52,9 +56,9 @@ def demo(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     console = Console(quiet=True) if as_json else results()
     with progress("Loading the embedded models"):
-        llm = _load(spec_length)
+        llm = _load(spec_length, shape)
         _show_pair(Console(quiet=True), llm, next(iter(PROMPTS)), replace(params, max_tokens=WARM_UP_TOKENS))
-    _introduce(console, llm, params)
+    _introduce(console, llm, params, shape)
     seeds = {prompt: own if seed is None else seed for prompt, own in PROMPTS.items()}
     with progress("Decoding") if as_json else nullcontext():
         pairs = [_show_pair(console, llm, prompt, replace(params, seed=each)) for prompt, each in seeds.items()]
@@ -65,13 +69,18 @@ def demo(
         _conclude(console, figures)
 
 
-def _load(spec_length: int) -> LLM:
+def _load(spec_length: int, shape: str | None) -> LLM:
+    from speculant.bench.inflated_pair import inflated_pair
     from speculant.engine.llm import LLM
 
-    return LLM("demo", "demo", spec_length=spec_length, dtype=DTYPE, max_num_seqs=1)
+    target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
+    dtype = DTYPE if shape is None else "bfloat16"
+    return LLM(target, draft, spec_length=spec_length, dtype=dtype, max_num_seqs=1)
 
 
-def _introduce(console: Console, llm: LLM, params: SamplingParams) -> None:
+def _introduce(console: Console, llm: LLM, params: SamplingParams, shape: str | None) -> None:
+    if shape is not None:
+        console.print(f"The embedded models at the shape {shape}: their own texts, at the cost of larger models.")
     sampling = "Greedy" if params.greedy else f"Sampled at temperature {params.temperature:g}, top-p {params.top_p:g}"
     console.print(f"{sampling}, plain and speculative with the same seed.")
     console.print(f"Speculation is on: {llm.speculation}. ", end="")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, plan, serve, train
+from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, inflate, plan, serve, train
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import show_error
 from speculant.errors import SpeculantError
@@ -30,6 +30,7 @@ app.command("demo", epilog=demo.EXAMPLES)(accepts_log_level(demo.demo))
 app.command("doctor", epilog=doctor.EXAMPLES)(accepts_log_level(doctor.doctor))
 app.command("check-lossless", epilog=check_lossless.EXAMPLES)(accepts_log_level(check_lossless.check_lossless))
 app.command("check-pair", epilog=check_pair.EXAMPLES)(accepts_log_level(check_pair.check_pair))
+app.command("inflate", epilog=inflate.EXAMPLES)(accepts_log_level(inflate.inflate))
 app.command("plan", epilog=plan.EXAMPLES)(accepts_log_level(plan.plan))
 app.command("serve", epilog=serve.EXAMPLES)(accepts_log_level(serve.serve))
 app.add_typer(bench.app, name="bench", epilog=bench.EXAMPLES)

@@ -150,8 +150,9 @@ class TokenRecycling(StatelessDrafter):
         tokens, parents, ranks = grow(shape, request.tokens[-1], successors)
         scores = [self._acceptance.rate(*place) for place in zip(depths_of(parents), ranks, strict=True)]
         order, parents = likeliest_first(scores, parents)
-        tokens, ranks, scores = ([values[node] for node in order] for values in (tokens, ranks, scores))  # type: ignore[misc]
-        sequence.draft, sequence.ranks = DraftTree.of(tokens, parents, scores=scores), ranks
+        tokens, scores = [tokens[node] for node in order], [scores[node] for node in order]
+        sequence.ranks = [ranks[node] for node in order]
+        sequence.draft = DraftTree.of(tokens, parents, scores=scores)
         return sequence.draft
 
 

@@ -30,6 +30,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.runner import forward_target
 from speculant.errors import Guard
+from speculant.files import cache_folder
 from speculant.kernels.base import Sampler
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
@@ -187,7 +188,7 @@ def is_steady(rounds: Mapping[int, Sequence[float]]) -> bool:
 
 def folder() -> Path:
     """Return where curves are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / "costs"
+    return cache_folder("costs")
 
 
 def points(kept: Mapping[str, float]) -> dict[int, float]:

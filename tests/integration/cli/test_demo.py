@@ -27,7 +27,9 @@ def tiny(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         demo,
         "_load",
-        lambda length: LLM(checkpoints.target, checkpoints.near, spec_length=length, dtype="float64", max_num_seqs=1),
+        lambda length, shape: LLM(
+            checkpoints.target, checkpoints.near, spec_length=length, dtype="float64", max_num_seqs=1
+        ),
     )
 
 

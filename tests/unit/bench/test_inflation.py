@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import LLM, SamplingParams
-from speculant.bench.inflation import SHAPES, Shape, inflate, named_shape
+from speculant.bench.inflation import inflate
+from speculant.bench.model_shapes import SHAPES, Shape, named_shape
 from speculant.errors import ConfigError, ModelError
 from speculant.kernels.native import usable_sets
 from speculant.models.source import resolve_source
@@ -245,3 +246,14 @@ def test_named_shape_of_one_billion_weights() -> None:
 def test_shape_that_no_name_stands_for(name: str, head_dim: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         named_shape(name, head_dim)
+
+
+def test_noise_changes_the_function_a_little(draft: Path, inflated: Path, tmp_path: Path) -> None:
+    expected, told = logits(draft, "float32", "reference"), "Noise of 0.05 times"
+    inflate(draft, tmp_path / "noisy", SHAPE, noise=0.05)
+    noisy = logits(tmp_path / "noisy", "float32", "reference")
+    assert 0.01 < (noisy - expected).std() / expected.std() < 0.5
+    assert told in (tmp_path / "noisy" / "README.md").read_text(encoding="utf-8")
+    assert told not in (inflated / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match="noise=-1"):
+        inflate(draft, tmp_path / "other", SHAPE, noise=-1)

@@ -142,7 +142,9 @@ async function run(on, signal) {
 }
 
 function remember(result) {
-  if (mode() === "chat") state.messages.push(result.question, { role: "assistant", content: result.text });
+  if (mode() !== "chat") return;
+  state.messages.push(result.question, { role: "assistant", content: result.text });
+  element("prompt").value = "";
 }
 
 function summary({ tokens, speed, counts }, on) {
@@ -188,7 +190,8 @@ function explain(error) {
 }
 
 function busy(on) {
-  for (const id of ["run", "compare"]) element(id).disabled = on;
+  element("run").disabled = on;
+  element("compare").disabled = on || element("speculation").disabled;
   element("stop").disabled = !on;
   element("output").setAttribute("aria-busy", String(on));
 }
