@@ -5,17 +5,18 @@ import os
 from openai import OpenAI
 
 URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
+MESSAGES = [{"role": "user", "content": "class Stack:\n    def push(self, item):"}]
 
 
 def main() -> None:
     """Predict an answer exactly, and then with one word changed: the answer stays the same, its cost does not."""
     client = OpenAI(base_url=URL, api_key=os.environ.get("OPENAI_API_KEY", "none"))
-    settings = {"model": client.models.list().data[0].id, "messages": MESSAGES, "temperature": 0, "max_tokens": 64}
+    model = client.models.list().data[0].id
+    settings = {"model": model, "messages": MESSAGES, "temperature": 0.6, "seed": 3, "max_tokens": 64}
     first = client.chat.completions.create(**settings).choices[0].message.content
     print(first)
     middle = first[len(first) // 2 :].split(maxsplit=1)[0]
-    for name, text in {"the answer": first, "a word changed": first.replace(middle, "something")}.items():
+    for name, text in {"the answer": first, "a word changed": first.replace(middle, "something", 1)}.items():
         answer = client.chat.completions.create(prediction={"type": "content", "content": text}, **settings)
         details = answer.usage.completion_tokens_details
         print(
