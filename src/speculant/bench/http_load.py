@@ -137,8 +137,9 @@ class LoadRun:
 class Load:
     """Sends prompts in turn, each run with a cache salt of its own, so that runs share no prefixes.
 
-    connect: makes a client whose base address is the server's. A request has the fields that a run names beside its
-    own, which are the prompt's and the stream's.
+    connect: makes a client whose base address is the server's; each request has one of its own, as the time that
+    httpx takes to choose among connections grows with the square of their number. A request has the fields that a run
+    names beside its own, which are the prompt's and the stream's.
     """
 
     def __init__(self, connect: Callable[[], httpx.AsyncClient], prompts: Sequence[str | Sequence[int]]) -> None:
@@ -153,41 +154,37 @@ class Load:
         return asyncio.run(self._open_loop(fields, arrivals))
 
     async def _closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
-        numbers, sender = itertools.count(), self._sender(fields)
-        async with sender.client:
-            started = time.perf_counter()
+        numbers, sender, started = itertools.count(), self._sender(fields), time.perf_counter()
 
-            async def ask_again() -> list[Exchange]:
-                exchanges: list[Exchange] = []
-                while (now := time.perf_counter()) < started + seconds:
-                    exchanges.append(await sender.send(next(numbers), now))
-                    if not exchanges[-1].completed:
-                        await asyncio.sleep(_PAUSE)
-                return exchanges
+        async def ask_again() -> list[Exchange]:
+            exchanges: list[Exchange] = []
+            while (now := time.perf_counter()) < started + seconds:
+                exchanges.append(await sender.send(next(numbers), now))
+                if not exchanges[-1].completed:
+                    await asyncio.sleep(_PAUSE)
+            return exchanges
 
-            every = await asyncio.gather(*(ask_again() for _ in range(clients)))
+        every = await asyncio.gather(*(ask_again() for _ in range(clients)))
         return LoadRun(sorted(itertools.chain(*every), key=lambda each: each.number), started, seconds)
 
     async def _open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
-        sender, sending = self._sender(fields), list[asyncio.Task[Exchange]]()
-        async with sender.client:
-            started = time.perf_counter()
-            for number, arrival in enumerate(arrivals):
-                await asyncio.sleep(started + arrival - time.perf_counter())
-                sending.append(asyncio.create_task(sender.send(number, started + arrival)))
-            exchanges = await asyncio.gather(*sending)
+        sender, sending, started = self._sender(fields), list[asyncio.Task[Exchange]](), time.perf_counter()
+        for number, arrival in enumerate(arrivals):
+            await asyncio.sleep(started + arrival - time.perf_counter())
+            sending.append(asyncio.create_task(sender.send(number, started + arrival)))
+        exchanges = await asyncio.gather(*sending)
         return LoadRun(exchanges, started, max(exchange.ended for exchange in exchanges) - started)
 
     def _sender(self, fields: Fields) -> _Sender:
         own = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex}
-        return _Sender(self._connect(), self._prompts, {**fields, **own})
+        return _Sender(self._connect, self._prompts, {**fields, **own})
 
 
 @dataclass(frozen=True)
 class _Sender:
     """Sends the requests of one run."""
 
-    client: httpx.AsyncClient
+    connect: Callable[[], httpx.AsyncClient]
     prompts: Sequence[str | Sequence[int]]
     fields: Fields
 
@@ -198,7 +195,7 @@ class _Sender:
         exchange = Exchange(number, TimingMetrics(due), time.perf_counter())
         body = {**self.fields, "prompt": self.prompts[number % len(self.prompts)]}
         try:
-            async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            async with self.connect() as client, client.stream("POST", "/v1/completions", json=body) as response:
                 exchange.status = response.status_code
                 if response.is_success:
                     await _read_events(response, exchange)
@@ -211,7 +208,7 @@ class _Sender:
 
 
 async def _read_events(response: httpx.Response, exchange: Exchange) -> None:
-    """Read a stream to its end, so that its connection can be used again."""
+    """Read a stream to its end."""
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             exchange.read(line.removeprefix("data:").strip(), time.perf_counter())
@@ -230,7 +227,7 @@ def _message(body: Any) -> str:
 
 
 def connector(api_key: str | None) -> Callable[[str], httpx.AsyncClient]:
-    """Return what makes a client of the server at an address: any number of connections, none through a proxy.
+    """Return what makes a client of the server at an address, which connects to it without a proxy.
 
     Raises ConfigError where httpx is not installed.
     """
@@ -238,10 +235,11 @@ def connector(api_key: str | None) -> Callable[[str], httpx.AsyncClient]:
         import httpx
     except ImportError as error:
         raise ConfigError("httpx is not installed", "pip install -c constraints.txt httpx") from error
+    trusted = httpx.create_ssl_context()  # once: it reads all certificates
     return lambda url: httpx.AsyncClient(
         base_url=url,
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        verify=trusted,
         timeout=_PATIENCE,
         trust_env=False,
     )
