@@ -1,21 +1,88 @@
 """Validates responses by OpenAI's own OpenAPI document, which SPECULANT_OPENAI_SCHEMA names as a JSON file.
 
-The document is not part of this package. Without it the tests check everything else.
+`Recorder` keeps whatever a client gets, so that a test validates every response and every chunk. The document is not
+part of this package. Without it the tests check everything else.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 Check = Callable[[str, Any], None]
 _VARIABLE = "SPECULANT_OPENAI_SCHEMA"
+WHOLE = {
+    "/v1/chat/completions": "CreateChatCompletionResponse",
+    "/v1/completions": "CreateCompletionResponse",
+    "/v1/responses": "Response",
+    "/v1/models": "ListModelsResponse",
+}
+CHUNKS = {
+    "/v1/chat/completions": "CreateChatCompletionStreamResponse",
+    "/v1/completions": "CreateCompletionChunk",
+    "/v1/responses": "ResponseStreamEvent",
+}
+
+
+class Recorder(httpx.BaseTransport):
+    """Sends requests, and keeps what comes back, as bytes."""
+
+    def __init__(self) -> None:
+        self._transport = httpx.HTTPTransport()
+        self._kept: list[tuple[str, httpx.Response, bytearray]] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """See `httpx.BaseTransport`."""
+        response, kept = self._transport.handle_request(request), bytearray()
+        self._kept.append((request.url.path, response, kept))
+        stream = _Tee(response, kept)
+        return httpx.Response(
+            response.status_code, headers=response.headers, stream=stream, extensions=response.extensions
+        )
+
+    def close(self) -> None:
+        """See `httpx.BaseTransport`."""
+        self._transport.close()
+
+    def check(self, conforms: Check) -> int:
+        """Check every document that came, chunks and errors too; return how many there were."""
+        documents = [each for path, response, kept in self._kept for each in _documents(path, response, bytes(kept))]
+        for name, value in documents:
+            conforms(name, value)
+        return len(documents)
+
+
+class _Tee(httpx.SyncByteStream):
+    def __init__(self, response: httpx.Response, kept: bytearray) -> None:
+        self._response, self._kept = response, kept
+
+    def __iter__(self) -> Iterator[bytes]:
+        for data in self._response.iter_raw():
+            self._kept += data
+            yield data
+
+    def close(self) -> None:
+        self._response.close()
+
+
+def _documents(path: str, response: httpx.Response, data: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield what a response has, each with the name of its schema."""
+    if response.status_code >= 400:
+        yield "ErrorResponse", json.loads(data)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        for line in data.split(b"\n"):
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield CHUNKS[path], json.loads(line[6:])
+    else:
+        yield WHOLE.get(path, "Model"), json.loads(data)
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +102,8 @@ def _checker(path: str) -> Check:
     validation = pytest.importorskip("jsonschema")
     document = json.loads(Path(path).read_text(encoding="utf-8"))
     components = _with_nulls(document["components"])
+    schemas = components["schemas"]
+    schemas["CreateCompletionChunk"] = _as_chunk(schemas["CreateCompletionResponse"])
 
     @cache
     def validator(name: str) -> Any:
@@ -46,6 +115,18 @@ def _checker(path: str) -> Check:
         assert not errors, "\n".join(f"{list(error.path)}: {error.message[:300]}" for error in errors[:3])
 
     return check
+
+
+def _as_chunk(completion: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a completion's chunks. The document says that it is the whole completion's.
+
+    OpenAI's chunks have no reason before the last one, and no usage, which are null then.
+    """
+    chunk = copy.deepcopy(completion)
+    choice = chunk["properties"]["choices"]["items"]["properties"]
+    for place, name in ((choice, "finish_reason"), (chunk["properties"], "usage")):
+        place[name] = {"anyOf": [place[name], {"type": "null"}]}
+    return chunk
 
 
 def _with_nulls(value: Any) -> Any:

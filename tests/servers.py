@@ -1,13 +1,18 @@
-"""Servers that answer real connections, each in a thread with an event loop of its own."""
+"""Servers that answer real connections: in a thread with an event loop of its own, or in a process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,6 +100,70 @@ def serve() -> Iterator[Callable[..., LiveServer]]:
 
     def start(*arguments: Any, **options: Any) -> LiveServer:
         started.append(LiveServer(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+class ServerProcess:
+    """`speculant serve` in a process of its own, which a test can signal and measure."""
+
+    def __init__(self, model: str, *flags: str) -> None:
+        command = [sys.executable, "-m", "speculant.cli.main", "serve", model, "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.messages = [self.process.stderr.readline()]
+        assert self.messages[0].startswith("Listening at "), self.messages[0] + self.process.stderr.read()
+        self.url = self.messages[0].split()[2].rstrip(";")
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.http = httpx.Client(base_url=self.url, timeout=_PATIENCE, trust_env=False)
+
+    def ready(self) -> ServerProcess:
+        """Wait until requests are served."""
+        deadline = time.monotonic() + 2 * _PATIENCE
+        while self.http.get("/health").status_code != 200:
+            assert time.monotonic() < deadline, self.messages
+            time.sleep(0.01)
+        return self
+
+    @property
+    def memory(self) -> int:
+        """The resident memory of the process, in bytes."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * resource.getpagesize()
+
+    def signal(self) -> None:
+        """Ask the server to end."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float = _PATIENCE) -> int:
+        """Wait until the process has ended; return its exit status."""
+        status = self.process.wait(seconds)
+        self._reader.join(_PATIENCE)
+        return status
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self.http.close()
+        self.process.kill()
+        self.wait()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            self.messages += lines
+
+
+@pytest.fixture
+def serve_process() -> Iterator[Callable[..., ServerProcess]]:
+    """Start servers in processes of their own that end with the test."""
+    started: list[ServerProcess] = []
+
+    def start(model: str, *flags: str) -> ServerProcess:
+        started.append(ServerProcess(model, *flags))
         return started[-1]
 
     yield start

@@ -36,7 +36,8 @@ class EngineConfig:
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
     different model, and speculation is exact with respect to it. draft_quantization="auto" takes the type that is
     expected to be fastest here (engine/draft_precision.py); "none" or None leaves the draft's weights unchanged.
-    scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue.
+    scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue: at
+    most max_num_seqs + max_waiting sequences are there, and those that find no room in memory wait.
     """
 
     model: str

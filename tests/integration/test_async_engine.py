@@ -266,7 +266,7 @@ def test_a_full_queue_refuses_at_once_and_recovers(engine_of: MakeEngine) -> Non
             await anext(running)
             waiting = [asyncio.create_task(engine.generate(TEXTS[1], GREEDY)) for _ in range(2)]
             await asyncio.sleep(0)
-            with pytest.raises(CapacityError, match="max_waiting is 2"):
+            with pytest.raises(CapacityError, match="max_waiting is 3"):
                 await engine.generate(TEXTS[2], GREEDY)
             waiting[0].cancel()
             await asyncio.wait(waiting[:1])

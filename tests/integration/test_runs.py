@@ -109,7 +109,7 @@ def test_more_prompts_than_may_wait_are_handed_over_in_turn(checkpoints: Checkpo
 
 
 def test_samples_that_can_never_wait_are_an_error_not_a_wait(checkpoints: Checkpoints) -> None:
-    runtime = _build(checkpoints, max_waiting=2)
+    runtime = _build(checkpoints, max_waiting=1, max_num_seqs=1)
     with pytest.raises(CapacityError):
         Bench(runtime).run(_workload(runtime), Mode(replace(GREEDY, n=3)))
 

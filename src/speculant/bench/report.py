@@ -54,9 +54,29 @@ CACHE = (
     Row("prefix_hit_tokens", "prefix hits (tokens)", whole=True),
     Row("peak_blocks", "peak blocks", whole=True),
 )
+REQUESTS = (
+    Row("requests_per_s", "requests/s"),
+    Row("tokens_per_s", "tokens/s"),
+    Row("ttft_p50_s", "first token p50 (ms)", 1e3),
+    Row("ttft_p90_s", "  p90", 1e3),
+    Row("ttft_p99_s", "  p99", 1e3),
+    Row("itl_p50_s", "between tokens p50 (ms)", 1e3),
+    Row("itl_p90_s", "  p90", 1e3),
+    Row("itl_p99_s", "  p99", 1e3),
+    Row("itl_mean_s", "  mean", 1e3),
+    Row("e2e_p50_s", "whole request p50 (ms)", 1e3),
+    Row("e2e_p90_s", "  p90", 1e3),
+    Row("e2e_p99_s", "  p99", 1e3),
+)
+ENDS = (
+    Row("completed", "completed", whole=True),
+    Row("refused", "refused (429)", whole=True),
+    Row("failed", "failed", whole=True),
+)
 ROWS: Mapping[str, Sequence[Row]] = {
     "throughput": (*SPEED, *STEPS, *CACHE),
     "latency": (*SPEED[2:], *GAPS, *SPEED[:1], *STEPS),
+    "serve": (*REQUESTS, *ENDS),
 }
 
 
@@ -87,9 +107,9 @@ def _case(case: Case) -> dict[str, Any]:
         **case.workload.to_dict(),
         "sampling": {name: getattr(case.params, name) for name in SAMPLING},
         "rounds": len(case.runs[PLAIN]),
-        "runs": {mode: _plain_values(case.spreads(mode)) for mode in case.runs},
+        "runs": {mode: plain_values(case.spreads(mode)) for mode in case.runs},
         "ratios": {
-            f"{over}/{under}": _plain_values(case.ratios(over, under))
+            f"{over}/{under}": plain_values(case.ratios(over, under))
             for over, under in RATIOS
             if over in case.runs and under in case.runs
         },
@@ -97,7 +117,8 @@ def _case(case: Case) -> dict[str, Any]:
     }
 
 
-def _plain_values(spreads: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def plain_values(spreads: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return spreads by name as plain values for JSON."""
     return {name: asdict(spread) for name, spread in spreads.items()}
 
 

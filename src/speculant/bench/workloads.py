@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
@@ -132,6 +132,18 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
     return Workload(config.prompts, prompts, arrival_times(len(prompts), config.request_rate), config.request_rate)
 
 
+def server_prompts(source: str, number: int) -> list[str | list[int]]:
+    """Return prompts for a server, which has the tokenizer: openings of Python code for "code", else those of a file.
+
+    Raises RequestError for random tokens, which a client can't draw, and for a file that can't be read.
+    """
+    if source == BuiltIn.RANDOM:
+        raise RequestError("random prompts need the vocabulary, which the server has", f'use "{CODE}" or a file.')
+    if source == CODE:
+        return [_opening(index, random.Random(f"code-{index}")) for index in range(number)]
+    return read_prompts(Path(source))
+
+
 def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> None:
     """Check that every prompt and its output fit: truncated outputs can't be compared. Raises RequestError."""
     longest = max(len(prompt) for prompt in workload.prompts)
@@ -146,7 +158,7 @@ def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> Non
 def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
     """Return the index-th piece of code: an opening, or `length` tokens that end with one."""
     generator = random.Random(f"code-{index}")
-    opening = _fill(OPENINGS[index % len(OPENINGS)], generator)
+    opening = _opening(index, generator)
     if length is None:
         return tokenizer.encode(opening)
     start = tokenizer.encode("")[:length]  # tokens that the tokenizer adds before every text
@@ -155,6 +167,10 @@ def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> 
     while len(body) < length:
         body = tokenizer.encode(_fill(generator.choice(bodies), generator), add_special_tokens=False) + body
     return start + body[len(body) - length + len(start) :]
+
+
+def _opening(index: int, generator: random.Random) -> str:
+    return _fill(OPENINGS[index % len(OPENINGS)], generator)
 
 
 def _fill(template: str, generator: random.Random) -> str:
@@ -178,8 +194,15 @@ def arrival_times(number: int, rate: float | None) -> list[float]:
     """Return arrival times in seconds from the start: all 0 without a rate, else a Poisson process from 0 on."""
     if rate is None:
         return [0.0] * number
-    generator = random.Random("arrivals")
-    return list(itertools.accumulate((generator.expovariate(rate) for _ in range(number - 1)), initial=0.0))
+    return list(itertools.islice(poisson_process(rate, "arrivals"), number))
+
+
+def poisson_process(rate: float, seed: str) -> Iterator[float]:
+    """Yield the times in seconds of a Poisson process with `rate` arrivals per second, endlessly; the first is 0."""
+    generator, now = random.Random(seed), 0.0
+    while True:
+        yield now
+        now += generator.expovariate(rate)
 
 
 def _prompts_of_file(config: WorkloadConfig, tokenizer: Tokenizer) -> list[list[int]]:

@@ -1,30 +1,28 @@
-"""`speculant bench`: measures plain and speculative decoding of a model on this machine, in the same run."""
+"""`speculant bench`: measures plain and speculative decoding of a model, or of a server, in the same run."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
-from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli import bench_serve
+from speculant.cli.flags import BenchSampling, EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.profile import Profile, profiling
-from speculant.cli.terminal import examples, messages, print_json, progress, results
+from speculant.cli.terminal import examples, print_json, progress, progress_of_runs, results
 from speculant.config import EngineConfig
 from speculant.engine.profiling import check_trace_path
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Case, Notify
+    from speculant.bench.measuring import Case
     from speculant.bench.runs import Mode
     from speculant.bench.workloads import Workload
     from speculant.engine.build import Runtime
@@ -40,10 +38,11 @@ LATENCY_EXAMPLES = examples(
     "speculant bench latency --model demo --draft-model demo --prompt-length 64 --prompt-length 512 --max-tokens 64",
     "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
 )
-EXAMPLES = examples("speculant bench throughput --help", "speculant bench latency --help")
+EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", "serve")))
 MANY, FEW = 32, 4  # default numbers of prompts of the two benchmarks
 
 app = typer.Typer(no_args_is_help=True)
+app.command("serve", epilog=bench_serve.EXAMPLES)(accepts_log_level(bench_serve.serve))
 
 
 @app.callback()
@@ -53,26 +52,6 @@ def bench() -> None:
     Both modes run in turn, round by round. Medians, quartiles and their ratio are printed, and whether
     both gave the same tokens. Without a drafter only plain decoding is measured.
     """
-
-
-class BenchSampling(SamplingFlags):
-    """The same flags, with other defaults: greedy and past end tokens, so that runs can be compared."""
-
-    CHANGED = SamplingParams(temperature=0.0, ignore_eos=True)
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return SamplingFlags.names()
-
-    def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
-        """See `SamplingFlags.params`."""
-        return super().params(defaults or self.CHANGED)
-
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        changed = {"temperature": " [default: 0]", "ignore_eos": " [default: on]"}
-        return changed.get(name) or super()._default_text(name)
 
 
 Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
@@ -191,22 +170,8 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], modes:
 
     bench = Bench(runtime)
     num_runs = len(workloads) * len(modes) * plan.rounds
-    with profiling(runtime.engine, plan.trace), _shown_progress(num_runs) as notify:
+    with profiling(runtime.engine, plan.trace), progress_of_runs(num_runs) as notify:
         return [measure(bench, workload, modes, plan.rounds, notify) for workload in workloads]
-
-
-@contextmanager
-def _shown_progress(num_runs: int) -> Iterator[Notify]:
-    """Yield a function that is called before each run and shows the progress, on a terminal only."""
-    console = messages()
-    if not console.is_terminal:
-        yield lambda name: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, refresh_per_second=1, transient=True) as bar:
-        task = bar.add_task("Warming up", total=num_runs)
-        started = itertools.count()
-        yield lambda name: bar.update(task, completed=next(started), description=f"Measuring {name.replace('_', ' ')}")
 
 
 def _report(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case], as_json: bool) -> None:

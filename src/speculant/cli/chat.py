@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ import typer
 from rich.console import Console
 
 from speculant.cli.demo import ACCEPTED
-from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags, parse_mapping, parse_speculation
+from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch, load
 from speculant.cli.partners import LocalPartner, Partner, Piece, RemotePartner
 from speculant.cli.terminal import examples, messages, progress, results, show_error
@@ -81,15 +80,7 @@ def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
 
 
 def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> Partner:
-    given = {name for name in engine.given if f"SPECULANT_{name.upper()}" not in os.environ}
-    if useless := sorted(given - {"model"}):
-        raise ConfigError(f"--{useless[0].replace('_', '-')} has no meaning with --url", "give it to speculant serve.")
-    settings = dict(sampling.given)
-    for name in {"logit_bias", "structured_outputs"} & settings.keys():
-        settings[name] = parse_mapping("--" + name.replace("_", "-"), settings[name])
-    if "speculation" in settings:
-        settings["speculation"] = parse_speculation(settings["speculation"])
-    return RemotePartner(url, engine.given["model"] if "model" in given else None, api_key, settings)
+    return RemotePartner(url, engine.remote_model(), api_key, sampling.fields())
 
 
 @dataclass

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
@@ -99,20 +100,43 @@ class SamplingFlags(FlagGroup):
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace flags that were not given."""
-        values = {"max_tokens": NEW_TOKENS, **self.given}
-        if "logit_bias" in values:
-            values["logit_bias"] = parse_mapping("--logit-bias", values["logit_bias"])
-        if "speculation" in values:
-            values["speculation"] = parse_speculation(values["speculation"])
-        if "structured_outputs" in values:
-            values["structured_outputs"] = parse_mapping("--structured-outputs", values["structured_outputs"])
+        values = {"max_tokens": NEW_TOKENS, **self.fields()}
         if defaults is None or "beam_width" in values:  # a beam search does not use sampling defaults
             defaults = SamplingParams()
         return dataclasses.replace(defaults, **values)
 
+    def fields(self) -> dict[str, Any]:
+        """Return the values that were given: parameters by name, as a request to a server has them too."""
+        values = dict(self.given)
+        for name in {"logit_bias", "structured_outputs"} & values.keys():
+            values[name] = parse_mapping("--" + name.replace("_", "-"), values[name])
+        if "speculation" in values:
+            values["speculation"] = parse_speculation(values["speculation"])
+        return values
+
     @classmethod
     def _default_text(cls, name: str) -> str:
         return f" [default: {NEW_TOKENS}]" if name == "max_tokens" else super()._default_text(name)
+
+
+class BenchSampling(SamplingFlags):
+    """The same flags, with other defaults: greedy and past end tokens, so that runs can be compared."""
+
+    CHANGED = SamplingParams(temperature=0.0, ignore_eos=True)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """See `FlagGroup.names`."""
+        return SamplingFlags.names()
+
+    def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
+        """See `SamplingFlags.params`."""
+        return super().params(defaults or self.CHANGED)
+
+    @classmethod
+    def _default_text(cls, name: str) -> str:
+        changed = {"temperature": " [default: 0]", "ignore_eos": " [default: on]"}
+        return changed.get(name) or super()._default_text(name)
 
 
 class EngineFlags(FlagGroup):
@@ -137,7 +161,7 @@ class EngineFlags(FlagGroup):
     block_size: Annotated[int, "Positions in a block of the paged cache."]
     enable_prefix_caching: Annotated[bool, "Keep the keys and values of prompts that may come again."]
     scheduling_policy: Annotated[str, "Who is served first: first-come, decode-first or shortest-prompt."]
-    max_waiting: Annotated[int, "Sequences that may wait; more are refused."]
+    max_waiting: Annotated[int, "Sequences that may be there beyond max_num_seqs; more are refused."]
     kernels: Annotated[str, "Which kernels compute: auto, native or reference."]
     quantization: Annotated[str, "Weights of the target in int8 or int4."]
     draft_quantization: Annotated[str, "Weights of the draft: int8, int4, none (as they are) or auto (fastest here)."]
@@ -158,6 +182,28 @@ class EngineFlags(FlagGroup):
         if "speculative_config" in values:
             values["speculative_config"] = parse_mapping("--speculative-config", values["speculative_config"])
         return values
+
+    def remote_model(self) -> str | None:
+        """Return the model that was named of a server elsewhere. Raises ConfigError for flags that an engine has alone.
+
+        What comes from the environment is meant for engines.
+        """
+        typed = {name for name in self.given if f"SPECULANT_{name.upper()}" not in os.environ}
+        if useless := sorted(typed - {"model"}):
+            flag = useless[0].replace("_", "-")
+            raise ConfigError(f"--{flag} has no meaning with --url", "give it to speculant serve.")
+        return self.given["model"] if "model" in typed else None
+
+    def name_model(self, model: str | None) -> None:
+        """Take a command's argument MODEL for --model. Raises ConfigError if there are both."""
+        if model is not None:
+            if self.given.get("model", model) != model and "SPECULANT_MODEL" not in os.environ:
+                raise ConfigError("the model is named twice", "leave out --model.")
+            self.given["model"] = model
+
+    def environment(self) -> dict[str, str]:
+        """Return what was given as the environment variables of another process."""
+        return {f"SPECULANT_{name.upper()}": str(value) for name, value in self.given.items()}
 
 
 def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -96,6 +96,8 @@ class LocalPartner:
 class RemotePartner:
     """A server with OpenAI's API. `model`: None = the first one that it lists; `settings` are added to each request.
 
+    served: the model as the server lists it.
+
     Raises ServerError if it can't be reached, RequestError for a model that it does not have.
     """
 
@@ -110,25 +112,25 @@ class RemotePartner:
             raise RequestError(f"{self.url!r} is no address of a server", "write it like http://127.0.0.1:8000.")
         base = self.url.rstrip("/")
         self._base = base if base.endswith("/v1") else base + "/v1"
-        self._served = self._find_model()
+        self.served = self._find_model()
 
     @property
     def introduction(self) -> str:
         """See `Partner`."""
-        speculation = self._served.get("speculation")
+        speculation = self.served.get("speculation")
         if not isinstance(speculation, dict):
-            return f"{self._served['id']} at {self._base}"
+            return f"{self.served['id']} at {self._base}"
         state = "on" if speculation.get("on") else "off"
-        return f"{self._served['id']} at {self._base}; speculation is {state}: {speculation.get('detail')}"
+        return f"{self.served['id']} at {self._base}; speculation is {state}: {speculation.get('detail')}"
 
     @property
     def can_switch(self) -> bool:
         """See `Partner`; only this package's server has a switch."""
-        return self._served.get("owned_by") == "speculant"
+        return self.served.get("owned_by") == "speculant"
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
         """See `Partner`."""
-        asked = {"model": self._served["id"], "messages": list(messages), "stream": True, **self.settings}
+        asked = {"model": self.served["id"], "messages": list(messages), "stream": True, **self.settings}
         asked["stream_options"] = {"include_usage": True}
         if self.can_switch:
             asked["speculant"] = {"tokens": True}

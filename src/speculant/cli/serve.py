@@ -81,10 +81,7 @@ def serve(
 
     It answers /health while the model is loaded, and ends with SIGTERM or Ctrl-C once the running requests have.
     """
-    if target is not None:
-        if engine.given.get("model", target) != target and "SPECULANT_MODEL" not in os.environ:
-            raise ConfigError("the model is named twice", "leave out --model.")
-        engine.given["model"] = target
+    engine.name_model(target)
     values, options = engine.values(), server.options()
     config = EngineConfig.from_arguments(**values)
     fetch(config)

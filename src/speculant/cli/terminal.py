@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from speculant.errors import SpeculantError
 
@@ -64,3 +66,17 @@ def progress_of_parts() -> Iterator[Callable[[str], None]]:
             shown.enter_context(progress(part))
 
         yield notify
+
+
+@contextmanager
+def progress_of_runs(number: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function that is called before each of so many runs and shows the progress, on a terminal only."""
+    console = messages()
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=1, transient=True) as bar:
+        task = bar.add_task("Warming up", total=number)
+        started = itertools.count()
+        yield lambda name: bar.update(task, completed=next(started), description=f"Measuring {name.replace('_', ' ')}")

@@ -14,8 +14,9 @@ from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import RequestFactory, RequestRules
+from speculant.engine.runner import check_target
 from speculant.engine.step import StepContext, step
-from speculant.errors import RequestError
+from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.metrics import EngineMetrics
@@ -78,6 +79,7 @@ class Engine:
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
         self.mark: Mark = unmarked
+        self.doubtful = False  # every sequence of the last step failed, and no error says that the request is to blame
 
     def add_request(
         self,
@@ -121,6 +123,7 @@ class Engine:
 
         An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
         """
+        self.doubtful = False
         if not self.has_unfinished():
             return []
         started = time.perf_counter()
@@ -132,11 +135,16 @@ class Engine:
         for each in committed:
             if each.request.finished:
                 self._end(each.request)
+        self.doubtful = bool(committed) and all(_is_unexplained(each.request.error) for each in committed)
         self._count(schedule, committed)
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
         self.metrics.other_s += time.perf_counter() - started - draft_s - verify_s
         return [output for each in committed for output in each.outputs]
+
+    def check_target(self) -> None:
+        """Raise what the target raises if it can't compute anything at all."""
+        check_target(self._context.target, self._context.cache)
 
     def abort(self, request_id: str) -> None:
         """End every sequence of a request at once and free what it holds; an unknown id is ignored."""
@@ -212,3 +220,8 @@ class Engine:
         metrics, cache = self.metrics, self._context.cache
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
+
+
+def _is_unexplained(error: Exception | None) -> bool:
+    """Whether an error ended a request and does not say why, as those of this package do."""
+    return error is not None and not isinstance(error, SpeculantError)

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from speculant.config import EngineConfig, Limits
+from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
+from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.text.messages import check_variables, read_messages
+from speculant.text.reasoning import find_tags, is_opened, is_over
 from speculant.text.stop import compile_stops
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The text of a conversation in the model's format. It has its special tokens; none are added."""
+    """The text of a conversation in the model's format. It has its special tokens; none are added.
+
+    tokens: its token ids, if they are known already. reasoning: the tokens around the reasoning that may come before
+    the answer; None = there will be none.
+    """
 
     text: str
+    tokens: Sequence[int] | None = None
+    reasoning: Reasoning | None = None
 
 
 Prompt = str | RenderedPrompt | Sequence[int]
@@ -85,18 +94,34 @@ class Frontend:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> RenderedPrompt:
         """Return the prompt of a conversation, by the checkpoint's chat template.
 
         messages are in OpenAI's form, see `read_messages`; tools too. add_generation_prompt: the prompt ends where the
-        assistant's answer begins. Raises RequestError for messages that the template can't render, ModelError for a
+        assistant's answer begins. continue_final_message: it ends within the last message instead, which the answer
+        continues. Raises RequestError for messages that the template can't render, ModelError for a
         checkpoint without a template.
         """
         variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
-        given = list(tools) if tools else None
-        return RenderedPrompt(
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt, tools=given, **variables)
-        )
+        given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
+        text = self.tokenizer.apply_chat_template(conversation, begins, tools=given, **variables)
+        if continue_final_message:
+            text = _up_to_content(text, conversation[-1])
+        thinks = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
+        return RenderedPrompt(text, reasoning=self._reasoning(text, given is not None) if thinks else None)
+
+    def _reasoning(self, prompt: str, tools: bool) -> Reasoning | None:
+        """Return the tokens of the reasoning that may follow a prompt; None if there will be none.
+
+        Tags that are several tokens each are not known.
+        """
+        tags = find_tags(self.tokenizer.template_for(tools))
+        if tags is None or is_over(tags, prompt):
+            return None
+        start, end = map(self.tokenizer.backend.token_to_id, tags)
+        return None if start is None or end is None else Reasoning(start, end, is_opened(tags, prompt))
 
     def _generation(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
@@ -105,13 +130,15 @@ class Frontend:
         text, tokens = self._read_prompt(prompt)
         params = self._tokenised(params or self.default_params)
         stops, compiling = self._compile_stops(tuple(params.stop)), self._compiling(params)
-        constrain = compiling.result().constrain if compiling else None
+        constrain = None if compiling is None else _constrain(compiling.result(), prompt)
         return Generation(request_id, text, tokens, params, priority, cache_salt, stops, constrain)
 
     def _read_prompt(self, prompt: object) -> tuple[str | None, list[int]]:
         """Return a prompt's text, if it has one, and its token ids."""
         if isinstance(prompt, RenderedPrompt):
-            return prompt.text, self.tokenizer.encode(prompt.text, add_special_tokens=False)
+            known = prompt.tokens
+            tokens = self.tokenizer.encode(prompt.text, add_special_tokens=False) if known is None else list(known)
+            return prompt.text, tokens
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence):
@@ -135,3 +162,22 @@ class Frontend:
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""
         return piece if piece.output is None else replace(piece, output=with_token_texts(piece.output, self.tokenizer))
+
+
+def _constrain(grammar: Grammar, prompt: Prompt) -> Callable[[], Constraint]:
+    """Return what makes the constraint of an answer: the form, behind the reasoning if there may be one."""
+    if isinstance(prompt, RenderedPrompt) and prompt.reasoning is not None:
+        return partial(ReasonedConstraint, grammar, prompt.reasoning)
+    return grammar.constrain
+
+
+def _up_to_content(text: str, message: Message) -> str:
+    """Return a rendered conversation up to the end of its last message's content, without what closes the message."""
+    content = str(message["content"]).rstrip()
+    place = text.rfind(content)
+    if not content or place < 0:
+        raise RequestError(
+            "the last message can't be continued: its content is empty, or the chat template changes it",
+            "leave out continue_final_message.",
+        )
+    return text[: place + len(content)]

@@ -14,6 +14,7 @@ from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request, Successors
 
+_NOBODY = 0  # a sequence id; those of requests count from 1
 GROUP = 64  # neighbouring logits of which only the largest is ranked at first
 
 
@@ -34,6 +35,16 @@ class TargetOutput(NamedTuple):
     hidden: tuple[Tensor, ...] = ()
     nodes: Sequence[int] = ()
     successors: Successors = ()
+
+
+@torch.inference_mode()
+def check_target(model: CausalLM, cache: KVCache) -> None:
+    """Compute one token of a text of its own, which no request can be blamed for; raises what the model raises."""
+    try:
+        batch = build_batch([SequenceInput(_NOBODY, [0], DraftTree.empty())], cache, model.cache_shape.device)
+        model.logits(model.forward(batch, cache.storage).last)
+    finally:
+        cache.release(_NOBODY)
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:

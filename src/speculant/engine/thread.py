@@ -77,6 +77,7 @@ class EngineThread:
         self._runtime, self._engine = runtime, runtime.engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
         self._open: dict[str, PieceStream] = {}
+        self._readers: set[PieceStream] = set()  # from `add` to `abort`; nobody else knows of what is under way
         self._lock = threading.RLock()  # nothing is added once it is closed
         self._closed = False
         self._leaving = False  # the engine's thread has read that it is closed
@@ -101,6 +102,7 @@ class EngineThread:
         """Have a generation queued; the stream gets its pieces. Raises as `check` does."""
         with self._lock:
             self.check()
+            self._readers.add(stream)
             self._inbox.put(partial(self._add, stream))
 
     def abort(self, stream: PieceStream) -> None:
@@ -150,6 +152,8 @@ class EngineThread:
         self.metrics = replace(self._engine.metrics)
         for request_id, own in outputs.items():
             self._deliver(self._open[request_id], own)
+        if self._engine.doubtful:
+            self._engine.check_target()
 
     def _deliver(self, stream: PieceStream, outputs: Sequence[StepOutput]) -> None:
         """Pass on what a step committed for one generation. Text that can't be made ends this generation alone."""
@@ -179,6 +183,7 @@ class EngineThread:
     def _abort(self, stream: PieceStream) -> None:
         """End a generation; another one that has its id by now, or had it before, is left alone."""
         request_id = stream.generation.request_id
+        self._readers.discard(stream)
         if self._open.get(request_id) is stream:
             del self._open[request_id]
             self._engine.abort(request_id)
@@ -193,13 +198,13 @@ class EngineThread:
         self._leaving = True
 
     def _end(self) -> None:
-        """End the open streams with an error; `add` refuses from here on."""
+        """End what is read with an error; `add` refuses from here on. Who has had an end already reads no other."""
         with self._lock:
             self._closed = True
-        abandoned = list(self._open.values())
         self._open.clear()
-        for stream in abandoned:
+        for stream in self._readers:
             stream.send([_End(self._death())])
+        self._readers.clear()
         while not self._inbox.empty():
             self._inbox.get()()
         atexit.unregister(self._exit)

@@ -107,15 +107,19 @@ class Scheduler:
 
     @property
     def num_vacant(self) -> int:
-        """How many more requests may wait."""
-        return max(0, self._limits.max_waiting - len(self.waiting))
+        """How many more requests find a place: max_num_seqs of them may run and max_waiting wait."""
+        return max(0, self._num_places - len(self.running) - len(self.waiting))
+
+    @property
+    def _num_places(self) -> int:
+        return self._limits.max_num_seqs + self._limits.max_waiting
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests together; CapacityError if the queue is too full for them."""
+        """Queue requests together; CapacityError if there are no places for them."""
         if len(requests) > self.num_vacant:
             raise CapacityError(
-                f"{len(self.waiting)} sequences are waiting, {len(requests)} more came and max_waiting is "
-                f"{self._limits.max_waiting}",
+                f"{len(self.running)} sequences run and {len(self.waiting)} wait, {len(requests)} more came and "
+                f"max_num_seqs + max_waiting is {self._num_places}",
                 "try again later, or raise max_waiting.",
             )
         for request in requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from speculant.serving.errors import overloaded
+from speculant.serving.errors import overloaded, refusal
 
 
 class Admission:
@@ -17,7 +17,12 @@ class Admission:
 
     @contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Count sequences while the block runs. Raises ApiError (429) if there is no room for them."""
+        """Count sequences while the block runs.
+
+        Raises ApiError if there is no room for them now (429), or never (400).
+        """
+        if sequences > self.most:
+            raise refusal(f"{sequences} answers are asked for and at most {self.most} may run and wait.", "n")
         if self.count + sequences > self.most:
             raise overloaded(
                 f"The server's queue is full: {self.count} sequences run or wait, {sequences} more came and at most"

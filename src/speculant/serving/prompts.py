@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from speculant.engine.async_engine import AsyncEngine
+from speculant.engine.frontend import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions
@@ -19,10 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text that they were made from if there is one."""
+    """Token ids, and the text that they were made from if there is one. rendered: it is a conversation."""
 
     tokens: Sequence[int]
     text: str | None = None
+    rendered: RenderedPrompt | None = None
+
+    @property
+    def given(self) -> Sequence[int] | RenderedPrompt:
+        """What an engine gets."""
+        return self.tokens if self.rendered is None else self.rendered
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,11 @@ class Prompts:
         conversation = [message.model_dump(exclude_none=True) for message in messages]
 
         def render() -> Prompt:
-            text = engine.render_chat(conversation, tools, body.add_generation_prompt is not False, variables).text
-            self._check_text(text)
-            return Prompt(engine.tokenizer.encode(text, add_special_tokens=False), text)
+            begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
+            rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
+            self._check_text(rendered.text)
+            tokens = engine.tokenizer.encode(rendered.text, add_special_tokens=False)
+            return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
 
         return await self.aside(render)
 

@@ -165,6 +165,7 @@ class ChatBody(Generation):
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
     reasoning_effort: str | None = None
     modalities: Listed[str] | None = None
@@ -188,6 +189,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     tools: Listed[Object] | None = None
     chat_template_kwargs: Object | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from speculant.serving.tools.base import SPACE, TextDelta
+from speculant.text.reasoning import find_tags, is_opened
 
-PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _SPACE = frozenset(SPACE)
 
 
@@ -108,7 +108,5 @@ def find_reasoning(template: str | None, prompt: str = "") -> ReasoningParser | 
 
     Some templates end the prompt with the start tag; the answer begins within the reasoning then.
     """
-    for start, end in PAIRS:
-        if template is not None and end in template:
-            return ReasoningParser(start, end, opened=prompt.rstrip(SPACE).endswith(start))
-    return None
+    tags = find_tags(template)
+    return None if tags is None else ReasoningParser(*tags, opened=is_opened(tags, prompt))

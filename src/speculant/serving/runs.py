@@ -33,8 +33,8 @@ Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one
 
 async def run(
     engine: AsyncEngine, work: Work, options: ServerOptions, meter: RequestMeter
-) -> AsyncGenerator[Numbered, None]:
-    """Yield the pieces of all prompts as they are committed. Closing the iterator aborts what runs.
+) -> AsyncGenerator[Sequence[Numbered], None]:
+    """Yield the pieces of all prompts as they are committed: all that are there. Closing the iterator aborts what runs.
 
     Raises ApiError for a deadline that passes, and what `AsyncEngine.stream` raises; of several errors the first.
     """
@@ -43,14 +43,19 @@ async def run(
     try:
         left = len(readers)
         while left:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                meter.record(*item)
-                yield item
+            items = [await arrived.get()]
+            while not arrived.empty():
+                items.append(arrived.get_nowait())
+            failed = next((item for item in items if isinstance(item, Exception)), None)
+            before = items if failed is None else items[: items.index(failed)]
+            pieces = [item for item in before if isinstance(item, tuple)]
+            for piece in pieces:
+                meter.record(*piece)
+            if pieces:
+                yield pieces
+            if failed is not None:
+                raise failed
+            left -= items.count(None)
     finally:
         for reader in readers:
             reader.cancel()
@@ -67,7 +72,7 @@ async def _read(
     """Put a prompt's pieces, then None, or the error that ended it."""
     request_id = f"{work.request_id}-{place}"
     pieces = engine.stream(
-        work.prompts[place].tokens,
+        work.prompts[place].given,
         work.params,
         request_id=request_id,
         priority=work.priority,

@@ -116,8 +116,8 @@ class Service:
                 work = await self._work(engine, request, job)
                 waiting = answer.begin(work.prompts)
                 async with aclosing(run(engine, work, self.options, meter)) as pieces:
-                    async for prompt, piece in pieces:
-                        yield [*waiting, *answer.feed(prompt, piece)]
+                    async for batch in pieces:
+                        yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
                         waiting = []
                 yield answer.end()
             except (GeneratorExit, asyncio.CancelledError):

@@ -28,7 +28,7 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
         return params
     if len(body.tools) > MOST_TOOLS:
         raise refusal(f"There are {len(body.tools)} tools and {MOST_TOOLS} may be.", "tools")
-    template = tokenizer.chat_template
+    template = tokenizer.template_for(tools=True)
     found = find_format(template, name)
     special = tokenizer.special_ids
     if found is not None and any(tokenizer.backend.token_to_id(marker) in special for marker in found.markers()):
@@ -39,14 +39,16 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
     if params.structured_outputs is not None:
         raise refusal("tool_choice and the form of the answer are both given: keep one.", "tool_choice")
     shapes = call_schema(body.tools, body.tool_choice or "required", template, name)
-    grammar = call_grammar(shapes, lambda text: _special_id(tokenizer, text))
+    several = found is not None and body.tool_choice == "required" and body.parallel_tool_calls is not False
+    separator = found.separator(template) if found is not None and several else None
+    grammar = call_grammar(shapes, lambda text: _special_id(tokenizer, text), separator)
     return dataclasses.replace(params, structured_outputs={"grammar": grammar})  # type: ignore[arg-type]
 
 
 def reader_for(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> Callable[[str], MessageReader]:
     """Return what makes the reader of an answer, from the prompt's text."""
-    template = tokenizer.chat_template
     calls = bool(body.tools) and body.tool_choice != "none"
+    template = tokenizer.template_for(calls)
 
     def make(prompt: str) -> MessageReader:
         tools = find_parser(template, name) if calls else None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIMPLIFY = "simplify it: fewer alternatives, shorter repetitions, smaller bounds."
 _MATCHING = Converts(RequestError, "the grammar of this request failed", SIMPLIFY)
-_WORD = 32  # bits
+WORD = 32  # bits
 HANDOVER_S = 3e-4  # of masks to another thread: shorter work is left to whoever asks for it
 _NEWEST = 0.2  # weight of the newest mask in the mean time of one
 
@@ -99,7 +99,7 @@ class GrammarConstraint:
         with _MATCHING:
             if not (self._move_to(()) and self._matcher.is_accepting()):
                 return False
-        return not _without(self._mask(()), self._grammar.end_token_ids).any()
+        return not without_tokens(self._mask(()), self._grammar.end_token_ids).any()
 
     def forced(self) -> list[int]:
         """See `forced_tokens`: those in which the tokenizer writes the only bytes that may follow."""
@@ -137,7 +137,7 @@ class GrammarConstraint:
         return self._masks[path]
 
     def _compute(self, path: tuple[int, ...]) -> Tensor:
-        nothing = torch.zeros(-(-self._grammar.vocab_size // _WORD), dtype=torch.int32)
+        nothing = torch.zeros(-(-self._grammar.vocab_size // WORD), dtype=torch.int32)
         with _MATCHING:
             if not self._move_to(path) or self._has_ended(path):
                 return nothing
@@ -203,11 +203,19 @@ def shortened(reason: str) -> str:
     return line if len(line) <= 300 else line[:297] + "..."
 
 
-def _without(mask: Tensor, tokens: Iterable[int]) -> np.ndarray[Any, Any]:
-    """Return the words of a mask that forbids some tokens too."""
-    words = mask.numpy().view(np.uint32).copy()
+def without_tokens(mask: Tensor, tokens: Iterable[int]) -> Tensor:
+    """Return a mask that forbids some tokens too."""
+    words = mask.clone()
     for token in tokens:
-        words[token // _WORD] &= np.uint32(~(1 << token % _WORD) & 0xFFFFFFFF)
+        words.numpy().view(np.uint32)[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
+    return words
+
+
+def with_tokens(mask: Tensor, tokens: Iterable[int]) -> Tensor:
+    """Return a mask that allows some tokens too."""
+    words = mask.clone()
+    for token in tokens:
+        words.numpy().view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
     return words
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CAPACITY = 64  # grammars that are kept
+COMPILERS = 2  # threads, so that a form that takes long is not in the way of all others
 STACK_BYTES = 256 * 2**20  # the compiler recurses once per rule of a chain of rules
 CORRECT = "correct it; docs/structured.md says what is supported."
 
@@ -51,10 +52,11 @@ class Grammars:
 
     @cached_property
     def _compiler(self) -> ThreadPoolExecutor:
-        """One thread, whose stack is large."""
-        pool, before = ThreadPoolExecutor(1, "speculant-grammars"), threading.stack_size(STACK_BYTES)
+        """Threads whose stacks are large."""
+        pool, all_there = ThreadPoolExecutor(COMPILERS, "speculant-grammars"), threading.Barrier(COMPILERS)
+        before = threading.stack_size(STACK_BYTES)
         try:
-            pool.submit(int).result()
+            list(pool.map(lambda _: all_there.wait(), range(COMPILERS)))
         finally:
             threading.stack_size(before)
         return pool
@@ -76,6 +78,7 @@ class Grammars:
             raise RequestError(
                 f"the {source.kind} of structured_outputs allows no text of this model's tokens", CORRECT
             )
+        _check_beginning(grammar)
         return grammar
 
     @cached_property
@@ -101,6 +104,14 @@ def _check(matcher: LLMatcher, source: GrammarSource) -> None:
         raise RequestError(f"the {source.kind} of structured_outputs can't be used: {reason}", fix)
 
 
+def _check_beginning(grammar: Grammar) -> None:
+    """Raise RequestError for a grammar whose texts begin with more forced bytes than its limits allow."""
+    constraint = grammar.constrain()
+    if forced := constraint.forced():
+        constraint.advance(forced[:1])
+        constraint.mask(())  # a run that has used up the fuel of one step fails in the next one
+
+
 def _grammar_text(source: GrammarSource) -> str:
     """Return a source as a grammar of the library."""
     from llguidance import LLMatcher, grammar_from
@@ -117,10 +128,14 @@ def _grammar_text(source: GrammarSource) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """Return limits by which compiling ends within a second, and a mask within some tens of milliseconds."""
+    """Return limits by which compiling ends within a second, and a mask within some tens of milliseconds.
+
+    What compiling leaves of its fuel may be spent on the bytes that a text has to begin with: `(a{1000}){1000}` forces
+    a million. The largest texts that are accepted need 100,000 to be compiled.
+    """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
+    return LLParserLimits(initial_lexer_fuel=250_000, max_grammar_size=100_000, verbose_errors=False)
 
 
 def _require_library() -> None:

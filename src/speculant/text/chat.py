@@ -20,6 +20,7 @@ from speculant.errors import Converts, ModelError, RequestError
 from speculant.text.costs import Budget
 from speculant.text.sandbox import BoundedEnvironment
 
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 _REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt."
 
 
@@ -57,18 +58,21 @@ class ChatTemplate:
             ) from error
 
 
-def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the source of a checkpoint's template: its own file, or an entry of tokenizer_config.json.
+def find_template(folder: Path, settings: Mapping[str, Any], name: str = DEFAULT) -> str | None:
+    """Return the source of a checkpoint's template: a file of its own, or an entry of tokenizer_config.json.
 
-    Raises ModelError when the file can't be read, or the entry is neither a text nor a list of named templates.
+    name: "default", or that of another one, such as "tool_use", which a checkpoint may have beside it. Raises
+    ModelError when the file can't be read, or the entry is neither a text nor a list of named templates.
     """
-    file = folder / "chat_template.jinja"
+    file = folder / ("chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja")
     if file.exists():
         with Converts(ModelError, f"{file} can't be read", "download it again."):
             return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = _named_templates(template).get("default")
+        template = _named_templates(template).get(name)
+    elif name != DEFAULT:
+        return None
     if template is not None and not isinstance(template, str):
         raise _unusable_template()
     return template

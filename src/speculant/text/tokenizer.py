@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from speculant.errors import Converts, ModelError, PairError, RequestError
 from speculant.files import read_optional_json
-from speculant.text.chat import ChatTemplate, find_template
+from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
 from speculant.text.growth import check_growth
 
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
@@ -23,13 +23,22 @@ _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids",
 class Tokenizer:
     """Text to token ids and back, by the checkpoint's tokenizer.json."""
 
-    def __init__(self, backend: Backend, settings: Mapping[str, Any], template: str | None = None) -> None:
-        """`settings` is the content of tokenizer_config.json, `template` the source of the chat template."""
+    def __init__(
+        self,
+        backend: Backend,
+        settings: Mapping[str, Any],
+        template: str | None = None,
+        tool_template: str | None = None,
+    ) -> None:
+        """`settings` is the content of tokenizer_config.json, `template` the source of the chat template.
+
+        tool_template: the one for conversations with tools; None = the same.
+        """
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self._special = _special_tokens(settings)
-        self._template = template
+        self._template, self._tool_template = template, tool_template
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -38,10 +47,11 @@ class Tokenizer:
             **read_optional_json(folder / "special_tokens_map.json"),
             **read_optional_json(folder / "tokenizer_config.json"),
         }
-        backend, template = _load_backend(folder), find_template(folder, settings)
+        backend = _load_backend(folder)
+        templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
         with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
             check_growth(backend)
-            tokenizer = cls(backend, settings, template)
+            tokenizer = cls(backend, settings, *templates)
             _ = tokenizer.special_ids, tokenizer.decoder_settings, tokenizer.vocab_size
         return tokenizer
 
@@ -108,6 +118,10 @@ class Tokenizer:
         """The source of the checkpoint's chat template; None if it has none."""
         return self._template
 
+    def template_for(self, tools: bool) -> str | None:
+        """Return the source of the template of conversations with tools, or without; None if there is none."""
+        return self._tool_template if tools and self._tool_template is not None else self._template
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
@@ -122,16 +136,12 @@ class Tokenizer:
         are passed to the template. Raises RequestError when the template rejects the messages,
         ModelError when the checkpoint has no template or a broken one.
         """
-        return self._chat.render(messages, add_generation_prompt, **{**self._special, **variables})
+        chat = self._compile(self.template_for(bool(variables.get("tools"))))
+        return chat.render(messages, add_generation_prompt, **{**self._special, **variables})
 
     @cached_property
-    def _chat(self) -> ChatTemplate:
-        if self._template is None:
-            raise ModelError(
-                "this checkpoint has no chat template",
-                "send a plain prompt, or add a chat_template.jinja to its folder.",
-            )
-        return ChatTemplate(self._template)
+    def _compile(self) -> Callable[[str | None], ChatTemplate]:
+        return lru_cache(maxsize=2)(_compile)
 
     def _id_of(self, role: str) -> int | None:
         token = self._special.get(role)
@@ -162,6 +172,14 @@ def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
 
 def _quoted(tokens: Mapping[int, str], token_id: int) -> str:
     return repr(tokens[token_id]) if token_id in tokens else "no token"
+
+
+def _compile(template: str | None) -> ChatTemplate:
+    if template is None:
+        raise ModelError(
+            "this checkpoint has no chat template", "send a plain prompt, or add a chat_template.jinja to its folder."
+        )
+    return ChatTemplate(template)
 
 
 def _load_backend(folder: Path) -> Backend:

@@ -100,6 +100,27 @@ def test_a_full_queue_refuses_at_once(serve: Any, engine: AsyncEngine, monkeypat
     assert server.http.post("/v1/completions", json=LONG).status_code == 200
 
 
+def test_a_burst_finds_every_place_that_is_free(
+    serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places count from a request's arrival, not from when the engine takes it up."""
+    SlowEngine(engine, monkeypatch, 0.2)
+    server = serve(engine).ready()
+    statuses: list[int] = []
+
+    def send() -> None:
+        statuses.append(server.http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code)
+
+    burst = [threading.Thread(target=send) for _ in range(6)]
+    for thread in burst:
+        thread.start()
+    for thread in burst:
+        thread.join()
+    assert sorted(statuses) == [200] * 4 + [429] * 2
+    never = server.http.post("/v1/completions", json={**LONG, "n": 5})
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+
+
 def test_deadlines_end_what_takes_too_long(serve: Any, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowEngine(engine, monkeypatch)
     server = serve(engine, queue_timeout=0.3, first_token_timeout=0.6, request_timeout=1.0).ready()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine
-from tests.models import ALPHABET, Shape, write_checkpoint
+from tests.models import ALPHABET, END, Shape, write_checkpoint
 from tests.servers import LiveServer, serve
 
 __all__ = ["serve"]
@@ -76,3 +76,15 @@ def test_a_named_call_streams_as_deltas(server: LiveServer) -> None:
 def test_senseless_tools_are_refused(server: LiveServer, given: dict[str, Any]) -> None:
     response = server.http.post("/v1/chat/completions", json={**BODY, **given})
     assert response.status_code == 400
+
+
+def test_several_calls_are_parsed(server: LiveServer) -> None:
+    """Unless the request wants one: a call may be followed by a line break and another one."""
+    bias = {key: value for key, value in BODY["logit_bias"].items() if key != str(ALPHABET.index("Ċ"))}
+    body = {**BODY, "logit_bias": {**bias, str(END): -100}, "tool_choice": "required", "max_completion_tokens": 300}
+    message = server.post("/v1/chat/completions", **body)["choices"][0]["message"]
+    assert len(message["tool_calls"]) > 1
+    for call in message["tool_calls"][:-1]:
+        assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
+    alone = server.post("/v1/chat/completions", **body, parallel_tool_calls=False)["choices"][0]
+    assert (len(alone["message"]["tool_calls"]), alone["finish_reason"]) == (1, "tool_calls")

@@ -231,6 +231,21 @@ def test_all_may_fail_at_once(steps: int) -> None:
     assert [(output.token, output.finish_reason) for output in rig.step()] == [(None, "error")] * 3
     assert all(request.finish_reason == "error" for request in requests.values())
     assert rig.finish() == []
+    assert rig.engine.doubtful
+    with pytest.raises(TroubleError):
+        rig.engine.check_target()
+    target._table, target._known = PAIR.target, {}
+    rig.engine.check_target()
+    assert rig.engine.free_kv_tokens() == build_rig(TableModel(PAIR.target, V), limits=LIMITS).engine.free_kv_tokens()
+
+
+@every_trouble
+def test_a_request_s_own_error_is_no_doubt(trouble: str) -> None:
+    """Not even where it runs alone: the target computes other texts."""
+    rig = rig_of(trouble, paged)
+    rig.add(PROMPTS["victim"], SamplingParams(temperature=0, max_tokens=12), "victim")
+    rig.finish()
+    rig.engine.check_target()
 
 
 class Unsociable(TableModel):

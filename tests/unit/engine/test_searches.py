@@ -121,10 +121,11 @@ def test_a_distribution_without_tokens_ends_every_sample() -> None:
 def test_a_search_takes_one_place_in_the_queue() -> None:
     rig = build_rig(TableModel(PAIR.target, 5), limits=Limits(32, 1, 48, max_waiting=1))
     rig.add((1,), SEARCH, "first")
+    rig.add((2,), SEARCH, "second")
     with pytest.raises(CapacityError):
-        rig.add((2,), SEARCH, "second")
+        rig.add((3,), SEARCH, "third")
     rig.finish()
-    assert rig.engine.metrics.prompt_tokens == 1
+    assert rig.engine.metrics.prompt_tokens == 2
 
 
 @pytest.mark.parametrize("max_tokens", [None, 6, 50])

@@ -132,19 +132,22 @@ def test_the_same_prompt_under_another_name_does_not_wait() -> None:
 
 
 def test_a_full_queue_says_so_and_takes_nothing() -> None:
+    """Whether those that may run do so yet makes no difference."""
     driver = Driver(slots(1), max_num_seqs=1, max_waiting=2)
-    queued = [driver.add(2), driver.add(2)]
-    with pytest.raises(CapacityError, match="2 sequences are waiting, 1 more came and max_waiting is 2") as caught:
-        driver.add(2)
-    assert caught.value.fix == "try again later, or raise max_waiting."
-    assert driver.waiting == queued
-    assert driver.scheduler.num_vacant == 0
-    driver.step()
-    assert driver.scheduler.num_vacant == 1
+    queued = [driver.add(2), driver.add(2), driver.add(2)]
+    for running in (0, 1):
+        message = f"{running} sequences run and {3 - running} wait, 1 more came and max_num_seqs . max_waiting is 3"
+        with pytest.raises(CapacityError, match=message) as caught:
+            driver.add(2)
+        assert caught.value.fix == "try again later, or raise max_waiting."
+        assert driver.waiting == queued[running:]
+        assert driver.scheduler.num_vacant == 0
+        driver.step()
+    driver.steps_until(lambda: driver.scheduler.num_vacant == 1)
 
 
 def test_samples_are_queued_together_or_not_at_all() -> None:
-    driver = Driver(slots(1), max_waiting=2)
+    driver = Driver(slots(1), max_num_seqs=1, max_waiting=1)
     samples = [make_request([1], seq_id=seq_id, request_id="same") for seq_id in range(3)]
     with pytest.raises(CapacityError):
         driver.scheduler.add(samples)
@@ -154,7 +157,7 @@ def test_samples_are_queued_together_or_not_at_all() -> None:
 
 
 def test_who_is_set_aside_finds_room_in_a_full_queue() -> None:
-    driver = Driver(blocks(4), max_waiting=2)
+    driver = Driver(blocks(4), max_num_seqs=2, max_waiting=2)
     for _ in range(2):
         driver.add(7, max_tokens=9)
     driver.step()

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from speculant.errors import ConfigError, RequestError
+from speculant.structured.constraint import Grammar, GrammarConstraint
 from speculant.structured.grammars import Grammars
-from speculant.structured.spec import StructuredOutputs
+from speculant.structured.spec import GrammarSource, StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
 from tests.models import END
 
@@ -80,6 +81,57 @@ LARGE = {
     "repetitions": StructuredOutputs(regex="((a{1,1000}){1,1000}b{1,1000}){1,1000}"),
     "choices": StructuredOutputs(choice=[f"choice {i}" for i in range(1024)]),
 }
+
+
+RUNS = {
+    "regex": StructuredOutputs(regex="(((a{1000}){1000}){1000})"),
+    "deeper": StructuredOutputs(regex="((((((a{100}){100}){100}){100}){100}){100})"),
+    "flat": StructuredOutputs(regex="a{1000000000}"),
+    "pattern": StructuredOutputs(json={"type": "string", "pattern": "^(((ab){1000}){1000}){1000}$"}),
+    "grammar": StructuredOutputs(grammar="start: T{1000}\nT: U{1000}\nU: /a{1000}/"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_endless_run_is_refused_at_once(grammars: Grammars, name: str) -> None:
+    """What these texts begin with is forced for a million bytes or more."""
+    started = time.perf_counter()
+    with pytest.raises(RequestError, match="exceeds its limits"):
+        grammars.compile(RUNS[name]).result(timeout=20)
+    assert time.perf_counter() - started < 1
+
+
+def follow(constraint: GrammarConstraint, count: int) -> None:
+    """Advance by what is forced, token by token."""
+    for _ in range(count):
+        constraint.mask(())
+        constraint.advance(constraint.forced()[:1])
+
+
+def test_an_endless_run_may_begin_later(grammars: Grammars) -> None:
+    """It costs its request, and no step much time."""
+    constraint = grammars.compile(StructuredOutputs(regex="x|b(((a{1000}){1000}){1000})")).result().constrain()
+    constraint.advance([grammars._tokenizer.encode("b")[0]])
+    started = time.perf_counter()
+    with pytest.raises(RequestError, match="exceeds its limits"):
+        follow(constraint, 100)
+    assert time.perf_counter() - started < 1
+
+
+def test_a_slow_form_holds_up_no_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, compile_one = threading.Event(), grammars._compile
+
+    def slowly(source: GrammarSource) -> Grammar:
+        if source.text == "slow":
+            leave.wait(20)
+        return compile_one(source)
+
+    monkeypatch.setattr(grammars, "_compile", slowly)
+    slow = grammars.compile(StructuredOutputs(regex="slow"))
+    assert grammars.compile(StructuredOutputs(regex="fast")).result(timeout=10)
+    assert not slow.done()
+    leave.set()
+    assert slow.result(timeout=10)
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import ModelError, RequestError
-from speculant.text.chat import ChatTemplate, find_template
+from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
 from speculant.text.tokenizer import Tokenizer
 from tests.unit.text.tokenizers_for_tests import SETTINGS, byte_level
 
@@ -110,5 +110,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert find_template(tmp_path, {}) is None
     assert find_template(tmp_path, {"chat_template": "S"}) == "S"
     assert find_template(tmp_path, {"chat_template": named}) == "D"
+    assert find_template(tmp_path, {"chat_template": named}, TOOL_USE) == "T"
+    assert find_template(tmp_path, {"chat_template": "S"}, TOOL_USE) is None
     (tmp_path / "chat_template.jinja").write_text("F")
     assert find_template(tmp_path, {"chat_template": "S"}) == "F"

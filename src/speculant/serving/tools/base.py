@@ -154,6 +154,11 @@ class ToolParser(ABC):
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
         """Return the form of one call of a tool."""
 
+    @classmethod
+    def separator(cls, template: str | None = None) -> str | None:
+        """Return what stands between two calls of `shape`; None if several can't be written like that."""
+        return None
+
     @abstractmethod
     def _calls(self) -> Script:
         """Read the calls that follow a marker. Raises MalformedError; what is in `_cursor.raw` is text in the end."""

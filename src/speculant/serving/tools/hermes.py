@@ -24,6 +24,11 @@ class Parser(ToolParser):
         """See `ToolParser.shape`."""
         return object_shape(tool, cls.marker, before="\n", after="\n" + cls.closing)
 
+    @classmethod
+    def separator(cls, template: str | None = None) -> str | None:
+        """See `ToolParser.separator`."""
+        return "\n"
+
     def _calls(self) -> Script:
         yield from skip_space(self._cursor)
         yield from self._call_object()

@@ -39,6 +39,11 @@ class Parser(ToolParser):
             return CallShape(cls.marker, f"{tool.name}{_ARGUMENTS}", parameters(tool), "")
         return object_shape(tool, cls.marker, before="[", after="]")
 
+    @classmethod
+    def separator(cls, template: str | None = None) -> str | None:
+        """See `ToolParser.separator`."""
+        return "" if template is not None and _ARGUMENTS in template else None
+
     def _calls(self) -> Script:
         cursor = self._cursor
         yield from skip_space(cursor)

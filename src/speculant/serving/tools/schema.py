@@ -83,14 +83,18 @@ def object_shape(tool: Tool, marker: str, before: str = "", after: str = "", key
     return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after)
 
 
-def call_grammar(shapes: Iterable[CallShape], token_id: Callable[[str], int | None]) -> str:
-    """Return a grammar, in llguidance's dialect of Lark, of one call that has one of these shapes.
+def call_grammar(
+    shapes: Iterable[CallShape], token_id: Callable[[str], int | None], separator: str | None = None
+) -> str:
+    """Return a grammar, in llguidance's dialect of Lark, of calls that have one of these shapes each.
 
     token_id: the id of a text that is one special token, else None: such a marker can only be written as its token.
+    separator: what stands between two calls; None = there is one call.
     """
     rules = [" ".join(filter(None, _symbols(shape, token_id))) for shape in shapes]
+    more = "" if separator is None else f" ({_quoted(separator)} call)*"
     return (
-        "start: "
+        f"start: call{more}\ncall: "
         + " | ".join(f"call_{i}" for i in range(len(rules)))
         + "".join(f"\ncall_{i}: {rule}" for i, rule in enumerate(rules))
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculant.errors import RequestError
-from speculant.serving.tools import CallShape, ToolDelta, call_grammar, call_schema, find_parser
+from speculant.serving.tools import CallShape, ToolDelta, call_grammar, call_schema, find_format, find_parser
 from speculant.serving.tools.base import parse
 from tests.examples import examples
 
@@ -105,3 +105,28 @@ def test_a_marker_that_is_a_token_is_that_token() -> None:
     rest = [*text_of(CallShape("", shape.prefix, {}, shape.suffix), {"city": "x"}).encode()]
     assert accepts(grammar, [256, *rest])
     assert not accepts(grammar, [*b"[TOOL_CALLS]", *rest])
+
+
+@pytest.mark.parametrize(
+    ("template", "between"), [("<tool_call>", "\n"), ("[TOOL_CALLS][ARGS]", "")], ids=["hermes", "mistral"]
+)
+def test_several_calls_may_be_written(template: str, between: str) -> None:
+    found = find_format(template)
+    assert found is not None
+    shapes = call_schema(TOOLS, "required", template)
+    assert found.separator(template) == between
+    calls = [text_of(shape, arguments) for shape, arguments in zip(shapes, ({"city": "x"}, {}), strict=True)]
+    one, more = (call_grammar(shapes, lambda marker: None, each) for each in (None, between))
+    for text in (calls[0], calls[1]):
+        assert accepts(one, [*text.encode()])
+        assert accepts(more, [*text.encode()])
+    several = between.join([*calls, calls[0]])
+    assert accepts(more, [*several.encode()])
+    assert not accepts(one, [*several.encode()])
+    assert not accepts(more, [*(calls[0] + between + "Hello").encode()])
+    deltas = parse(found(), [several])
+    assert [delta.name for delta in deltas if isinstance(delta, ToolDelta) and delta.name] == [
+        "weather",
+        "now",
+        "weather",
+    ]

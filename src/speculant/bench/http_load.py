@@ -1,0 +1,245 @@
+"""Load on a server with OpenAI's API: completions that are streamed, in closed loops and in open ones.
+
+In a closed loop so many clients ask, each again as soon as it is answered: the server is never idle, and how fast
+it answers is its capacity. In an open loop requests come at their own times, whether or not others were answered, as
+they do from many users. Nobody waits for the server there, so that a queue shows in the latencies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speculant.errors import ConfigError
+from speculant.metrics import TimingMetrics, percentile
+
+if TYPE_CHECKING:
+    import httpx
+
+PERCENTILES = (50, 90, 99)
+REFUSED = 429  # the status of a full queue
+_PAUSE = 0.05  # seconds before the next request of a client that was refused
+_PATIENCE = 600.0  # seconds that a server may send nothing
+_EARLY = "the answer ended early"
+
+Fields = Mapping[str, Any]
+
+
+@dataclass
+class Exchange:
+    """One request and what became of it. Times are readings of `time.perf_counter`, in seconds.
+
+    number: its place in the run. `timing.arrival` is when it was due, sent when it was sent. A token's time is that of
+    the event with its text. problem: why there is no complete answer. tokens: of the output, by the server's count.
+    """
+
+    number: int
+    timing: TimingMetrics
+    sent: float
+    ended: float = 0.0
+    status: int = 0
+    problem: str | None = _EARLY
+    tokens: int = 0
+    text: str = ""
+
+    @property
+    def completed(self) -> bool:
+        """Whether the answer came to its end."""
+        return self.problem is None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server's queue was full."""
+        return self.status == REFUSED
+
+    def read(self, data: str, now: float) -> None:
+        """Read the data of an event. Raises ValueError for what is no object of JSON."""
+        if data == "[DONE]":
+            self.problem = None if self.problem == _EARLY else self.problem
+            self.tokens = self.tokens or self.timing.num_tokens
+            return
+        chunk = json.loads(data)
+        if not isinstance(chunk, dict):
+            raise ValueError("an event is no object")
+        if "error" in chunk:
+            self.problem = _message(chunk)
+        self.tokens = (chunk.get("usage") or {}).get("completion_tokens") or self.tokens
+        for choice in chunk.get("choices") or ():
+            if text := choice.get("text"):
+                self.timing.record_tokens(now, 1)
+                self.text += text
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """The requests of one run. Rates are taken over `window` seconds from `started` on.
+
+    A request that ends after the window counts by the share of its time that lies inside.
+    """
+
+    exchanges: Sequence[Exchange]
+    started: float
+    window: float
+
+    @property
+    def completed(self) -> list[Exchange]:
+        """The requests with a complete answer."""
+        return [exchange for exchange in self.exchanges if exchange.completed]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why requests failed; those that were refused did not."""
+        return [each.problem for each in self.exchanges if each.problem is not None and not each.refused]
+
+    def figures(self) -> dict[str, float]:
+        """Return the reported figures by name: rates per second, times in seconds, of completed requests.
+
+        Latencies start when a request was due. Figures that this run does not define are missing.
+        """
+        completed, refused = self.completed, sum(exchange.refused for exchange in self.exchanges)
+        shares = [self._share(exchange) for exchange in completed]
+        latencies = self._latencies()
+        figures = {
+            "requests": len(self.exchanges),
+            "completed": len(completed),
+            "refused": refused,
+            "failed": len(self.problems),
+            "seconds": self.window,
+            "requests_per_s": sum(shares) / self.window,
+            "tokens_per_s": sum(s * each.tokens for s, each in zip(shares, completed, strict=True)) / self.window,
+            **{f"{name}_p{q}_s": percentile(values, q) for name, values in latencies.items() for q in PERCENTILES},
+            "itl_mean_s": statistics.mean(latencies["itl"]) if latencies["itl"] else None,
+            "lag_p99_s": percentile([each.sent - each.timing.arrival for each in self.exchanges], 99),
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+    def _latencies(self) -> dict[str, list[float]]:
+        """Return the times to the first token, between tokens, and to the end."""
+        timings = [exchange.timing for exchange in self.completed]
+        return {
+            "ttft": [timing.ttft_s for timing in timings if timing.ttft_s is not None],
+            "itl": [gap for timing in timings for gap in timing.gaps],
+            "e2e": [exchange.ended - exchange.timing.arrival for exchange in self.completed],
+        }
+
+    def _share(self, exchange: Exchange) -> float:
+        inside = min(exchange.ended, self.started + self.window) - exchange.sent
+        return max(0.0, inside / (exchange.ended - exchange.sent))
+
+
+class Load:
+    """Sends prompts in turn, each run with a cache salt of its own, so that runs share no prefixes.
+
+    connect: makes a client whose base address is the server's; each request has one of its own, as the time that
+    httpx takes to choose among connections grows with the square of their number. A request has the fields that a run
+    names beside its own, which are the prompt's and the stream's.
+    """
+
+    def __init__(self, connect: Callable[[], httpx.AsyncClient], prompts: Sequence[str | Sequence[int]]) -> None:
+        self._connect, self._prompts = connect, prompts
+
+    def closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
+        """Let so many clients ask again and again for so many seconds, and wait for their last answers."""
+        return asyncio.run(self._closed_loop(fields, clients, seconds))
+
+    def open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
+        """Send a request at each of these times, in seconds from the start, and wait for all answers."""
+        return asyncio.run(self._open_loop(fields, arrivals))
+
+    async def _closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
+        numbers, sender, started = itertools.count(), self._sender(fields), time.perf_counter()
+
+        async def ask_again() -> list[Exchange]:
+            exchanges: list[Exchange] = []
+            while (now := time.perf_counter()) < started + seconds:
+                exchanges.append(await sender.send(next(numbers), now))
+                if not exchanges[-1].completed:
+                    await asyncio.sleep(_PAUSE)
+            return exchanges
+
+        every = await asyncio.gather(*(ask_again() for _ in range(clients)))
+        return LoadRun(sorted(itertools.chain(*every), key=lambda each: each.number), started, seconds)
+
+    async def _open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
+        sender, sending, started = self._sender(fields), list[asyncio.Task[Exchange]](), time.perf_counter()
+        for number, arrival in enumerate(arrivals):
+            await asyncio.sleep(started + arrival - time.perf_counter())
+            sending.append(asyncio.create_task(sender.send(number, started + arrival)))
+        exchanges = await asyncio.gather(*sending)
+        return LoadRun(exchanges, started, max(exchange.ended for exchange in exchanges) - started)
+
+    def _sender(self, fields: Fields) -> _Sender:
+        own = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex}
+        return _Sender(self._connect, self._prompts, {**fields, **own})
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """Sends the requests of one run."""
+
+    connect: Callable[[], httpx.AsyncClient]
+    prompts: Sequence[str | Sequence[int]]
+    fields: Fields
+
+    async def send(self, number: int, due: float) -> Exchange:
+        """Send a request and read its answer."""
+        import httpx
+
+        exchange = Exchange(number, TimingMetrics(due), time.perf_counter())
+        body = {**self.fields, "prompt": self.prompts[number % len(self.prompts)]}
+        try:
+            async with self.connect() as client, client.stream("POST", "/v1/completions", json=body) as response:
+                exchange.status = response.status_code
+                if response.is_success:
+                    await _read_events(response, exchange)
+                else:
+                    exchange.problem = f"{_message(_parsed(await response.aread()))} ({exchange.status})"
+        except (httpx.HTTPError, ValueError) as error:
+            exchange.problem = f"{type(error).__name__}: {error}"
+        exchange.ended = time.perf_counter()
+        return exchange
+
+
+async def _read_events(response: httpx.Response, exchange: Exchange) -> None:
+    """Read a stream to its end."""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            exchange.read(line.removeprefix("data:").strip(), time.perf_counter())
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") if isinstance(error, dict) else error or "no reason given")
+
+
+def connector(api_key: str | None) -> Callable[[str], httpx.AsyncClient]:
+    """Return what makes a client of the server at an address, which connects to it without a proxy.
+
+    Raises ConfigError where httpx is not installed.
+    """
+    try:
+        import httpx
+    except ImportError as error:
+        raise ConfigError("httpx is not installed", "pip install -c constraints.txt httpx") from error
+    trusted = httpx.create_ssl_context()  # once: it reads all certificates
+    return lambda url: httpx.AsyncClient(
+        base_url=url,
+        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        verify=trusted,
+        timeout=_PATIENCE,
+        trust_env=False,
+    )

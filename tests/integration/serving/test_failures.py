@@ -1,0 +1,173 @@
+"""SIGTERM at any moment, a target that fails, an engine's thread that is killed: every stream gets an end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from speculant import AsyncEngine
+from tests.async_engines import assert_nothing_is_held, core, engine_threads
+from tests.examples import sizes
+from tests.models import Checkpoints, checkpoints
+from tests.raw_clients import Reply, encoded, exchange
+from tests.servers import LiveServer, ServerProcess, serve, serve_process
+
+__all__ = ["checkpoints", "serve", "serve_process"]
+DRAIN = 1.0  # seconds
+STREAM: dict[str, Any] = {"stream": True, "temperature": 0, "ignore_eos": True}
+dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+async def send_streams(
+    url: str, count: int, chance: random.Random, meanwhile: Callable[[], Awaitable[None]]
+) -> list[Reply]:
+    """Send streams of all lengths, some of several samples, over half a second, and do something meanwhile."""
+
+    async def one() -> Reply:
+        await asyncio.sleep(0.5 * chance.random())
+        prompt = [chance.randrange(250) for _ in range(chance.choice([1, 30, 150]))]
+        body = {**STREAM, "prompt": prompt, "max_tokens": chance.choice([2, 40, 100]), "n": chance.choice([1, 1, 4])}
+        try:
+            return await exchange(url, encoded("/v1/completions", body))
+        except ConnectionError:
+            return Reply(0, b"", b"")
+
+    tasks = [asyncio.create_task(one()) for _ in range(count)]
+    await meanwhile()
+    return list(await asyncio.gather(*tasks))
+
+
+def assert_ended(replies: list[Reply], *codes: str) -> None:
+    """Assert that every stream has its end, and that those which could not go on say why."""
+    for reply in replies:
+        if reply.status == 200:
+            assert reply.ended, reply.body[-300:]
+            last = reply.events[-1]
+            assert last == "[DONE]" or json.loads(last)["error"]["code"] in codes, last
+        else:
+            assert reply.status in (0, 500, 503), reply.body  # 0: nobody listened any more
+            assert reply.status == 0 or reply.value["error"]["code"] in (*codes, "loading")
+
+
+@pytest.mark.parametrize("count", sizes(2, 50))
+def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoints, count: int) -> None:
+    """While it loads, while requests arrive, while they run, while it drains already."""
+    chance, longest, broken_off = random.Random(count), 0.0, 0
+    for number in range(count):
+        server: ServerProcess = serve_process(checkpoints.target, "--drain-timeout", str(DRAIN), "--max-num-seqs", "4")
+        loading = number % 5 == 4
+        if not loading:
+            server.ready()
+
+        async def signal(server: ServerProcess = server) -> None:
+            await asyncio.sleep(0.9 * chance.random())
+            server.signal()
+
+        replies = asyncio.run(send_streams(server.url, 12, chance, signal))
+        signalled = time.monotonic()
+        assert server.wait() == 0, server.messages
+        longest = max(longest, time.monotonic() - signalled)
+        assert "Traceback" not in "".join(server.messages), server.messages
+        assert_ended(replies, "shutting_down")
+        broken_off += sum("shutting_down" in reply.body.decode() for reply in replies if reply.status == 200)
+    print(f"{count} signals; {broken_off} streams ended by the deadline; the longest end took {longest:.2f} s")
+    assert longest < DRAIN + 7  # and the last events, within 5 s
+
+
+class Faults:
+    """Lets a model's passes fail: those of batches that `hit` chooses."""
+
+    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = core(engine)._context.target
+        self._forward, self.hit, self.failed = target.forward, lambda rows: False, 0
+        monkeypatch.setattr(target, "forward", self.forward)
+
+    def forward(self, batch: Any, *rest: Any) -> Any:
+        time.sleep(0.003)
+        tokens: Tensor = batch.tokens
+        if self.hit(tokens.shape[0]):
+            self.failed += 1
+            raise RuntimeError("CUDA error 0x7f00deadbeef")
+        return self._forward(batch, *rest)
+
+
+@pytest.fixture
+def server(serve: Any, checkpoints: Checkpoints) -> LiveServer:
+    live: LiveServer = serve(AsyncEngine(checkpoints.target, dtype="float32", max_num_seqs=8)).ready()
+    return live
+
+
+def engine_of(server: LiveServer) -> AsyncEngine:
+    engine = server.state.loaded
+    assert engine is not None
+    return engine
+
+
+def test_a_pass_that_fails_once_harms_nobody(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, faults = random.Random(1), Faults(engine_of(server), monkeypatch)
+    faults.hit = lambda rows: rows > 1 and chance.random() < 0.3
+
+    async def nothing() -> None:
+        pass
+
+    replies = asyncio.run(send_streams(server.url, 12, chance, nothing))
+    assert faults.failed > 5
+    assert all(reply.chunks for reply in replies)
+    assert server.http.get("/health").status_code == 200
+    assert_nothing_is_held(core(engine_of(server)))
+
+
+@dies
+def test_a_model_that_fails_is_a_failed_engine(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stream ends with an error event, and /health says it."""
+    faults = Faults(engine_of(server), monkeypatch)
+
+    async def break_it() -> None:
+        await asyncio.sleep(0.3)
+        faults.hit = lambda rows: True
+
+    replies = asyncio.run(send_streams(server.url, 12, random.Random(2), break_it))
+    assert_ended(replies, "engine_failed", "internal_error")
+    assert any("internal_error" in reply.body.decode() for reply in replies if reply.status == 200)
+    for response in (server.http.get("/health"), server.http.post("/v1/completions", json={"prompt": "a"})):
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
+        assert "0x" not in response.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("count", sizes(3, 50))
+def test_a_killed_thread_ends_every_stream(serve: Any, checkpoints: Checkpoints, count: int) -> None:
+    """The thread is killed between any two instructions of its Python code."""
+    chance, slowest = random.Random(count), 0.0
+    for _ in range(count):
+        others = {thread.ident for thread in engine_threads()}
+        server: LiveServer = serve(AsyncEngine(checkpoints.target, dtype="float32", max_num_seqs=4)).ready()
+        (ident,) = {thread.ident for thread in engine_threads()} - others
+        noticed: list[float] = []
+
+        async def kill(server: LiveServer = server, ident: int | None = ident, noticed: list[float] = noticed) -> None:
+            await asyncio.sleep(0.6 * chance.random())
+            assert (
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
+                == 1
+            )
+            killed = time.monotonic()
+            while (await exchange(server.url, encoded("/health"))).status == 200:
+                assert time.monotonic() < killed + 5
+            noticed.append(time.monotonic() - killed)
+
+        replies = asyncio.run(send_streams(server.url, 8, chance, kill))
+        slowest = max(slowest, *noticed)
+        assert_ended(replies, "engine_failed")
+        assert threading.main_thread().is_alive()
+        server.stop()
+    print(f"{count} threads killed; /health said so after {slowest:.3f} s at most")

@@ -1,0 +1,223 @@
+"""Crowds: many streams at once, clients that go or hardly read, and far more requests than can be served."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from speculant import AsyncEngine
+from tests.async_engines import assert_nothing_is_held, core
+from tests.examples import sizes
+from tests.models import Checkpoints, checkpoints
+from tests.raw_clients import Connection, Reply, decoded, encoded, exchange
+from tests.servers import LiveServer, ServerProcess, serve, serve_process
+
+__all__ = ["checkpoints", "serve", "serve_process"]
+STEP = 0.03  # seconds that a step of the crowd's engine takes at least, so that the loop keeps up with it
+SMALLEST_BUFFER = 2048  # bytes
+
+
+class Watch:
+    """Sees which requests an engine's steps still have after their clients have gone. Prompts begin with a number."""
+
+    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine, self._step, self.steps = core(engine), core(engine).step, 0
+        self._gone: dict[int, int] = {}
+        self.delays: list[int] = []  # steps that a request was still there after its client had gone
+        monkeypatch.setattr(self._engine, "step", self.step)
+
+    def gone(self, number: int) -> None:
+        """Note that a client has just gone."""
+        self._gone[number] = self.steps
+
+    def step(self) -> Any:
+        """Take the engine's next step."""
+        time.sleep(STEP)
+        self.steps += 1
+        held = {
+            request.prompt[0] + 250 * request.prompt[1] for each in self._engine._by_id.values() for request in each
+        }
+        for number in self._gone.keys() - held:
+            self.delays.append(self.steps - 1 - self._gone.pop(number))
+        return self._step()
+
+
+@dataclass
+class Client:
+    """One of a crowd. leaves: bytes after which it goes, None = it stays. slow: it reads one byte each second."""
+
+    number: int
+    body: dict[str, Any]
+    leaves: int | None = None
+    slow: bool = False
+    read: bytearray = field(default_factory=bytearray)
+
+    async def run(self, url: str, watch: Watch, begins: float, abrupt: bool, over: asyncio.Event) -> None:
+        """Connect, send, and read as this client does; slow ones go when it is over."""
+        await asyncio.sleep(begins)
+        async with Connection(url, SMALLEST_BUFFER if self.slow else None) as connection:
+            await connection.send(encoded("/v1/completions", self.body))
+            while not over.is_set() and (self.leaves is None or len(self.read) < self.leaves):
+                piece = await connection.read(1 if self.slow else 4096)
+                if not piece:
+                    return
+                self.read += piece
+                if self.slow:
+                    await asyncio.sleep(1)
+            watch.gone(self.number)
+            if abrupt:
+                connection.reset()
+
+
+def draw_crowd(count: int, chance: random.Random) -> list[Client]:
+    """Return clients of which 30% leave and 5% hardly read."""
+    crowd = [Client(number, _body(number, chance)) for number in range(count)]
+    chosen = chance.sample(crowd, round(0.35 * count))
+    for client in chosen[: round(0.3 * count)]:
+        client.leaves = chance.choice([0, 1, chance.randrange(4000), chance.randrange(8000)])
+    for client in chosen[round(0.3 * count) :]:
+        client.slow = True
+    return crowd
+
+
+def _body(number: int, chance: random.Random) -> dict[str, Any]:
+    prompt = [number % 250, number // 250, *(chance.randrange(250) for _ in range(chance.choice([2, 8, 40])))]
+    usual = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    drawn = {"temperature": 0} if chance.random() < 0.5 else {"seed": chance.getrandbits(32)}
+    return {**usual, **drawn, "max_tokens": chance.randrange(16, 60), "logprobs": chance.choice([None, None, 2])}
+
+
+def content(reply: Reply) -> list[Any]:
+    """Return what a stream says, without its id and its date."""
+    named = [{key: value for key, value in chunk.items() if key not in ("id", "created")} for chunk in reply.chunks]
+    for chunk in named:
+        if chunk.get("usage"):
+            del chunk["usage"]["prompt_tokens_details"]  # what is in the cache depends on who else came
+    return named
+
+
+@pytest.mark.parametrize("count", sizes(60, 500))
+def test_a_crowd_gets_what_each_gets_alone(
+    serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Clients that stay get every byte that they get alone; what the others held is free within two steps."""
+    chance = random.Random(count)
+    engine = AsyncEngine(
+        checkpoints.target, draft_model=checkpoints.near, dtype="float32", max_num_seqs=48, max_waiting=count
+    )
+    server: LiveServer = serve(engine).ready()
+    crowd = draw_crowd(count, chance)
+    stay = [client for client in crowd if client.leaves is None and not client.slow]
+    alone = asyncio.run(_one_by_one(server.url, [client.body for client in stay]))
+    watch, over = Watch(engine, monkeypatch), asyncio.Event()
+
+    async def come_all() -> None:
+        tasks = {
+            client.number: asyncio.create_task(
+                client.run(server.url, watch, 2 * chance.random(), chance.random() < 0.5, over)
+            )
+            for client in crowd
+        }
+        await asyncio.gather(*(tasks[client.number] for client in stay))
+        over.set()
+        await asyncio.gather(*tasks.values())
+
+    asyncio.run(come_all())
+    for client, expected in zip(stay, alone, strict=True):
+        assert content(decoded(bytes(client.read))) == content(expected), client.body
+    server.until(lambda: server.state.admission.count == 0)
+    server.until(lambda: not core(engine).has_unfinished())
+    assert_nothing_is_held(core(engine))
+    late = sorted(watch.delays)
+    print(f"{count} streams, {len(stay)} stayed, {engine.metrics.aborted} aborted; steps until free: {late[-10:]}")
+    assert engine.metrics.aborted > 0.1 * count
+    assert late[-1] <= 2
+
+
+async def _one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Reply]:
+    return [await exchange(url, encoded("/v1/completions", body)) for body in bodies]
+
+
+SEQUENCES, WAITING = 8, 16
+WORK = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+
+
+class Flood:
+    """Requests at a steady rate, whatever becomes of them, and what a server says and holds meanwhile."""
+
+    def __init__(self, server: ServerProcess, chance: random.Random) -> None:
+        self._server, self._chance = server, chance
+        self.replies: list[Reply] = []
+        self.waiting: list[float] = []
+        self.memory: list[int] = []
+
+    async def ask(self) -> Reply:
+        """Send one request."""
+        prompt = [self._chance.randrange(250) for _ in range(20)]
+        reply = await exchange(self._server.url, encoded("/v1/completions", {**WORK, "prompt": prompt}))
+        self.replies.append(reply)
+        return reply
+
+    async def capacity(self, seconds: float) -> float:
+        """Return how many requests the server completes in a second."""
+        until, started = time.monotonic() + seconds, time.monotonic()
+
+        async def some() -> None:
+            while time.monotonic() < until:
+                assert (await self.ask()).status == 200
+
+        await asyncio.gather(*(some() for _ in range(SEQUENCES + 4)))
+        return len(self.replies) / (time.monotonic() - started)
+
+    async def flood(self, rate: float, seconds: float) -> None:
+        """Send requests at this rate, in requests per second, and watch."""
+        loop, begun = asyncio.get_running_loop(), time.monotonic()
+        watching = asyncio.create_task(self._watch())
+        async with asyncio.TaskGroup() as group:
+            for number in range(round(rate * seconds)):
+                await asyncio.sleep(max(0.0, begun + number / rate - time.monotonic()))
+                group.create_task(self.ask())
+        watching.cancel()
+        assert loop.is_running()
+
+    async def _watch(self) -> None:
+        while True:
+            page = await exchange(self._server.url, encoded("/metrics"))
+            lines = page.body.decode().splitlines()
+            self.waiting += [float(each.split()[-1]) for each in lines if "num_requests_waiting{" in each]
+            self.memory.append(self._server.memory)
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("seconds", sizes(3, 60))
+def test_ten_times_capacity_is_refused_at_once(serve_process: Any, checkpoints: Checkpoints, seconds: int) -> None:
+    limits = ["--max-num-seqs", str(SEQUENCES), "--max-waiting", str(WAITING), "--dtype", "float32"]
+    server: ServerProcess = serve_process(checkpoints.target, *limits).ready()
+    flood = Flood(server, random.Random(0))
+    capacity = asyncio.run(flood.capacity(2 if seconds < 10 else 5))
+    flood.replies.clear()
+    asyncio.run(flood.flood(10 * capacity, seconds))
+    served = [reply for reply in flood.replies if reply.status == 200]
+    refused = sorted(reply.seconds for reply in flood.replies if reply.status == 429)
+    assert len(served) + len(refused) == len(flood.replies)
+    assert all(reply.value["usage"]["completion_tokens"] == 200 for reply in served)
+    print(
+        f"capacity {capacity:.1f}/s; {len(served)} served, {len(refused)} refused within {refused[-1]:.3f} s,"
+        f" median {statistics.median(refused):.4f} s; at most {max(flood.waiting):.0f} waited;"
+        f" memory {[each >> 20 for each in flood.memory[:: max(1, len(flood.memory) // 10)]]} MiB"
+    )
+    assert max(flood.waiting) <= WAITING
+    assert len(served) > 0.3 * capacity * seconds
+    assert len(refused) > len(served)
+    assert statistics.median(refused) < 0.1
+    assert refused[-1] < 1
+    early, late = flood.memory[len(flood.memory) // 4], max(flood.memory[-len(flood.memory) // 4 :])
+    assert late - early < 16 * 2**20
+    assert server.http.post("/v1/completions", json={**WORK, "prompt": "a"}).status_code == 200

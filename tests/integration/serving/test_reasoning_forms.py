@@ -1,0 +1,121 @@
+"""Over HTTP: reasoning before an answer of a given form, answers that continue a message, templates for tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from speculant import AsyncEngine
+from tests.models import Shape, write_checkpoint
+from tests.servers import LiveServer
+
+THINK, THOUGHT = 258, 259
+TEMPLATE = """{%- for message in messages %}{{ '[' + message.role + ']' + message.content + '[end]' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '[assistant]' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}
+{%- elif enable_thinking is defined %}{{ '<think>' }}{% endif %}{% endif -%}"""
+CHAT: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+FORM = {"structured_outputs": {"regex": "(yes|no)!{3}"}}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Return a server of a model that has the tags as tokens, and a second template."""
+    folder = tmp_path_factory.mktemp("reasoning")
+    paths = [write_checkpoint(folder / name, Shape(noise=noise)) for name, noise in (("target", 0.0), ("near", 0.1))]
+    for path in paths:
+        file = str(Path(path) / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(file)
+        assert tokenizer.add_tokens(["<think>", "</think>"]) == 2
+        tokenizer.save(file)
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "target" / "additional_chat_templates").mkdir()
+    (folder / "target" / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "<tool_call>TOOLS", encoding="utf-8"
+    )
+    live = LiveServer(AsyncEngine(paths[0], draft_model=paths[1], dtype="float32")).ready()
+    yield live
+    live.stop()
+
+
+def answer(server: LiveServer, **body: Any) -> Any:
+    settings = {"messages": CHAT, "max_completion_tokens": 60, "seed": 5, **FORM, **body}
+    whole = server.post("/v1/chat/completions", **settings)["choices"][0]
+    plain = server.post("/v1/chat/completions", **settings, speculation=False)["choices"][0]
+    assert plain["message"] == whole["message"], "speculation changes nothing"
+    chunks = server.chunks("/v1/chat/completions", **settings)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == (whole["message"].get(name) or "")
+    return whole["message"] | {"finish_reason": whole["finish_reason"]}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_form_follows_the_reasoning(server: LiveServer, seed: int) -> None:
+    likely = {str(THOUGHT): 6}
+    variables = {"enable_thinking": True}
+    message = answer(server, chat_template_kwargs=variables, logit_bias=likely, seed=seed)
+    assert message["finish_reason"] == "stop"
+    assert message["content"] in ("yes!!!", "no!!!")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    settings = {"structured_outputs": None, "response_format": form, "logit_bias": likely, "seed": seed}
+    message = answer(server, chat_template_kwargs=variables, **settings)
+    if message["finish_reason"] == "stop":
+        assert json.loads(message["content"])["a"] in (1, 2)
+
+
+def test_the_model_chooses_whether_to_reason(server: LiveServer) -> None:
+    likely = {str(THINK): 50, str(THOUGHT): 50}  # again and again, until it ends
+    thinks = [answer(server, logit_bias=likely, seed=seed) for seed in range(5)]
+    assert {message["content"] for message in thinks} <= {"yes!!!", "no!!!"}
+    assert {message.get("reasoning_content", "<think>")[:7] for message in thinks} == {"<think>"}
+    assert any("reasoning_content" in message for message in thinks)
+    does_not = answer(server, logit_bias={str(THINK): -100})
+    assert "reasoning_content" not in does_not
+    assert does_not["content"] in ("yes!!!", "no!!!")
+
+
+def test_no_reasoning_where_it_is_switched_off(server: LiveServer) -> None:
+    likely = {str(THINK): 90}
+    for given in ({"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": False}):
+        message = answer(server, logit_bias=likely, **given)
+        assert message["content"] in ("yes!!!", "no!!!")
+        assert "reasoning_content" not in message
+
+
+def test_an_unended_reasoning_is_all_there_is(server: LiveServer) -> None:
+    message = answer(server, chat_template_kwargs={"enable_thinking": True}, logit_bias={str(THOUGHT): -100})
+    assert (message["content"], message["finish_reason"]) == ("", "length")
+    assert message["reasoning_content"]
+
+
+def test_the_last_message_is_continued(server: LiveServer) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "I say "}]
+    made = server.post("/tokenize", messages=messages, continue_final_message=True)
+    prompt = server.post("/detokenize", tokens=made["tokens"])["prompt"]
+    assert prompt == "[user]hi[end][assistant]I say"
+    said = answer(server, messages=messages, continue_final_message=True)
+    assert said["content"] in ("yes!!!", "no!!!")
+    empty = {"messages": [*CHAT, {"role": "assistant", "content": ""}], "continue_final_message": True}
+    refused = server.http.post("/v1/chat/completions", json=empty)
+    assert (refused.status_code, "can't be continued" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_tools_have_a_template_of_their_own(server: LiveServer) -> None:
+    tools = [{"type": "function", "function": {"name": "cut", "parameters": SCHEMA}}]
+    made = server.post("/tokenize", messages=CHAT, tools=tools)
+    assert server.post("/detokenize", tokens=made["tokens"])["prompt"] == "<tool_call>TOOLS"
+    body = {"messages": CHAT, "tools": tools, "max_completion_tokens": 120, "temperature": 0}
+    choice = server.post("/v1/chat/completions", **body, tool_choice="required", parallel_tool_calls=False)["choices"][
+        0
+    ]
+    if choice["finish_reason"] != "length":
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "cut"
+    plain = server.post("/tokenize", messages=CHAT)
+    assert server.post("/detokenize", tokens=plain["tokens"])["prompt"] == "[user]hi[end][assistant]"
