@@ -14,9 +14,11 @@ from torch import Tensor
 from speculant.cache.factory import slotted_cache
 from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.kernels.base import Sampler
+from speculant.metrics import SpeculationMetrics
 from speculant.models.base import CausalLM, SequenceInput, build_batch, known
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
+from speculant.theory.acceptance import acceptance
 from speculant.types import DraftTree
 
 Array = NDArray[np.float64]
@@ -38,8 +40,8 @@ class Text:
 class Acceptance:
     """Acceptance of a draft along one text of T output tokens.
 
-    overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there (arXiv
-    2211.17192, theorem 3.5). given [T]: min(1, q / p) at the token that came out (`theory/texts.py`).
+    overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
+    (`theory.acceptance.acceptance`). given [T]: min(1, q / p) at the token that came out (`theory/texts.py`).
     """
 
     overlap: Array
@@ -94,7 +96,19 @@ def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> Acceptance:
     chosen = torch.tensor(output, device=p.device)[:, None]
     own, drafted = p.gather(1, chosen)[:, 0], q.gather(1, chosen)[:, 0]
     given = torch.where(own > 0, drafted / own, drafted).clamp(max=1.0)
-    return Acceptance(torch.minimum(p, q).sum(-1).clamp(max=1.0).cpu().numpy(), given.cpu().numpy())
+    return Acceptance(acceptance(p.cpu().numpy(), q.cpu().numpy()), given.cpu().numpy())
+
+
+def pooled(metrics: SpeculationMetrics) -> Estimate | None:
+    """Return accepted / tested over all steps (docs/references.md, metrics); None if nothing was tested.
+
+    Under `rejection` it estimates the same alpha as the mean of the overlaps along the target's own texts (arXiv
+    2211.17192, section 4.2). `block` and trees accept more.
+    """
+    steps = zip(metrics.per_step_accepted, metrics.per_step_tested, strict=True)
+    outcomes = [[1.0] * accepted + [0.0] * (tested - accepted) for accepted, tested in steps]
+    tests = np.array([outcome for step in outcomes for outcome in step])
+    return estimate([tests]) if len(tests) else None
 
 
 def estimate(values: Sequence[Array]) -> Estimate:

@@ -34,7 +34,8 @@ class Run:
     """The results of one run; `outputs` and `timings` are per sample, in the order of the prompts.
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
-    largest number of cache blocks in use after a step.
+    largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times of all steps' drafting and
+    of their target passes with the verdicts.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -43,6 +44,8 @@ class Run:
     verifier: str | None  # None = no drafts
     seconds: float
     steps: int
+    draft_s: float
+    verify_s: float
     preemptions: int
     prefix_hit_tokens: int
     peak_blocks: int
@@ -51,6 +54,7 @@ class Run:
         """Return the reported figures by name; times in seconds. Figures that this run does not define are missing."""
         tokens = sum(len(output) for output in self.outputs)
         gaps = [gap for timing in self.timings for gap in timing.gaps]
+        pauses = [pause for timing in self.timings for pause in timing.pauses]
         figures = {
             "seconds": self.seconds,
             "tokens": tokens,
@@ -59,7 +63,11 @@ class Run:
             "ttft_s": _median([t.ttft_s for t in self.timings if t.ttft_s is not None]),
             "itl_mean_s": statistics.mean(gaps) if gaps else None,
             **{f"itl_p{q}_s": percentile(gaps, q) for q in (50, 90, 99)},
+            **{f"burst_p{q}_s": percentile(pauses, q) for q in (50, 90, 99)},
+            "burst_tokens": len(gaps) / len(pauses) if pauses else None,
             "steps": self.steps,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
             "tokens_per_step": tokens / self.steps,
             "mean_acceptance_length": self.speculation.mean_acceptance_length,
             "acceptance_rate": self.speculation.acceptance_rate if self.speculation.num_spec_steps else None,
@@ -101,6 +109,8 @@ class Bench:
             verifier=requests[0].metrics.verification,
             seconds=seconds,
             steps=metrics.steps - before.steps,
+            draft_s=metrics.draft_s - before.draft_s,
+            verify_s=metrics.verify_s - before.verify_s,
             preemptions=metrics.preemptions - before.preemptions,
             prefix_hit_tokens=metrics.prefix_hit_tokens - before.prefix_hit_tokens,
             peak_blocks=delivery.peak_blocks,
