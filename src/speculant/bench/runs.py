@@ -35,7 +35,7 @@ class Run:
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
     largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times of all steps' drafting and
-    of their target passes with the verdicts.
+    of their target passes with the verdicts. `drafted` tells for each token of the outputs whether it was drafted.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -49,6 +49,7 @@ class Run:
     preemptions: int
     prefix_hit_tokens: int
     peak_blocks: int
+    drafted: Sequence[Sequence[bool]] = ()
 
     def figures(self) -> dict[str, float]:
         """Return the reported figures by name; times in seconds. Figures that this run does not define are missing."""
@@ -82,12 +83,12 @@ class Bench:
     """Runs workloads on an engine that serves no other requests.
 
     Each run has its own cache salt, so its prompts share prefixes with one another but not with earlier
-    runs.
+    runs. Two of these on one engine need different salts.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, salt: str = "run") -> None:
         self._runtime = runtime
-        self._salts = (f"run-{number}" for number in itertools.count())
+        self._salts = (f"{salt}-{number}" for number in itertools.count())
 
     def run(self, workload: Workload, mode: Mode) -> Run:
         """Run every prompt to its end; the first error of a request is raised."""
@@ -114,6 +115,7 @@ class Bench:
             preemptions=metrics.preemptions - before.preemptions,
             prefix_hit_tokens=metrics.prefix_hit_tokens - before.prefix_hit_tokens,
             peak_blocks=delivery.peak_blocks,
+            drafted=[delivery.drafted[_key(request)] for request in requests],
         )
 
     def warm_up(self, workload: Workload, mode: Mode) -> None:
@@ -131,6 +133,7 @@ class _Delivery:
         self._engine = runtime.engine
         self.requests: list[Request] = []
         self.timings: dict[tuple[str, int], TimingMetrics] = {}
+        self.drafted: dict[tuple[str, int], list[bool]] = {}
         self.peak_blocks = 0
 
     def serve(self, workload: Workload) -> None:
@@ -166,11 +169,15 @@ class _Delivery:
         added = self._engine.add_request(prompt, params, request_id, stop_checker=checker, cache_salt=self._salt)
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
+        self.drafted.update({_key(request): [] for request in added})
 
     def _record(self, outputs: Sequence[StepOutput]) -> None:
         now = time.perf_counter()
         self.peak_blocks = max(self.peak_blocks, self._engine.metrics.blocks_used)
-        counts = Counter((output.request_id, output.index) for output in outputs if output.token is not None)
+        tokens = [output for output in outputs if output.token is not None]
+        for output in tokens:
+            self.drafted[output.request_id, output.index].append(output.drafted)
+        counts = Counter((output.request_id, output.index) for output in tokens)
         for key, count in counts.items():
             self.timings[key].record_tokens(now, count)
 
