@@ -85,7 +85,8 @@ LENIENT_SPEEDS = (2.5, 3.1, 3.6, 5.0)  # of T5-small; no length is given
 LENIENT_GREEDY = (0.75, 0.75, 0.80, 0.87)
 LENIENT_GREEDY_LENGTH, LENIENT_GREEDY_SPEEDS = 8, (3.3, 3.3, 3.9, 4.9)
 
-# The engine akunu (docs/references.md, n-gram tables): alpha, accepted of 4 drafted, speed, speed where the pass costs 1.3.
+# The engine akunu (docs/references.md, n-gram tables): alpha, accepted of 4 drafted, speed,
+# and speed where the pass costs 1.3.
 AKUNU = ((0.5, 0.94, 1.94, 1.5), (0.7, 2.05, 3.05, 2.3), (0.9, 3.28, 4.28, 3.3))
 AKUNU_LENGTH, AKUNU_COST = 4, 1.3
 

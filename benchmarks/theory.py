@@ -27,9 +27,10 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # so that the script finds its neighbours however it is started
 
-import speculant
 from benchmarks import published as paper
 from benchmarks.measuring import write
+
+import speculant
 from speculant.bench.acceptance import Reader, Text, estimate
 from speculant.bench.alpha import measure_alpha
 from speculant.bench.pair import Candidate, load_pair, write_texts
@@ -175,7 +176,10 @@ def alpha_table(seen: Mapping[str, Any]) -> str:
     rows = []
     for temperature, each in seen["alpha"].items():
         mean = each["overlap"]["mean"]
-        formula = correlated_tokens(mean, 0.0, LENGTH)[LENGTH], correlated_tokens(mean, each["correlation"], LENGTH)[LENGTH]
+        formula = (
+            correlated_tokens(mean, 0.0, LENGTH)[LENGTH],
+            correlated_tokens(mean, each["correlation"], LENGTH)[LENGTH],
+        )
         figures = each["tokens_per_pass"], each["expected_per_pass"], *formula
         rows.append(
             [
@@ -244,7 +248,9 @@ def measure(prompts: int, tokens: int) -> dict[str, Any]:
         found["drafts"][f"{temperature:g}"] = {name: compare(read, name, texts, params) for name in DRAFTS}
         if temperature in (0.0, 1.0):
             accepts = acceptance if temperature else greedy_acceptance
-            found["lenience"] |= {f"{name}, T = {temperature:g}": lenient(read, name, texts, accepts) for name in DRAFTS}
+            found["lenience"] |= {
+                f"{name}, T = {temperature:g}": lenient(read, name, texts, accepts) for name in DRAFTS
+            }
     return found
 
 
@@ -294,9 +300,7 @@ def lenient(
     """Return alpha by lenience; greedy texts too are compared by the distributions at temperature 1."""
     at_1 = SamplingParams(temperature=1.0)
     pairs = [(read["target"](text, at_1), read[name](text, at_1)) for text in texts]
-    return [
-        float(np.concatenate([accepts(p, q, lenience) for p, q in pairs]).mean()) for lenience in paper.LENIENCES
-    ]
+    return [float(np.concatenate([accepts(p, q, lenience) for p, q in pairs]).mean()) for lenience in paper.LENIENCES]
 
 
 def draw() -> None:

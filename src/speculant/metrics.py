@@ -155,7 +155,7 @@ class TimingMetrics:
         return _ratio(len(self.gaps), self.decode_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures under their documented keys; latencies between tokens and between bursts as percentiles."""
+        """Return the figures under their documented keys; times between tokens and between bursts as percentiles."""
         return {
             "ttft_s": self.ttft_s,
             "decode_s": self.decode_s,

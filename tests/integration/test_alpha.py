@@ -75,7 +75,9 @@ def test_sampling_setting_changes_alpha(checkpoints: Checkpoints) -> None:
     workload = make_workload(WorkloadConfig(num_prompts=4), draft.runtime, 4)
     settings = [{"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}, {"temperature": 3.0}]
     means = [
-        np.mean([each.overlap.mean() for each in along_texts(target, draft, workload, SamplingParams(max_tokens=20, **own))])
+        np.mean(
+            [each.overlap.mean() for each in along_texts(target, draft, workload, SamplingParams(max_tokens=20, **own))]
+        )
         for own in settings
     ]
     assert len({round(float(mean), 6) for mean in means}) == 3

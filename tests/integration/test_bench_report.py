@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -91,7 +92,7 @@ def test_trace_has_the_phases_of_both_modes(checkpoints: Checkpoints, tmp_path: 
         starts = [span["ts"] for span in spans]
         assert starts == sorted(starts)
         assert all(
-            before["ts"] + before["dur"] <= after["ts"] + 1e-3 for before, after in zip(spans, spans[1:], strict=False)
+            before["ts"] + before["dur"] <= after["ts"] + 1e-3 for before, after in itertools.pairwise(spans)
         )
 
 

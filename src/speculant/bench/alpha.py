@@ -58,9 +58,7 @@ def measure_alpha(
     )
 
 
-def along_texts(
-    target: Checkpoint, draft: Candidate, workload: Workload, params: SamplingParams
-) -> list[Acceptance]:
+def along_texts(target: Checkpoint, draft: Candidate, workload: Workload, params: SamplingParams) -> list[Acceptance]:
     """Return the acceptance along the target's own texts, without their first tokens, which are never drafted."""
     texts = write_texts(draft.runtime, workload, params)
     sampler, size = target.backend.sampler, target.model.vocab_size

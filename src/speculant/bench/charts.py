@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from speculant.theory.speedup import accepted_lengths, survival
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = dict(zip(PHASES, ("#bbbbbb", "#4c8bd6", "#7b52a8", "#d98f2b", "#5aa469"), strict=True))
 SIZE = (5.4, 2.8)  # inches
@@ -25,13 +27,12 @@ SHOWN_STEPS = 12  # of the timeline
 def require_charts() -> None:
     """Raise ConfigError if matplotlib is missing."""
     try:
-        import matplotlib as mpl
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise ConfigError(
             "a report has charts, which matplotlib draws, and it is not installed",
             'run: pip install -c constraints.txt "speculant[bench]"',
         ) from error
-    assert mpl
 
 
 def speeds(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
@@ -129,5 +130,5 @@ def _svg(axes: Axes) -> str:
 
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
-        axes.figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+        cast("Figure", axes.figure).savefig(text, format="svg", metadata={"Date": None})
+    return "".join(text.getvalue().partition("<svg")[1:])

@@ -23,9 +23,9 @@ def gain(plain: Run, drafted: Run) -> dict[str, float]:
     """Return the gain of a run with drafts over one without, by name; {} if a run has no steps to compare.
 
     draft_length: mean nodes of a draft. cost_ratio: c, the time to draft one more token / plain decoding's step.
-    verification_ratio: V, the rest of a step with a draft / plain decoding's step. predicted_speed: theorem 3.8 of arXiv
-    2211.17192 with the pooled acceptance rate, c and V. best_length, best_speed: the highest predicted speed, if V
-    grows linearly with the rows.
+    verification_ratio: V, the rest of a step with a draft / plain decoding's step. predicted_speed: by these, the
+    pooled acceptance rate and theorem 3.8 of arXiv 2211.17192. best_length, best_speed: the highest predicted speed, if
+    V grows linearly with the rows.
 
     A step takes the time from one burst of tokens to the next. Prompts count in no time but that of drafting: a draft
     model reads the prompt when it drafts first. Of runs with a drafter that draws trees, the lengths are nodes.

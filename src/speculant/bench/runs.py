@@ -34,8 +34,9 @@ class Run:
     """The results of one run; `outputs` and `timings` are per sample, in the order of the prompts.
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
-    largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times of all steps' drafting and
-    of their target passes with the verdicts. `drafted` tells for each token of the outputs whether it was drafted.
+    largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times
+    of all steps' drafting, and of their target passes with the verdicts. `drafted` tells for each token of the outputs
+    whether it was drafted.
     """
 
     outputs: Sequence[Sequence[int]]

@@ -99,7 +99,7 @@ class Plan:
     workloads: Sequence[WorkloadConfig]
     usual_number: int
     rounds: int
-    files: OutputFiles = OutputFiles()
+    files: OutputFiles
     alone: bool = False
     alone_too: bool = False
 

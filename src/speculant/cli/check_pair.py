@@ -206,7 +206,9 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
         f"{measured['rounds']} rounds of {measured['prompts']} prompts; predicted: {measured['predicted']:.2f}"
     )
     if measured["alpha"] is not None:
-        console.print(f"accepted of what was tested: {_interval(measured['alpha'])}, verified by {measured['verification']}")
+        console.print(
+            f"accepted of what was tested: {_interval(measured['alpha'])}, verified by {measured['verification']}"
+        )
     if measured["identical_outputs"] is not None:
         console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
     console.print(value["verdict"], style=VERDICTS[value["pays"]])

@@ -175,7 +175,7 @@ def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
         "best_speed": float(speeds[best]),
         "oracle_speed": oracle_speedup(ahead, given.cost_ratio, curve, given.batch),
         "least_alpha": least_acceptance(costs),
-        "answers": _simulated(given, costs[: best + 1]),
+        "answers": _simulated(given, costs[: best + 1].tolist()),
         "notes": ["the best length is the longest in this table: raise --max-length"]
         if best == given.max_length
         else [],
@@ -183,7 +183,7 @@ def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
 
 
 def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] | None:
-    """Return mean and spread of the speed of simulated answers with drafts of the last length of `costs`."""
+    """Return the speed of all simulated answers together, with drafts of the last length of `costs`, and its spread."""
     import numpy as np
 
     from speculant.theory.simulate import simulate
@@ -191,9 +191,9 @@ def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] |
     if given.tokens is None:
         return None
     rng = np.random.default_rng(0)
-    speeds = simulate(given.alpha, costs, given.tokens, ANSWERS, rng, given.correlation).speeds
-    low, high = np.percentile(speeds, SPREAD)
-    return {"mean": float(speeds.mean()), "low": float(low), "high": float(high)}
+    found = simulate(given.alpha, costs, given.tokens, ANSWERS, rng, given.correlation)
+    low, high = np.percentile(found.speeds, SPREAD)
+    return {"mean": float(given.tokens / found.cost.mean()), "low": float(low), "high": float(high)}
 
 
 def _show(console: Console, value: Mapping[str, Any]) -> None:
@@ -249,6 +249,6 @@ def _conclusions(value: Mapping[str, Any]) -> list[str]:
 
 def _answers(tokens: int, answers: Mapping[str, float]) -> str:
     return (
-        f"answers of {tokens} tokens: {answers['mean']:.2f} times on average, "
+        f"answers of {tokens} tokens: {answers['mean']:.2f} times, "
         f"95% of them {answers['low']:.2f} to {answers['high']:.2f}"
     )

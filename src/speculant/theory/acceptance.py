@@ -1,4 +1,4 @@
-"""How often a drafted token is accepted, from the distributions of both models (arXiv 2211.17192, sections 3.2, A.2, A.5).
+"""How often a drafted token is accepted, from the distributions of both models (arXiv 2211.17192, 3.2, A.2, A.5).
 
 All functions take distributions over V tokens at the same contexts, p of the target and q of the draft, both after all
 sampling settings, [..., V], and return one number per context, [...]. The paper's alpha is the mean over contexts.
@@ -20,7 +20,8 @@ def acceptance(p: Array, q: Array, lenience: float = 1.0) -> Array:
     if not 0 < lenience <= 1:
         raise ValueError(f"lenience={lenience} is not above 0 and up to 1; use for example 0.5")
     accepted: Array = np.minimum(p / lenience, q).sum(axis=-1)
-    return np.minimum(accepted, 1.0)  # a sum of shares of 1, but for rounding
+    bounded: Array = accepted.clip(max=1.0)  # it is higher by rounding alone
+    return bounded
 
 
 def greedy_acceptance(p: Array, q: Array, lenience: float) -> Array:

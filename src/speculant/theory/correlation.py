@@ -44,7 +44,8 @@ def correlated_tokens(alpha: float, correlation: float, length: int) -> Array:
     ends = fresh * after**lengths
     share = ends / (1 - after ** (lengths + 1) + ends)
     runs = np.concatenate([np.zeros(1), np.cumsum(after ** np.arange(length))])
-    return 1 + (share * after + (1 - share) * fresh) * runs
+    tokens: Array = 1 + (share * after + (1 - share) * fresh) * runs
+    return tokens
 
 
 def correlation_of(texts: Sequence[Array]) -> float:

@@ -57,7 +57,7 @@ def test_burst_figures_are_those_between_steps() -> None:
 
 
 def test_memory_is_the_draft_models(checkpoints: Checkpoints) -> None:
-    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near))
+    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near, kernels="reference"))
     parameters = sum(each.numel() for each in runtime.checkpoint.model.parameters())
     assert Size.of(runtime.checkpoint.config).parameters == parameters
     assert memory(EngineConfig(checkpoints.target, checkpoints.near), runtime) == {

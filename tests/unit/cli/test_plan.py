@@ -213,4 +213,4 @@ def test_correlation_widens_the_spread() -> None:
     )
     assert correlated["high"] - correlated["low"] > 1.3 * (independent["high"] - independent["low"])
     shown = _invoke(*GIVEN, "--tokens", "256").stdout
-    assert f"answers of 256 tokens: {independent['mean']:.2f} times on average" in shown
+    assert f"answers of 256 tokens: {independent['mean']:.2f} times, 95% of them" in shown

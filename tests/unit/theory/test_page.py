@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-
 from benchmarks.theory import DRAFTS, FIGURES, MEASURED, PAGE, RESULTS, TABLES, beside, render
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from benchmarks.published import (
     AKUNU,
     BIGRAM,
@@ -53,7 +52,7 @@ def test_metrics_examples() -> None:
 @pytest.mark.parametrize("alpha", METRICS)
 @pytest.mark.parametrize("cost_ratio", [0.01, 0.05, 0.2])
 def test_best_length_is_beside_the_stationary_point(alpha: float, cost_ratio: float) -> None:
-    """-a^(g+1) ln a (1 + g c) = c (1 - a^(g+1)) where the derivative of the speed is 0 (docs/references.md, metrics)."""
+    """-a^(g+1) ln a (1 + g c) = c (1 - a^(g+1)) where the speed's derivative is 0 (docs/references.md, metrics)."""
 
     def slope(length: float) -> float:
         reached = alpha ** (length + 1)
