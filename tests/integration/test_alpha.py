@@ -9,10 +9,11 @@ import pytest
 
 from speculant.bench.acceptance import Estimate, estimate, pooled
 from speculant.bench.alpha import Alpha, along_texts, measure_alpha
-from speculant.bench.pair import load_pair
+from speculant.bench.pair import Candidate, load_pair
 from speculant.bench.workloads import WorkloadConfig, make_workload
 from speculant.config import EngineConfig
 from speculant.metrics import SpeculationMetrics
+from speculant.models.weights import Checkpoint
 from speculant.params import SamplingParams
 from speculant.theory.correlation import correlated_tokens
 from tests.models import Checkpoints
@@ -20,17 +21,25 @@ from tests.models import Checkpoints
 PROMPTS, TOKENS, LENGTH = 24, 64, 5
 
 
-def _measured(temperature: float) -> Alpha:
+@pytest.fixture(scope="module")
+def pair() -> tuple[Checkpoint, Candidate]:
+    """The embedded pair, whose draft has its own type."""
     target, [draft, *_] = load_pair(EngineConfig("demo", "demo"))
+    return target, draft
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.5, 1.0])
+def measured(request: pytest.FixtureRequest, pair: tuple[Checkpoint, Candidate]) -> tuple[float, Alpha]:
+    """A temperature, and what was found at it."""
+    target, draft = pair
     workload = make_workload(WorkloadConfig(num_prompts=PROMPTS), draft.runtime, PROMPTS)
-    params = SamplingParams(temperature=temperature, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)
-    return measure_alpha(target, draft, workload, params, LENGTH)
+    params = SamplingParams(temperature=request.param, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)
+    return request.param, measure_alpha(target, draft, workload, params, LENGTH)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_both_estimates_of_alpha_agree(temperature: float) -> None:
+def test_both_estimates_of_alpha_agree(measured: tuple[float, Alpha]) -> None:
     """The mean of sum min(p, q) is what `rejection` accepts of what it tests (arXiv 2211.17192, section 4.2)."""
-    found = _measured(temperature)
+    _, found = measured
     assert found.accepted is not None
     assert found.overlap.tokens == PROMPTS * (TOKENS - 1)
     assert _agree(found.overlap, found.accepted), found
@@ -38,10 +47,9 @@ def test_both_estimates_of_alpha_agree(temperature: float) -> None:
     assert found.overlap.high - found.overlap.low < 0.15
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_tokens_per_pass_are_those_of_the_formula(temperature: float) -> None:
+def test_tokens_per_pass_are_those_of_the_formula(measured: tuple[float, Alpha]) -> None:
     """Greedy texts are the same, so that passes are exact; sampled ones differ by chance."""
-    found = _measured(temperature)
+    temperature, found = measured
     assert found.tokens_per_pass == pytest.approx(found.expected_per_pass, rel=0.12 if temperature else 1e-12)
     assert found.accepted is not None
     low, high = (correlated_tokens(rate, found.correlation, LENGTH)[LENGTH] for rate in _ends(found))
@@ -87,8 +95,8 @@ def test_pooled_rate_counts_what_was_tested() -> None:
     metrics = SpeculationMetrics()
     for drafted, accepted, tested in ((5, 3, 4), (5, 5, 5), (5, 2, 2), (4, 0, 1)):
         metrics.record(drafted, accepted, tested)
-    found = pooled(metrics)
+    found = pooled([metrics])
     assert found is not None
     assert (found.mean, found.tokens) == (pytest.approx(metrics.acceptance_rate), 12)
     assert found == estimate([np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0.0])])
-    assert pooled(SpeculationMetrics()) is None
+    assert pooled([SpeculationMetrics()]) is pooled([]) is None

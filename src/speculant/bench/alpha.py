@@ -51,10 +51,10 @@ def measure_alpha(
     return Alpha(
         length,
         estimate([each.overlap for each in found]),
-        pooled(run.speculation),
+        pooled(run.by_request),
         correlation_of([each.overlap for each in found]),
         sum(len(output) - 1 for output in run.outputs) / (run.steps - len(run.outputs)),
-        sum(len(each.given) for each in found) / passes,
+        sum(len(each.given) for each in found) / float(passes),
     )
 
 

@@ -117,7 +117,7 @@ class Findings:
     @property
     def accepted(self) -> Estimate | None:
         """What was accepted of what was tested while the speed was measured; rounds can be the same, so one counts."""
-        return pooled(self.case.runs[SPECULATIVE][0].speculation)
+        return pooled(self.case.runs[SPECULATIVE][0].by_request)
 
     @property
     def pays(self) -> bool | None:

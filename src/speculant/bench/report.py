@@ -106,7 +106,7 @@ def _case(case: Case) -> dict[str, Any]:
 
 def _gain(case: Case, mode: str) -> dict[str, Any]:
     """Return what drafting gained; the acceptance is that of the first round, as later ones can be the same."""
-    found = pooled(case.runs[mode][0].speculation)
+    found = pooled(case.runs[mode][0].by_request)
     rounds = gains(case.runs[mode.replace(SPECULATIVE, PLAIN)], case.runs[mode])
     return {"acceptance_rate": asdict(found) if found else None, **(_plain_values(spreads(rounds)) if rounds else {})}
 

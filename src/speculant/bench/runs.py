@@ -36,7 +36,7 @@ class Run:
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
     largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times
     of all steps' drafting, and of their target passes with the verdicts. `drafted` tells for each token of the outputs
-    whether it was drafted.
+    whether it was drafted. `speculation` is the sum of `by_request`.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -51,6 +51,7 @@ class Run:
     prefix_hit_tokens: int
     peak_blocks: int
     drafted: Sequence[Sequence[bool]] = ()
+    by_request: Sequence[SpeculationMetrics] = ()
 
     def figures(self) -> dict[str, float]:
         """Return the reported figures by name; times in seconds. Figures that this run does not define are missing."""
@@ -117,6 +118,7 @@ class Bench:
             prefix_hit_tokens=metrics.prefix_hit_tokens - before.prefix_hit_tokens,
             peak_blocks=delivery.peak_blocks,
             drafted=[delivery.drafted[_key(request)] for request in requests],
+            by_request=[request.metrics.speculative_decoding for request in requests],
         )
 
     def warm_up(self, workload: Workload, mode: Mode) -> None:

@@ -19,9 +19,8 @@ def acceptance(p: Array, q: Array, lenience: float = 1.0) -> Array:
     """
     if not 0 < lenience <= 1:
         raise ValueError(f"lenience={lenience} is not above 0 and up to 1; use for example 0.5")
-    accepted: Array = np.minimum(p / lenience, q).sum(axis=-1)
-    bounded: Array = accepted.clip(max=1.0)  # it is higher by rounding alone
-    return bounded
+    accepted: Array = np.minimum(p / lenience, q).sum(axis=-1).clip(max=1.0)  # it is higher by rounding alone
+    return accepted
 
 
 def greedy_acceptance(p: Array, q: Array, lenience: float) -> Array:
@@ -31,7 +30,8 @@ def greedy_acceptance(p: Array, q: Array, lenience: float) -> Array:
     """
     drafted = q.argmax(axis=-1)[..., None]
     likelihood = np.take_along_axis(p, drafted, axis=-1)[..., 0]
-    return (likelihood >= lenience * p.max(axis=-1)).astype(np.float64)
+    accepted: Array = (likelihood >= lenience * p.max(axis=-1)).astype(np.float64)
+    return accepted
 
 
 def divergence(p: Array, q: Array) -> Array:
