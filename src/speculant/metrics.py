@@ -21,6 +21,7 @@ class SpeculationMetrics:
     acceptance_histogram: list[int] = field(default_factory=list)
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
+    per_step_tested: list[int] = field(default_factory=list)
 
     def record(self, drafted: int, accepted: int, tested: int) -> None:
         """Count one verification of a draft of `drafted` > 0 nodes."""
@@ -33,6 +34,7 @@ class SpeculationMetrics:
         self.acceptance_histogram[accepted] += 1
         self.per_step_drafted.append(drafted)
         self.per_step_accepted.append(accepted)
+        self.per_step_tested.append(tested)
 
     def add(self, other: SpeculationMetrics) -> None:
         """Pool another request's counts into these."""
@@ -45,6 +47,7 @@ class SpeculationMetrics:
             self.acceptance_histogram[accepted] += steps
         self.per_step_drafted += other.per_step_drafted
         self.per_step_accepted += other.per_step_accepted
+        self.per_step_tested += other.per_step_tested
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -64,7 +67,7 @@ class SpeculationMetrics:
     def to_dict(self) -> dict[str, Any]:
         """Return counts and rates under their documented keys; see `steps` for what is left out."""
         rates = {name: getattr(self, name) for name in _RATES}
-        counts = {name: value for name, value in asdict(self).items() if name not in _STEPS}
+        counts = {name: value for name, value in asdict(self).items() if not name.startswith("per_step_")}
         return {**counts, **rates}
 
     def steps(self) -> dict[str, list[int]]:
@@ -130,6 +133,11 @@ class TimingMetrics:
         self.num_tokens += n
 
     @property
+    def pauses(self) -> list[float]:
+        """The times between one burst of tokens and the next; tokens of a step arrive together."""
+        return [gap for gap in self.gaps if gap > 0]
+
+    @property
     def ttft_s(self) -> float | None:
         """Time to the first token."""
         return None if self.first_token is None else self.first_token - self.arrival
@@ -147,7 +155,7 @@ class TimingMetrics:
         return _ratio(len(self.gaps), self.decode_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures under their documented keys; inter-token latencies as percentiles."""
+        """Return the figures under their documented keys; times between tokens and between bursts as percentiles."""
         return {
             "ttft_s": self.ttft_s,
             "decode_s": self.decode_s,
@@ -156,6 +164,7 @@ class TimingMetrics:
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "itl_s": {f"p{q}": percentile(self.gaps, q) for q in (50, 90, 99)},
+            "burst_s": {f"p{q}": percentile(self.pauses, q) for q in (50, 90, 99)},
         }
 
 

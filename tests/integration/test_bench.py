@@ -23,8 +23,12 @@ from tests.models import Checkpoints
 SMALL = ("--num-prompts", "3", "--max-tokens", "6", "--rounds", "2", "--dtype", "float64")
 FIGURES = {
     "seconds", "tokens", "tokens_per_s", "request_tokens_per_s", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p90_s",
-    "itl_p99_s", "steps", "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "preemptions",
-    "prefix_hit_tokens", "peak_blocks",
+    "itl_p99_s", "burst_p50_s", "burst_p90_s", "burst_p99_s", "burst_tokens", "draft_s", "verify_s", "steps",
+    "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "preemptions", "prefix_hit_tokens", "peak_blocks",
+}  # fmt: skip
+GAINS = {
+    "acceptance_rate", "draft_length", "cost_ratio", "verification_ratio", "predicted_speed", "best_length",
+    "best_speed",
 }  # fmt: skip
 
 
@@ -44,7 +48,7 @@ def _json(benchmark: str, *arguments: str) -> dict[str, Any]:
 
 def test_throughput_has_the_figures_that_count(checkpoints: Checkpoints) -> None:
     value = _json("throughput", *_pair(checkpoints), "--sequential")
-    assert set(value) == {"benchmark", "engine", "speculation", "blocks_total", "cases", "notes"}
+    assert set(value) == {"benchmark", "engine", "speculation", "blocks_total", "memory", "cases", "notes"}
     assert value["benchmark"] == "throughput"
     assert value["engine"]["model"] == checkpoints.target
     assert value["engine"]["max_model_len"] == 256
@@ -62,6 +66,9 @@ def test_throughput_has_the_figures_that_count(checkpoints: Checkpoints) -> None
     assert case["runs"]["plain"]["steps"]["median"] == 6
     assert case["runs"]["plain_sequential"]["steps"]["median"] == 18
     assert case["ratios"]["speculative/plain"]["tokens_per_s"]["median"] > 0
+    assert value["memory"]["draft_parameters"] == value["memory"]["target_parameters"] > 10_000
+    assert set(case["gains"]) == {"speculative", "speculative_sequential"}
+    assert set(case["gains"]["speculative_sequential"]) >= GAINS
     others = ("speculative", "plain_sequential", "speculative_sequential")
     assert case["outputs"] == {"compared": True, "outputs": 6, "identical": dict.fromkeys(others, 6)}
 

@@ -14,16 +14,20 @@ from torch import Tensor
 from speculant.cache.factory import slotted_cache
 from speculant.drafting.growth.chains import fit_vocabulary
 from speculant.kernels.base import Sampler
+from speculant.metrics import SpeculationMetrics
 from speculant.models.base import CausalLM, SequenceInput, build_batch, known
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
+from speculant.theory.acceptance import acceptance
 from speculant.types import DraftTree
 
 Array = NDArray[np.float64]
 
 CHUNK = 512  # rows per pass
 BLOCK = 16  # tokens that are taken as one observation: acceptance of neighbours is correlated
+MANY = 16  # texts, from which on their own variance is known well enough
 NORMAL = 1.959964  # the quantile of a two-sided 95% interval
+NOTHING = 1e-12  # a variance that is rounding
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Text:
 class Acceptance:
     """Acceptance of a draft along one text of T output tokens.
 
-    overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there (arXiv
-    2211.17192, theorem 3.5). given [T]: min(1, q / p) at the token that came out (`theory/texts.py`).
+    overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
+    (`theory.acceptance.acceptance`). given [T]: min(1, q / p) at the token that came out (`theory/texts.py`).
     """
 
     overlap: Array
@@ -94,23 +98,43 @@ def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> Acceptance:
     chosen = torch.tensor(output, device=p.device)[:, None]
     own, drafted = p.gather(1, chosen)[:, 0], q.gather(1, chosen)[:, 0]
     given = torch.where(own > 0, drafted / own, drafted).clamp(max=1.0)
-    return Acceptance(torch.minimum(p, q).sum(-1).clamp(max=1.0).cpu().numpy(), given.cpu().numpy())
+    return Acceptance(acceptance(p.cpu().numpy(), q.cpu().numpy()), given.cpu().numpy())
+
+
+def pooled(requests: Sequence[SpeculationMetrics]) -> Estimate | None:
+    """Return accepted / tested over all steps of requests (docs/references.md, metrics); None if nothing was tested.
+
+    Under `rejection` it estimates the same alpha as the mean of the overlaps along the target's own texts (arXiv
+    2211.17192, section 4.2). `block` and trees accept more.
+    """
+    texts = [_tests(each) for each in requests]
+    return estimate(texts) if any(map(len, texts)) else None
+
+
+def _tests(metrics: SpeculationMetrics) -> Array:
+    """Return 1 for each accepted token and 0 for each rejected one, in order."""
+    steps = zip(metrics.per_step_accepted, metrics.per_step_tested, strict=True)
+    return np.array([float(place < accepted) for accepted, tested in steps for place in range(tested)])
 
 
 def estimate(values: Sequence[Array]) -> Estimate:
     """Return the mean over the tokens of all texts, with Wilson's interval.
 
     The number of observations in it is the effective one: that of independent tokens with the variance which the means
-    of blocks have. Where all blocks are alike, each counts as one observation.
+    of blocks have. Where all blocks are alike, each counts as one observation. Of many texts, each is a block: some are
+    easier than others from one end to the other, such as one that repeats itself.
     """
-    blocks = [part for text in values for part in np.array_split(text, max(1, len(text) // BLOCK)) if len(part)]
+    texts = [text for text in values if len(text)]
+    parts = [np.array_split(text, max(1, len(text) // BLOCK)) for text in texts]
+    blocks = texts if len(texts) >= MANY else [part for text in parts for part in text]
     tokens = sum(len(block) for block in blocks)
     mean = sum(float(block.sum()) for block in blocks) / tokens
     free = max(1, len(blocks) - 1)
     variance = sum(float((block - mean).sum()) ** 2 for block in blocks) / tokens**2 * len(blocks) / free
-    number = mean * (1 - mean) / variance if variance > 0 and len(blocks) > 1 else float(len(blocks))
+    alone = max(0.0, mean * (1 - mean))  # the variance of one token
+    number = alone / variance if min(alone, variance) > NOTHING and len(blocks) > 1 else float(len(blocks))
     quantile = NORMAL * (1 + (NORMAL**2 + 1) / (4 * free))  # Student's, by the first term of its expansion
     share = quantile**2 / number
     centre = (mean + share / 2) / (1 + share)
-    half = quantile / (1 + share) * math.sqrt(max(0.0, mean * (1 - mean)) / number + share / number / 4)
+    half = quantile / (1 + share) * math.sqrt(alone / number + share / number / 4)
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), tokens)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from speculant import plugins
-from speculant.bench.acceptance import Acceptance, Estimate, Reader, Text, estimate, measure_acceptance
+from speculant.bench.acceptance import Acceptance, Estimate, Reader, Text, estimate, measure_acceptance, pooled
 from speculant.bench.measuring import PLAIN, SPECULATIVE, Case, Spread, both_ways, measure
 from speculant.bench.runs import Bench, Mode
+from speculant.bench.sizes import Size
 from speculant.bench.step_costs import StepCosts, measure_steps
 from speculant.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_precision import UNCHANGED
-from speculant.models.weights import Checkpoint, load_model, tensor_shapes
+from speculant.models.weights import Checkpoint, load_model
 from speculant.params import SamplingParams
+from speculant.theory.correlation import correlation_of
 from speculant.theory.speedup import best_length
 from speculant.theory.texts import expected_costs
 
@@ -48,8 +48,7 @@ class Model:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Model:
         """Describe a checkpoint; the parameters are those of its files."""
-        config = plugins.load("speculant.models", checkpoint.config["model_type"]).read_config(checkpoint.config)
-        parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
+        parameters = Size.of(checkpoint.config).parameters
         dtype = str(checkpoint.dtype).removeprefix("torch.")
         return cls(checkpoint.name, parameters, dtype, checkpoint.kernels)
 
@@ -70,12 +69,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length 0 .. LONGEST."""
+    """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length 0 .. LONGEST.
+
+    correlation: of the acceptance of neighbours (`theory/correlation.py`).
+    """
 
     alpha: Estimate
     costs: StepCosts
     speeds: Array
     tokens: Array
+    correlation: float = 0.0
 
     @property
     def best_length(self) -> int:
@@ -110,6 +113,11 @@ class Findings:
     def speed(self) -> Spread:
         """The measured speed over plain decoding, first tokens aside."""
         return self.case.ratios(PLAIN, SPECULATIVE)["itl_mean_s"]
+
+    @property
+    def accepted(self) -> Estimate | None:
+        """What was accepted of what was tested while the speed was measured; rounds can be the same, so one counts."""
+        return pooled(self.case.runs[SPECULATIVE][0].by_request)
 
     @property
     def pays(self) -> bool | None:
@@ -204,6 +212,7 @@ def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts
         costs,
         predicted_speeds(texts, costs, usual),
         num_tokens / passes,
+        correlation_of([each.overlap for each in acceptance]),
     )
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from speculant import plugins
-from speculant.bench.measuring import ONE_AT_A_TIME, PLAIN, SPECULATIVE, Case
+from speculant.bench.acceptance import pooled
+from speculant.bench.gains import gains
+from speculant.bench.measuring import ONE_AT_A_TIME, PLAIN, SPECULATIVE, Case, spreads
+from speculant.bench.sizes import memory
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime
 
@@ -43,6 +46,8 @@ GAPS = (
     Row("itl_p50_s", "  p50", 1e3),
     Row("itl_p90_s", "  p90", 1e3),
     Row("itl_p99_s", "  p99", 1e3),
+    Row("burst_p50_s", "between bursts (ms)", 1e3),
+    Row("burst_tokens", "tokens a burst"),
 )
 STEPS = (
     Row("steps", "steps", whole=True),
@@ -87,6 +92,7 @@ def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequ
         "engine": {**asdict(config), "max_model_len": runtime.limits.max_model_len},
         "speculation": speculation(runtime, cases[0]),
         "blocks_total": runtime.engine.metrics.blocks_total,
+        "memory": memory(config, runtime),
         "cases": [_case(case) for case in cases],
         "notes": list(_notes(config)),
     }
@@ -113,8 +119,16 @@ def _case(case: Case) -> dict[str, Any]:
             for over, under in RATIOS
             if over in case.runs and under in case.runs
         },
+        "gains": {mode: _gain(case, mode) for mode in case.runs if mode.startswith(SPECULATIVE)},
         "outputs": _outputs(case),
     }
+
+
+def _gain(case: Case, mode: str) -> dict[str, Any]:
+    """Return what drafting gained; the acceptance is that of the first round, as later ones can be the same."""
+    found = pooled(case.runs[mode][0].by_request)
+    rounds = gains(case.runs[mode.replace(SPECULATIVE, PLAIN)], case.runs[mode])
+    return {"acceptance_rate": asdict(found) if found else None, **(plain_values(spreads(rounds)) if rounds else {})}
 
 
 def plain_values(spreads: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -192,11 +206,29 @@ def conclusions(case: Mapping[str, Any]) -> Iterator[str]:
         times = _cell(Row("", ""), ratio["tokens_per_s"])
         yield f"{_display_name(over)}: {times} times the tokens/s of {_display_name(under)}"
     outputs = case["outputs"]
+    for mode, found in case["gains"].items():
+        yield from _gained(_display_name(mode), found)
     for mode, identical in outputs["identical"].items():
         differing = "" if identical == outputs["outputs"] else f"; {NEAR_TIES}"
         yield f"outputs of {_display_name(mode)} identical to plain: {identical} of {outputs['outputs']}{differing}"
     if len(case["runs"]) > 1 and not outputs["compared"]:
         yield "outputs were not compared: sampled without a seed"
+
+
+def _gained(mode: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the acceptance rate and what follows from it; nothing if nothing was drafted."""
+    rate = found["acceptance_rate"]
+    if rate is None or "best_length" not in found:
+        return
+    costs = ", ".join(f"{found[name]['median']:.3f}" for name in ("cost_ratio", "verification_ratio"))
+    yield (
+        f"{mode}: acceptance rate {rate['mean']:.3f} ({rate['low']:.3f}-{rate['high']:.3f}); "
+        f"a drafted token and the verification cost {costs} steps of plain decoding"
+    )
+    yield (
+        f"{mode}: {_cell(Row('', ''), found['predicted_speed'])} times the speed between tokens by the formula; "
+        f"its best length is {found['best_length']['median']:.0f}"
+    )
 
 
 def _display_name(mode: str) -> str:

@@ -34,7 +34,9 @@ class Run:
     """The results of one run; `outputs` and `timings` are per sample, in the order of the prompts.
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
-    largest number of cache blocks in use after a step.
+    largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times
+    of all steps' drafting, and of their target passes with the verdicts. `drafted` tells for each token of the outputs
+    whether it was drafted. `speculation` is the sum of `by_request`.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -43,14 +45,19 @@ class Run:
     verifier: str | None  # None = no drafts
     seconds: float
     steps: int
+    draft_s: float
+    verify_s: float
     preemptions: int
     prefix_hit_tokens: int
     peak_blocks: int
+    drafted: Sequence[Sequence[bool]] = ()
+    by_request: Sequence[SpeculationMetrics] = ()
 
     def figures(self) -> dict[str, float]:
         """Return the reported figures by name; times in seconds. Figures that this run does not define are missing."""
         tokens = sum(len(output) for output in self.outputs)
         gaps = [gap for timing in self.timings for gap in timing.gaps]
+        pauses = [pause for timing in self.timings for pause in timing.pauses]
         figures = {
             "seconds": self.seconds,
             "tokens": tokens,
@@ -59,7 +66,11 @@ class Run:
             "ttft_s": _median([t.ttft_s for t in self.timings if t.ttft_s is not None]),
             "itl_mean_s": statistics.mean(gaps) if gaps else None,
             **{f"itl_p{q}_s": percentile(gaps, q) for q in (50, 90, 99)},
+            **{f"burst_p{q}_s": percentile(pauses, q) for q in (50, 90, 99)},
+            "burst_tokens": len(gaps) / len(pauses) if pauses else None,
             "steps": self.steps,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
             "tokens_per_step": tokens / self.steps,
             "mean_acceptance_length": self.speculation.mean_acceptance_length,
             "acceptance_rate": self.speculation.acceptance_rate if self.speculation.num_spec_steps else None,
@@ -74,12 +85,12 @@ class Bench:
     """Runs workloads on an engine that serves no other requests.
 
     Each run has its own cache salt, so its prompts share prefixes with one another but not with earlier
-    runs.
+    runs. Two of these on one engine need different salts.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, salt: str = "run") -> None:
         self._runtime = runtime
-        self._salts = (f"run-{number}" for number in itertools.count())
+        self._salts = (f"{salt}-{number}" for number in itertools.count())
 
     def run(self, workload: Workload, mode: Mode) -> Run:
         """Run every prompt to its end; the first error of a request is raised."""
@@ -101,9 +112,13 @@ class Bench:
             verifier=requests[0].metrics.verification,
             seconds=seconds,
             steps=metrics.steps - before.steps,
+            draft_s=metrics.draft_s - before.draft_s,
+            verify_s=metrics.verify_s - before.verify_s,
             preemptions=metrics.preemptions - before.preemptions,
             prefix_hit_tokens=metrics.prefix_hit_tokens - before.prefix_hit_tokens,
             peak_blocks=delivery.peak_blocks,
+            drafted=[delivery.drafted[_key(request)] for request in requests],
+            by_request=[request.metrics.speculative_decoding for request in requests],
         )
 
     def warm_up(self, workload: Workload, mode: Mode) -> None:
@@ -121,6 +136,7 @@ class _Delivery:
         self._engine = runtime.engine
         self.requests: list[Request] = []
         self.timings: dict[tuple[str, int], TimingMetrics] = {}
+        self.drafted: dict[tuple[str, int], list[bool]] = {}
         self.peak_blocks = 0
 
     def serve(self, workload: Workload) -> None:
@@ -156,11 +172,15 @@ class _Delivery:
         added = self._engine.add_request(prompt, params, request_id, stop_checker=checker, cache_salt=self._salt)
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
+        self.drafted.update({_key(request): [] for request in added})
 
     def _record(self, outputs: Sequence[StepOutput]) -> None:
         now = time.perf_counter()
         self.peak_blocks = max(self.peak_blocks, self._engine.metrics.blocks_used)
-        counts = Counter((output.request_id, output.index) for output in outputs if output.token is not None)
+        tokens = [output for output in outputs if output.token is not None]
+        for output in tokens:
+            self.drafted[output.request_id, output.index].append(output.drafted)
+        counts = Counter((output.request_id, output.index) for output in tokens)
         for key, count in counts.items():
             self.timings[key].record_tokens(now, count)
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from speculant.bench.outputs import OutputFiles
 from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.cli import bench_serve
 from speculant.cli.flags import BenchSampling, EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.profile import Profile, profiling
-from speculant.cli.terminal import examples, print_json, progress, progress_of_runs, results
+from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
 from speculant.config import EngineConfig
-from speculant.engine.profiling import check_trace_path
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 
@@ -63,28 +63,28 @@ Lengths = Annotated[
 Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
 Rounds = Annotated[int, typer.Option(help="How often each way is run.")]
 Sequential = Annotated[bool, typer.Option("--sequential", help="Run the prompts one at a time too, to compare.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write the figures with charts here, as one HTML file.")]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", help="Write the phases of the steps of one prompt here, for ui.perfetto.dev.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a benchmark. `alone`: prompts run one at a time; `alone_too`: in both ways.
-
-    trace: the file for a profile.
-    """
+    """The settings of a benchmark. `alone`: prompts run one at a time; `alone_too`: in both ways."""
 
     benchmark: str
     workloads: Sequence[WorkloadConfig]
     usual_number: int
     rounds: int
+    files: OutputFiles
     alone: bool = False
     alone_too: bool = False
-    trace: Path | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ConfigError(f"rounds={self.rounds} is not above 0", "use --rounds 5, or 1 for a quick look.")
-        check_trace_path(self.trace)
 
 
 @app.command("throughput", epilog=THROUGHPUT_EXAMPLES)
@@ -99,6 +99,8 @@ def throughput(
     sequential: Sequential = False,
     as_json: AsJson = False,
     profile: Profile = None,
+    report: Report = None,
+    trace: Trace = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -109,7 +111,8 @@ def throughput(
     the largest number of cache blocks in use. A figure is its median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
-    _run(Plan("throughput", configs, MANY, rounds, alone_too=sequential, trace=profile), sampling, engine, as_json)
+    files = OutputFiles(profile, report, trace)
+    _run(Plan("throughput", configs, MANY, rounds, files, alone_too=sequential), sampling, engine, as_json)
 
 
 @app.command("latency", epilog=LATENCY_EXAMPLES)
@@ -122,6 +125,8 @@ def latency(
     rounds: Rounds = 5,
     as_json: AsJson = False,
     profile: Profile = None,
+    report: Report = None,
+    trace: Trace = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -132,7 +137,8 @@ def latency(
     the text grows, the percentiles how evenly.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
-    _run(Plan("latency", configs, FEW, rounds, alone=True, trace=profile), sampling, engine, as_json)
+    files = OutputFiles(profile, report, trace)
+    _run(Plan("latency", configs, FEW, rounds, files, alone=True), sampling, engine, as_json)
 
 
 def _each(prompt_lengths: list[int] | None) -> Sequence[int | None]:
@@ -147,8 +153,15 @@ def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool
     workloads = [make_workload(each, runtime, plan.usual_number) for each in plan.workloads]
     for workload in workloads:
         require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
-    cases = _measure(plan, runtime, workloads, _modes(plan, params, runtime.drafting))
-    _report(plan, config, runtime, cases, as_json)
+    modes = _modes(plan, params, runtime.drafting)
+    cases = _measure(plan, runtime, workloads, modes)
+    value = _document(plan, config, runtime, cases)
+    for path in plan.files.write(value, cases, runtime, modes):
+        messages().print(f"written: {path}", style="dim")
+    if as_json:
+        print_json(value)
+    else:
+        _show(plan.benchmark, value)
 
 
 def _build(config: EngineConfig) -> Runtime:
@@ -170,20 +183,17 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], modes:
 
     bench = Bench(runtime)
     num_runs = len(workloads) * len(modes) * plan.rounds
-    with profiling(runtime.engine, plan.trace), progress_of_runs(num_runs) as notify:
+    with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as notify:
         return [measure(bench, workload, modes, plan.rounds, notify) for workload in workloads]
 
 
-def _report(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case], as_json: bool) -> None:
+def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
     from speculant.bench.report import document
 
     value = document(plan.benchmark, config, runtime, cases)
-    if plan.trace is not None:
+    if plan.files.profile is not None:
         value["notes"].append("these figures were measured under the profiler, which slows steps down")
-    if as_json:
-        print_json(value)
-    else:
-        _show(plan.benchmark, value)
+    return value
 
 
 def _show(benchmark: str, value: Mapping[str, Any]) -> None:

@@ -134,6 +134,7 @@ def _prediction(each: Prediction) -> dict[str, Any]:
     costs: StepCosts = each.costs
     return {
         "alpha": asdict(each.alpha),
+        "correlation": each.correlation,
         "cost_ratio": costs.cost_ratio,
         "draft_overhead": costs.overhead,
         "draft_ms": {str(length): 1e3 * time for length, time in zip(costs.lengths, costs.draft_s, strict=True)},
@@ -153,6 +154,8 @@ def _measured(findings: Findings) -> dict[str, Any]:
     return {
         "speed": asdict(findings.speed),
         "predicted": findings.predicted,
+        "alpha": asdict(findings.accepted) if findings.accepted else None,
+        "verification": case.runs[SPECULATIVE][0].verifier,
         "prompts": len(case.workload.prompts),
         "rounds": len(case.runs[PLAIN]),
         "tokens_per_s": {mode: asdict(case.spreads(mode)["request_tokens_per_s"]) for mode in case.runs},
@@ -202,6 +205,10 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
         f"\nmeasured: {speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f}) times the speed of plain decoding, "
         f"{measured['rounds']} rounds of {measured['prompts']} prompts; predicted: {measured['predicted']:.2f}"
     )
+    if measured["alpha"] is not None:
+        console.print(
+            f"accepted of what was tested: {_interval(measured['alpha'])}, verified by {measured['verification']}"
+        )
     if measured["identical_outputs"] is not None:
         console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
     console.print(value["verdict"], style=VERDICTS[value["pays"]])
@@ -209,7 +216,8 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
 
 def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
     """Print alpha and the costs of drafting by type of the draft's weights, and the costs of verification."""
-    first = next(iter(value["precisions"].values()))["alpha"]
+    usual = value["precisions"]["none"]
+    first = usual["alpha"]
     greedy = value["sampling"]["temperature"] == 0
     kind = "greedy" if greedy else f"at temperature {value['sampling']['temperature']:g}"
     console.print(f"\n{value['texts']} texts of the target, {kind}, {first['tokens']} tokens", style="bold")
@@ -218,21 +226,25 @@ def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
     for heading in ("alpha (95%)", "per token", "per draft", "best", "predicted"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, each in value["precisions"].items():
-        alpha = each["alpha"]
         table.add_row(
             value["draft"]["dtype"] if name == "none" else name,
-            f"{alpha['mean']:.3f} ({alpha['low']:.3f}-{alpha['high']:.3f})",
+            _interval(each["alpha"]),
             f"{each['cost_ratio']:.3f}",
             f"{each['draft_overhead']:.3f}",
             str(each["best_length"]),
             f"{each['best_speed']:.2f}",
         )
     console.print(table)
+    console.print(f"correlation of the acceptance of neighbours: {usual['correlation']:.2f}")
     by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
     shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN)
     console.print(
         f"costs are in steps of plain decoding, {value['step_ms']:.2f} ms; a step by tokens of its pass: {shown}"
     )
+
+
+def _interval(alpha: Mapping[str, float]) -> str:
+    return f"{alpha['mean']:.3f} ({alpha['low']:.3f}-{alpha['high']:.3f})"
 
 
 def _show_lengths(console: Console, value: Mapping[str, Any]) -> None:

@@ -23,9 +23,13 @@ EXAMPLES = examples(
     "speculant plan --alpha 0.8 --cost-ratio 0.05",
     "speculant plan --alpha 0.9,0.85,0.8 --cost-ratio 0.1 --max-length 8 --json",
     "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve curve.json --batch 8",
+    "speculant plan --alpha 0.7 --cost-ratio 0.05 --tokens 128 --correlation 0.3",
     "speculant check-pair demo demo --json > pair.json",
     "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve pair.json",
 )
+ANSWERS = 1000  # that are simulated
+LONGEST_ANSWER = 4096
+SPREAD = (2.5, 97.5)  # percentiles
 BAR = 32  # characters of the longest bar
 BEST = "bold green"  # style
 
@@ -41,12 +45,21 @@ OperationsRatio = Annotated[
     float | None,
     typer.Option(help="Operations per token, draft / target [default: the cost ratio]."),
 ]
+Tokens = Annotated[
+    int | None, typer.Option(help="Simulate answers of so many tokens, and print how far their speed varies.")
+]
+Correlation = Annotated[
+    float, typer.Option(help="Correlation of the acceptance of neighbours in the simulated answers; 0 = independent.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan is computed from. alpha: acceptance rates by depth, the last one for all greater depths."""
+    """What a plan is computed from. alpha: acceptance rates by depth, the last one for all greater depths.
+
+    tokens: of the answers that are simulated, with this correlation of acceptance; None = no simulation.
+    """
 
     alpha: Sequence[float]
     cost_ratio: float
@@ -54,6 +67,8 @@ class Assumptions:
     batch: int
     max_length: int
     verify_curve: str | None
+    tokens: int | None = None
+    correlation: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.alpha or not all(0 <= rate <= 1 for rate in self.alpha):
@@ -68,6 +83,15 @@ class Assumptions:
             raise ConfigError(
                 f"max_length={self.max_length} is not between 1 and {MAX_SPECULATIVE_TOKENS}", "use --max-length 16."
             )
+        self._check_simulation()
+
+    def _check_simulation(self) -> None:
+        if self.tokens is not None and not 1 <= self.tokens <= LONGEST_ANSWER:
+            raise ConfigError(f"tokens={self.tokens} is not between 1 and {LONGEST_ANSWER}", "use --tokens 128.")
+        if not 0 <= self.correlation < 1:
+            raise ConfigError(f"correlation={self.correlation} is not from 0 to below 1", "use --correlation 0.3.")
+        if self.correlation and self.tokens is None:
+            raise ConfigError("a correlation is for simulated answers", "add --tokens 128.")
 
 
 def plan(
@@ -77,13 +101,17 @@ def plan(
     batch: Batch = 1,
     max_length: MaxLength = 16,
     operations_ratio: OperationsRatio = None,
+    tokens: Tokens = None,
+    correlation: Correlation = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Compute the best draft length, its speed and its extra operations.
 
     Speed is that over plain decoding, tokens per pass / (length x cost ratio + cost of the pass). The oracle
-    knows what will be accepted: no choice of lengths is faster. `speculant check-pair` measures alpha, the cost
-    ratio and the curve of two models on this machine; its JSON output can be given as --verify-curve.
+    knows what will be accepted: no choice of lengths is faster. All of that is for long texts whose tokens are
+    accepted independently; --tokens simulates answers of a finite length, with the best length of drafts.
+    `speculant check-pair` measures alpha, the cost ratio, the curve and the correlation of two models on this
+    machine; its JSON output can be given as --verify-curve.
     """
     if alpha is None or cost_ratio is None:
         missing = "acceptance rate" if alpha is None else "cost ratio"
@@ -93,7 +121,7 @@ def plan(
         )
     operations = cost_ratio if operations_ratio is None else operations_ratio
     file = None if verify_curve is None else str(verify_curve)
-    given = Assumptions(read_rates(alpha), cost_ratio, operations, batch, max_length, file)
+    given = Assumptions(read_rates(alpha), cost_ratio, operations, batch, max_length, file, tokens, correlation)
     value = document(given, read_curve(verify_curve))
     if as_json:
         print_json(value)
@@ -147,10 +175,25 @@ def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
         "best_speed": float(speeds[best]),
         "oracle_speed": oracle_speedup(ahead, given.cost_ratio, curve, given.batch),
         "least_alpha": least_acceptance(costs),
+        "answers": _simulated(given, costs[: best + 1].tolist()),
         "notes": ["the best length is the longest in this table: raise --max-length"]
         if best == given.max_length
         else [],
     }
+
+
+def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] | None:
+    """Return the speed of all simulated answers together, with drafts of the last length of `costs`, and its spread."""
+    import numpy as np
+
+    from speculant.theory.simulate import simulate
+
+    if given.tokens is None:
+        return None
+    rng = np.random.default_rng(0)
+    found = simulate(given.alpha, costs, given.tokens, ANSWERS, rng, given.correlation)
+    low, high = np.percentile(found.speeds, SPREAD)
+    return {"mean": float(given.tokens / found.cost.mean()), "low": float(low), "high": float(high)}
 
 
 def _show(console: Console, value: Mapping[str, Any]) -> None:
@@ -189,6 +232,7 @@ def _table(value: Mapping[str, Any]) -> Table:
 def _conclusions(value: Mapping[str, Any]) -> list[str]:
     length, least = value["best_length"], value["least_alpha"]
     best = value["lengths"][length]
+    answers, tokens = value["answers"], value["settings"]["tokens"]
     choice = (
         f"best length: {length}, {best['speed']:.2f} times the speed of plain decoding, "
         f"{best['operations']:.2f} times its operations"
@@ -199,4 +243,12 @@ def _conclusions(value: Mapping[str, Any]) -> list[str]:
         choice if length else nothing,
         never if least is None else f"drafts pay where alpha is above {least:.3f}",
         f"oracle: {value['oracle_speed']:.2f} times, if it were known what will be accepted",
+        *(() if answers is None else [_answers(tokens, answers)]),
     ]
+
+
+def _answers(tokens: int, answers: Mapping[str, float]) -> str:
+    return (
+        f"answers of {tokens} tokens: {answers['mean']:.2f} times, "
+        f"95% of them {answers['low']:.2f} to {answers['high']:.2f}"
+    )

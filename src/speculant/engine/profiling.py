@@ -28,14 +28,14 @@ def unmarked(phase: str) -> AbstractContextManager[None]:
     return _NOTHING
 
 
-def check_trace_path(path: Path | None) -> None:
-    """Raise ConfigError if no trace could be written to `path`; None = no trace is wanted."""
+def check_trace_path(path: Path | None, what: str = "trace", example: str = "trace.json") -> None:
+    """Raise ConfigError if no trace, or what it is, could be written to `path`; None = none is wanted."""
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"the trace {path} is a folder", "name a file, such as trace.json.")
+        raise ConfigError(f"the {what} {path} is a folder", f"name a file, such as {example}.")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"the folder of the trace {path} does not exist", "make it, or name a file in another one.")
+        raise ConfigError(f"the folder of the {what} {path} does not exist", "make it, or name a file in another one.")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculant.theory.curve import VerificationCurve
-from speculant.theory.speedup import step_costs
+from speculant.theory.speedup import accepted_lengths, step_costs
 
 Array = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ def _alone(reached: Array, costs: Array) -> float:
     The length is random, so costs are averaged over it. With V = 1 and c < 1 a run is one step, and the result is
     1 / (1 - alpha + alpha c) without a limit to the view: 1 / (1 - alpha) tokens for a pass and alpha / (1 - alpha) c.
     """
-    lengths = -np.diff(reached, append=0.0)  # [n]: the probability of a run of 1 .. n tokens
+    lengths = accepted_lengths(reached)  # [n]: the probability of a run of 1 .. n tokens
     steps = _cheapest_so_far(costs)
     cheapest = np.zeros(len(reached) + 1)
     for tokens in range(1, len(cheapest)):

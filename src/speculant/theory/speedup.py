@@ -25,13 +25,29 @@ _BISECTIONS = 50  # of the interval from 0 to 1: the result is exact to a double
 def survival(rates: float | Sequence[float], length: int) -> Array:
     """Return [length + 1]: entry k is the probability that the first k drafted tokens are all accepted.
 
+    Raises ValueError as `rates_by_depth` does.
+    """
+    return np.concatenate([np.ones(1), np.cumprod(rates_by_depth(rates, length))])
+
+
+def rates_by_depth(rates: float | Sequence[float], length: int) -> Array:
+    """Return the acceptance rates of `length` drafted tokens, [length].
+
     Raises ValueError for a rate that is no probability, and for an empty sequence of rates.
     """
     given = np.atleast_1d(np.asarray(rates, dtype=np.float64))
     if not len(given) or not np.all((given >= 0) & (given <= 1)):
         raise ValueError(f"acceptance rates {given.tolist()} are not probabilities; give numbers from 0 to 1")
-    by_depth = given[np.minimum(np.arange(length), len(given) - 1)]
-    return np.concatenate([np.ones(1), np.cumprod(by_depth)])
+    by_depth: Array = given[np.minimum(np.arange(length), len(given) - 1)]
+    return by_depth
+
+
+def accepted_lengths(reached: Array) -> Array:
+    """Return [length + 1]: entry k is the probability that a draft of `length` tokens has exactly k accepted.
+
+    For one rate this is the capped geometric distribution of arXiv 2211.17192, section 3.1.
+    """
+    return -np.diff(reached, append=0.0)
 
 
 def expected_tokens(reached: Array) -> Array:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from speculant.theory.speedup import accepted_lengths
+
 Array = NDArray[np.float64]
 
 
@@ -35,6 +37,6 @@ def _expected_cost(acceptance: Array, costs: Array) -> float:
     for start in reversed(range(count)):
         length = min(len(costs) - 1, count - start - 1)
         reached = np.concatenate([np.ones(1), np.cumprod(acceptance[start : start + length])])
-        accepted = -np.diff(reached, append=0.0)  # [length + 1]: the probability that exactly k tokens are accepted
+        accepted = accepted_lengths(reached)
         ahead[start] = costs[length] + accepted @ ahead[start + 1 : start + length + 2]
     return float(ahead[0])

@@ -90,3 +90,24 @@ def test_interval_of_a_sure_rate_is_not_a_point() -> None:
     assert 0.3 < sure.low < 0.9
     short = estimate([np.array([1.0, 0.0, 1.0])])
     assert short.low < 0.3 < 0.9 < short.high
+
+
+def test_many_texts_are_compared_as_a_whole() -> None:
+    """Where texts differ from one another, their blocks are no independent observations."""
+    rng = np.random.default_rng(2)
+    covered, by_blocks = 0, 0
+    for _ in range(300):
+        rates = rng.choice([0.5, 0.9], 24)
+        texts = [(rng.random(64) < rate).astype(float) for rate in rates]
+        found = estimate(texts)
+        covered += found.low <= 0.7 <= found.high
+        joined = estimate([np.concatenate(texts)])
+        by_blocks += joined.low <= 0.7 <= joined.high
+    assert 0.91 <= covered / 300 <= 0.985
+    assert by_blocks / 300 < 0.85
+
+
+def test_rounding_is_no_variance() -> None:
+    nearly = estimate([np.ones(40) - 1e-16, np.ones(40)])
+    assert (nearly.mean, nearly.high) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert nearly.low < 0.9

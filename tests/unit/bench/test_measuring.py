@@ -30,7 +30,7 @@ WORKLOAD = Workload("test", [[1], [2]], [0.0, 0.0])
 
 def make_run(outputs: Sequence[Sequence[int]], seconds: float = 1.0) -> Run:
     timings = [TimingMetrics(arrival=0.0) for _ in outputs]
-    return Run(outputs, timings, SpeculationMetrics(), None, seconds, 4, 0, 0, 1)
+    return Run(outputs, timings, SpeculationMetrics(), None, seconds, 4, 0.0, 0.0, 0, 0, 1)
 
 
 def test_quartiles() -> None:

@@ -38,7 +38,7 @@ def _curve(folder: Path, content: object) -> tuple[str, ...]:
 def test_json_has_the_table_and_its_best_row() -> None:
     value = _json(*GIVEN, "--max-length", "12")
     assert set(value) == {
-        *("settings", "lengths", "best_length", "best_speed", "oracle_speed", "least_alpha", "notes"),
+        *("settings", "lengths", "best_length", "best_speed", "oracle_speed", "least_alpha", "answers", "notes"),
     }
     assert value["settings"] == {
         "alpha": [0.8],
@@ -47,6 +47,8 @@ def test_json_has_the_table_and_its_best_row() -> None:
         "batch": 1,
         "max_length": 12,
         "verify_curve": None,
+        "tokens": None,
+        "correlation": 0.0,
     }
     assert [row["length"] for row in value["lengths"]] == list(range(13))
     assert set(value["lengths"][0]) == {"length", "tokens_per_pass", "cost", "speed", "operations"}
@@ -60,6 +62,7 @@ def test_json_has_the_table_and_its_best_row() -> None:
     assert value["best_speed"] == max(row["speed"] for row in value["lengths"])
     assert value["oracle_speed"] == pytest.approx(1 / (0.2 + 0.8 * 0.05))
     assert value["least_alpha"] == pytest.approx(0.05)
+    assert value["answers"] is None
     assert value["notes"] == []
 
 
@@ -137,6 +140,10 @@ def test_colour_respects_no_color() -> None:
         ([*GIVEN, "--batch", "0"], "batch=0", "--batch 1"),
         ([*GIVEN, "--max-length", "0"], "max_length=0", "--max-length 16"),
         ([*GIVEN, "--max-length", "513"], "max_length=513", "--max-length 16"),
+        ([*GIVEN, "--tokens", "0"], "tokens=0", "--tokens 128"),
+        ([*GIVEN, "--tokens", "9999"], "tokens=9999", "--tokens 128"),
+        ([*GIVEN, "--tokens", "9", "--correlation", "1"], "correlation=1.0", "--correlation 0.3"),
+        ([*GIVEN, "--correlation", "0.2"], "for simulated answers", "--tokens 128"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], problem: str, fix: str) -> None:
@@ -187,3 +194,23 @@ def test_help_needs_no_numpy() -> None:
         "app(['plan', '--help'], standalone_mode=False)\nassert 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=dict(os.environ))
+
+
+def test_answers_are_simulated_at_the_best_length() -> None:
+    value = _json(*GIVEN, "--tokens", "512")
+    answers = value["answers"]
+    assert answers["low"] < answers["mean"] < answers["high"]
+    assert answers["mean"] == pytest.approx(value["best_speed"], rel=0.03)
+    assert _json(*GIVEN, "--tokens", "512")["answers"] == answers, "seeded"
+    short = _json(*GIVEN, "--tokens", "8")["answers"]
+    assert short["mean"] < answers["mean"], "the last draft of an answer is short"
+    assert short["high"] - short["low"] > answers["high"] - answers["low"]
+
+
+def test_correlation_widens_the_spread() -> None:
+    independent, correlated = (
+        _json(*GIVEN, "--tokens", "256", "--correlation", value)["answers"] for value in ("0", "0.6")
+    )
+    assert correlated["high"] - correlated["low"] > 1.3 * (independent["high"] - independent["low"])
+    shown = _invoke(*GIVEN, "--tokens", "256").stdout
+    assert f"answers of 256 tokens: {independent['mean']:.2f} times, 95% of them" in shown

@@ -79,7 +79,7 @@ def test_the_documented_keys_are_there_and_are_json() -> None:
         "acceptance_histogram",
         "acceptance_rate",
     } <= set(told["speculative_decoding"])
-    times = {"ttft_s", "decode_s", "tokens_per_s", "target_passes", "draft_s", "verify_s", "itl_s"}
+    times = {"ttft_s", "decode_s", "tokens_per_s", "target_passes", "draft_s", "verify_s", "itl_s", "burst_s"}
     assert times <= set(told["timing"])
 
 
@@ -100,6 +100,8 @@ def test_tokens_of_one_step_arrive_together() -> None:
     timing.record_tokens(15.0, 1)
     assert timing.ttft_s == 2.0
     assert timing.gaps == [0.0, 1.0, 0.0, 0.0, 2.0]
+    assert timing.pauses == [1.0, 2.0]
+    assert timing.to_dict()["burst_s"] == {"p50": 1.0, "p90": 2.0, "p99": 2.0}
     assert (timing.num_tokens, timing.decode_s) == (6, 3.0)
     assert timing.tokens_per_s == 5 / 3
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from speculant.theory.curve import VerificationCurve
+STEPS, BLOCKS = 20_000, 40
 
-STEPS = 20_000
+
+def within_three_errors(values: ArrayLike, expected: float, slack: float = 0.0) -> bool:
+    """Whether the mean of independent values is within three standard errors of what is expected, or near enough.
+
+    slack: a known bias of the mean, such as that of a ratio or of the first step of a text.
+    """
+    drawn = np.asarray(values, dtype=np.float64)
+    error = drawn.std(ddof=1) / np.sqrt(len(drawn))
+    return bool(abs(drawn.mean() - expected) <= 3 * error + slack + 1e-9)
 
 
 def accepted_in_a_step(rates: Sequence[float], length: int, rng: np.random.Generator) -> int:
@@ -19,30 +28,21 @@ def accepted_in_a_step(rates: Sequence[float], length: int, rng: np.random.Gener
     return length
 
 
-def simulated_speed(
-    rates: Sequence[float], length: int, cost_ratio: float, curve: VerificationCurve, batch: int, seed: int = 0
-) -> float:
-    """Return tokens per unit of plain decoding's time, over many steps of a batch that drafts one length."""
-    rng = np.random.default_rng(seed)
-    tokens, seconds = 0, 0.0
-    plain = float(curve.relative(batch))  # a plain pass of the batch commits one token per sequence
-    for _ in range(STEPS):
-        tokens += sum(accepted_in_a_step(rates, length, rng) + 1 for _ in range(batch))
-        seconds += length * cost_ratio * plain + float(curve.relative(batch * (length + 1)))
-    return tokens * plain / batch / seconds
-
-
 def simulated_knowing_speed(
     rate: float, cost: Callable[[int], float], choose: Callable[[int], int], seed: int = 0
-) -> float:
-    """Return the speed of one sequence whose drafter knows the next run and `choose`s a length from its tokens."""
+) -> list[float]:
+    """Return speeds of one sequence whose drafter knows the next run and `choose`s a length from its tokens.
+
+    They are those of blocks of steps.
+    """
     rng = np.random.default_rng(seed)
-    tokens, seconds, left = 0, 0.0, 0
-    for _ in range(STEPS):
+    tokens, seconds, left = np.zeros(BLOCKS), np.zeros(BLOCKS), 0
+    for step in range(STEPS):
         left = left or int(rng.geometric(1 - rate))  # a rejected token ends the run and is the target's own
         length = choose(left)
         assert length < left
         left -= length + 1
-        tokens += length + 1
-        seconds += cost(length)
-    return tokens / seconds
+        tokens[step * BLOCKS // STEPS] += length + 1
+        seconds[step * BLOCKS // STEPS] += cost(length)
+    speeds: list[float] = (tokens / seconds).tolist()
+    return speeds

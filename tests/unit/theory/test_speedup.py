@@ -1,4 +1,4 @@
-"""Formulas agree with the paper's tables and with a simulation of the process."""
+"""The formulas agree with the process, drawn step by step; test_published.py has the published figures."""
 
 from __future__ import annotations
 
@@ -17,33 +17,9 @@ from speculant.theory.speedup import (
     step_costs,
     survival,
 )
-from tests.unit.theory.process import STEPS, accepted_in_a_step, simulated_speed
+from tests.unit.theory.process import STEPS, accepted_in_a_step, within_three_errors
 
 CLIFF = VerificationCurve((1, 4, 5, 8), (1.0, 1.1, 1.6, 1.65))
-CLOSE = 0.02  # four standard errors of a simulated mean, relative
-
-
-@pytest.mark.parametrize(
-    ("alpha", "length", "more_operations", "speed"),
-    [
-        (0.6, 2, 1.53, 1.96),
-        (0.7, 3, 1.58, 2.53),
-        (0.8, 2, 1.23, 2.44),
-        (0.8, 5, 1.63, 3.69),
-        (0.9, 2, 1.11, 2.71),
-        (0.9, 10, 1.60, 6.86),
-    ],
-)
-def test_table_1_of_the_paper(alpha: float, length: int, more_operations: float, speed: float) -> None:
-    """Table 1 of arXiv 2211.17192, where draft passes cost nothing."""
-    reached = survival(alpha, length)
-    assert operations(reached, 0.0)[length] == pytest.approx(more_operations, abs=0.005)
-    assert speedups(reached, step_costs(0.0, FLAT, length))[length] == pytest.approx(speed, abs=0.005)
-
-
-def test_bigram_example_of_the_paper() -> None:
-    """An alpha of 0.2 with drafts of 3 that cost nothing gives 1.25 (arXiv 2211.17192, section 3.6)."""
-    assert speedups(survival(0.2, 3), step_costs(0.0, FLAT, 3))[3] == pytest.approx(1.25, abs=0.005)
 
 
 @pytest.mark.parametrize("rates", [[0.8], [0.9, 0.7, 0.4], [0.0], [1.0]], ids=str)
@@ -51,7 +27,7 @@ def test_bigram_example_of_the_paper() -> None:
 def test_expected_tokens_are_those_of_the_process(rates: list[float], length: int) -> None:
     rng = np.random.default_rng(length)
     drawn = [accepted_in_a_step(rates, length, rng) + 1 for _ in range(STEPS)]
-    assert expected_tokens(survival(rates, length))[length] == pytest.approx(np.mean(drawn), rel=CLOSE)
+    assert within_three_errors(drawn, expected_tokens(survival(rates, length))[length])
 
 
 def test_one_rate_is_equation_1() -> None:
@@ -59,15 +35,6 @@ def test_one_rate_is_equation_1() -> None:
         expected = (1 - alpha ** (length + 1)) / (1 - alpha)
         assert expected_tokens(survival(alpha, length))[-1] == pytest.approx(expected, rel=1e-12)
     assert expected_tokens(survival(1.0, 7))[-1] == 8
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("length", [0, 2, 4, 6])
-def test_speed_is_that_of_the_process(length: int, batch: int) -> None:
-    rates, cost_ratio = [0.85, 0.7], 0.15
-    costs = step_costs(cost_ratio, CLIFF, length, batch)
-    simulated = simulated_speed(rates, length, cost_ratio, CLIFF, batch)
-    assert speedups(survival(rates, length), costs)[length] == pytest.approx(simulated, rel=CLOSE)
 
 
 def test_plain_decoding_is_length_0() -> None:

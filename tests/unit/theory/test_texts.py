@@ -9,7 +9,7 @@ from speculant.exactness.distributions import two_distributions
 from speculant.theory.curve import FLAT
 from speculant.theory.speedup import speedups, step_costs, survival
 from speculant.theory.texts import expected_costs
-from tests.unit.theory.process import accepted_in_a_step
+from tests.unit.theory.process import accepted_in_a_step, within_three_errors
 
 COSTS = step_costs(0.2, FLAT, 4)
 ROUNDS = 4000
@@ -30,7 +30,7 @@ def test_cost_is_that_of_the_process(length: int) -> None:
     rng = np.random.default_rng(length)
     drawn = [simulated_cost(acceptance, length, rng) for _ in range(ROUNDS)]
     found = expected_costs(np.array(acceptance), COSTS)[length]
-    assert found == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / np.sqrt(ROUNDS) + 1e-9)
+    assert within_three_errors(drawn, found)
 
 
 def test_long_text_of_one_rate_has_the_formulas_speed() -> None:

@@ -1,0 +1,115 @@
+"""`speculant bench --report` and `--trace`, as they are typed, with tiny random models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from speculant.cli.main import app
+from speculant.engine.profiling import PHASES
+from speculant.errors import ConfigError
+from tests.models import Checkpoints
+
+SMALL = ("--num-prompts", "2", "--max-tokens", "24", "--rounds", "2", "--dtype", "float64")
+CHARTS = ("Speed", "Acceptance per position", "Accepted tokens per draft", "Predicted and measured", "Steps of a run")
+
+
+class Page(HTMLParser):
+    """What a page holds: open tags, the links that leave it, and the text of drafted and of own tokens."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.outside: list[str] = []
+        self.tokens: list[tuple[str, str]] = []
+        self._kind = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.outside += [str(given[name]) for name in ("src", "href", "xlink:href") if name in given]
+        self._kind = str(given.get("class", "")) if tag == "span" else ""
+        if tag not in ("meta", "br", "path", "use"):
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._kind = ""
+        if tag in self.stack:
+            while self.stack.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        if self._kind in ("drafted", "own"):
+            self.tokens.append((self._kind, data))
+
+
+def _bench(checkpoints: Checkpoints, *arguments: str) -> Result:
+    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--spec-length", "4")
+    result = CliRunner().invoke(app, ["bench", *arguments, *models, *SMALL], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def has_charts() -> None:
+    pytest.importorskip("matplotlib")
+
+
+@pytest.mark.usefixtures("has_charts")
+@pytest.mark.parametrize("benchmark", ["latency", "throughput"])
+def test_report_is_one_file_with_everything(checkpoints: Checkpoints, tmp_path: Path, benchmark: str) -> None:
+    path = tmp_path / "report.html"
+    result = _bench(checkpoints, benchmark, "--report", str(path))
+    assert f"written: {path}" in result.stderr
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert [link for link in page.outside if not link.startswith("#")] == [], "it needs no network"
+    assert page.stack == []
+    assert text.count("<svg") == len(CHARTS)
+    assert all(title in text for title in CHARTS)
+    assert {kind for kind, _ in page.tokens} == {"drafted", "own"}
+    for part in ("To repeat it", "processor", "acceptance rate", "tokens a burst", "Measured with"):
+        assert part in text
+
+
+def test_trace_has_the_phases_of_both_modes(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    _bench(checkpoints, "latency", "--trace", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    assert set(names) == {"plain", "speculative"}
+    for track in names.values():
+        spans = [event for event in events if event["ph"] == "X" and event["tid"] == track]
+        assert {span["name"] for span in spans} == set(PHASES)
+        assert min(span["ts"] for span in spans) == 0
+        starts = [span["ts"] for span in spans]
+        assert starts == sorted(starts)
+        assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-3 for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("option", ["--report", "--trace"])
+def test_file_that_cannot_be_written_is_explained(checkpoints: Checkpoints, tmp_path: Path, option: str) -> None:
+    for path, problem in ((tmp_path, "is a folder"), (tmp_path / "none" / "file", "does not exist")):
+        arguments = ["bench", "latency", "--model", checkpoints.target, option, str(path)]
+        error = CliRunner().invoke(app, arguments).exception
+        assert isinstance(error, ConfigError)
+        assert problem in error.problem
+        assert option.removeprefix("--") in error.problem
+
+
+def test_report_without_matplotlib_names_the_command(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "report.html"
+    error = CliRunner().invoke(app, ["bench", "latency", "--model", "demo", "--report", str(path)]).exception
+    assert isinstance(error, ConfigError)
+    assert re.search(r"pip install -c constraints.txt .speculant\[bench\].", error.fix)
+    assert not path.exists()
