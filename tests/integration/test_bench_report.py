@@ -91,9 +91,7 @@ def test_trace_has_the_phases_of_both_modes(checkpoints: Checkpoints, tmp_path: 
         assert min(span["ts"] for span in spans) == 0
         starts = [span["ts"] for span in spans]
         assert starts == sorted(starts)
-        assert all(
-            before["ts"] + before["dur"] <= after["ts"] + 1e-3 for before, after in itertools.pairwise(spans)
-        )
+        assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-3 for before, after in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("option", ["--report", "--trace"])
