@@ -54,7 +54,7 @@ def acceptance_by_position(metrics: SpeculationMetrics) -> str:
     axes = _axes("accepted / tested")
     axes.bar(range(1, len(tested) + 1), accepted / np.maximum(tested, 1), color="#5aa469")
     axes.axhline(metrics.acceptance_rate, color="#333333", linestyle="--", linewidth=1, label="all positions")
-    axes.set(xlabel="position in the draft", ylim=(0, 1))
+    axes.set(xlabel="position in the draft", ylim=(0, 1), xticks=range(1, len(tested) + 1))
     axes.legend(loc="lower left")
     return _svg(axes)
 
@@ -70,7 +70,7 @@ def accepted_per_draft(metrics: SpeculationMetrics) -> str:
     axes = _axes("drafts")
     axes.bar(range(len(counts)), counts, color="#4c8bd6", label="measured")
     axes.plot(range(len(expected)), expected, "o--", color="#333333", linewidth=1, label="independent, one rate")
-    axes.set(xlabel="accepted tokens")
+    axes.set(xlabel="accepted tokens", xticks=range(len(counts)))
     axes.legend()
     return _svg(axes)
 

@@ -55,6 +55,7 @@ def page(value: Mapping[str, Any], cases: Sequence[Case], samples: Sequence[Sequ
 
 def environment(value: Mapping[str, Any]) -> dict[str, str]:
     """Return what the figures were measured with."""
+    memory = value["memory"]
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "speculant": __version__,
@@ -65,6 +66,9 @@ def environment(value: Mapping[str, Any]) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "model": str(value["engine"]["model"]),
         "speculation": value["speculation"]["detail"],
+        "memory of a draft model": (
+            f"{memory['parameters_share']:.3g} of the target's parameters, {memory['cache_share']:.3g} of its cache"
+        ),
     }
 
 

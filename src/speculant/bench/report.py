@@ -220,7 +220,7 @@ def _gained(mode: str, found: Mapping[str, Any]) -> Iterator[str]:
     rate = found["acceptance_rate"]
     if rate is None or "best_length" not in found:
         return
-    costs = ", ".join(f"{found[name]['median']:.3f}" for name in ("cost_ratio", "verification_ratio"))
+    costs = " and ".join(f"{found[name]['median']:.3f}" for name in ("cost_ratio", "verification_ratio"))
     yield (
         f"{mode}: acceptance rate {rate['mean']:.3f} ({rate['low']:.3f}-{rate['high']:.3f}); "
         f"a drafted token and the verification cost {costs} steps of plain decoding"
