@@ -206,7 +206,7 @@ def conclusions(case: Mapping[str, Any]) -> Iterator[str]:
         times = _cell(Row("", ""), ratio["tokens_per_s"])
         yield f"{_display_name(over)}: {times} times the tokens/s of {_display_name(under)}"
     outputs = case["outputs"]
-    for mode, found in case["gains"].items():
+    for mode, found in case.get("gains", {}).items():  # a server tells none
         yield from _gained(_display_name(mode), found)
     for mode, identical in outputs["identical"].items():
         differing = "" if identical == outputs["outputs"] else f"; {NEAR_TIES}"

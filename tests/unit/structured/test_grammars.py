@@ -98,7 +98,7 @@ def test_an_endless_run_is_refused_at_once(grammars: Grammars, name: str) -> Non
     started = time.perf_counter()
     with pytest.raises(RequestError, match="exceeds its limits"):
         grammars.compile(RUNS[name]).result(timeout=20)
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 5, "far below a second on a machine that is not busy"
 
 
 def follow(constraint: GrammarConstraint, count: int) -> None:
