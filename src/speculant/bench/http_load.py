@@ -234,7 +234,7 @@ def connector(api_key: str | None) -> Callable[[str], httpx.AsyncClient]:
     try:
         import httpx
     except ImportError as error:
-        raise ConfigError("httpx is not installed", "pip install -c constraints.txt "speculant[bench]"") from error
+        raise ConfigError("httpx is not installed", 'pip install -c constraints.txt "speculant[bench]"') from error
     trusted = httpx.create_ssl_context()  # once: it reads all certificates
     return lambda url: httpx.AsyncClient(
         base_url=url,
