@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from speculant import AsyncEngine
 from tests.async_engines import assert_nothing_is_held, core, engine_threads
@@ -84,17 +83,16 @@ def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoi
 
 
 class Faults:
-    """Lets a model's passes fail: those of batches that `hit` chooses."""
+    """Lets a model's passes fail: those of batches that `hit` chooses by their number of sequences."""
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         target = core(engine)._context.target
-        self._forward, self.hit, self.failed = target.forward, lambda rows: False, 0
+        self._forward, self.hit, self.failed = target.forward, lambda width: False, 0
         monkeypatch.setattr(target, "forward", self.forward)
 
     def forward(self, batch: Any, *rest: Any) -> Any:
         time.sleep(0.003)
-        tokens: Tensor = batch.tokens
-        if self.hit(tokens.shape[0]):
+        if self.hit(len(batch.segments)):
             self.failed += 1
             raise RuntimeError("CUDA error 0x7f00deadbeef")
         return self._forward(batch, *rest)
@@ -114,7 +112,7 @@ def engine_of(server: LiveServer) -> AsyncEngine:
 
 def test_a_pass_that_fails_once_harms_nobody(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, faults = random.Random(1), Faults(engine_of(server), monkeypatch)
-    faults.hit = lambda rows: rows > 1 and chance.random() < 0.3
+    faults.hit = lambda width: width > 1 and chance.random() < 0.3
 
     async def nothing() -> None:
         pass
@@ -133,7 +131,7 @@ def test_a_model_that_fails_is_a_failed_engine(server: LiveServer, monkeypatch: 
 
     async def break_it() -> None:
         await asyncio.sleep(0.3)
-        faults.hit = lambda rows: True
+        faults.hit = lambda width: True
 
     replies = asyncio.run(send_streams(server.url, 12, random.Random(2), break_it))
     assert_ended(replies, "engine_failed", "internal_error")

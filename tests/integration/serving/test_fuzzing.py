@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 
 from speculant import AsyncEngine
 from tests.examples import sizes
@@ -59,14 +61,14 @@ def test_random_requests_break_nothing(server: LiveServer, count: int) -> None:
         each.ok() for each in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()
     ]
     posts = [each for each in operations if each.method.upper() == "POST"]
-    share = max(1, count // (2 * (len(posts) + 1)))  # all other routes together count as one
+    share = count // (2 * len(posts))
     for operation in operations:
-        number = share if operation in posts else max(1, share // (len(operations) - len(posts)))
+        number = share if operation in posts else max(1, share // 20)  # most of the others have nothing to vary
         for mode in schemathesis.GenerationMode:
             _send_many(sender, operation, mode, number)
     sent = sum(sender.statuses.values())
     print(f"{sent} requests, statuses {sender.statuses}, the slowest took {sender.slowest:.3f} s")
-    assert sent > 0.9 * count
+    assert sent >= 0.95 * count
     assert sender.statuses.get(200, 0) > 0.02 * count
     assert any(400 <= status < 500 for status in sender.statuses)
     assert server.post("/v1/completions", prompt="a", max_tokens=2)["choices"]
@@ -89,4 +91,5 @@ def _send_many(sender: Sender, operation: Any, mode: Any, count: int) -> None:
             case.body.pop("model", None)  # most names are unknown, which is as far as such a request comes
         sender.send(case)
 
-    send()
+    with suppress(Unsatisfiable):  # nothing can be wrong with a request that has nothing
+        send()

@@ -19,7 +19,7 @@ from tests.fakes import (
 )
 
 V = 5
-LIMITS = Limits(max_model_len=24, max_num_seqs=2, max_num_batched_tokens=32, max_waiting=3)
+LIMITS = Limits(max_model_len=24, max_num_seqs=2, max_num_batched_tokens=32, max_waiting=1)
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
 
@@ -37,12 +37,14 @@ def test_a_full_queue_refuses_and_nothing_of_the_request_stays() -> None:
     for name in "abc":
         rig.add((0,), PARAMS, name)
     assert not rig.engine.accepts(1)
-    with pytest.raises(CapacityError, match="max_waiting is 3") as caught:
+    with pytest.raises(CapacityError, match="max_num_seqs . max_waiting is 3") as caught:
         rig.add((0,), PARAMS, "d")
     assert "raise max_waiting" in caught.value.fix
     assert [output.request_id for output in rig.step()] == ["a", "b"]
-    assert rig.engine.accepts(2)
-    assert not rig.engine.accepts(3)
+    assert not rig.engine.accepts(1)
+    rig.engine.abort("a")
+    assert rig.engine.accepts(1)
+    assert not rig.engine.accepts(2)
     assert rig.add((0,), PARAMS, "d"), "its id was not taken"
     rig.finish()
 
