@@ -11,8 +11,10 @@
 //   escapes   a dword each: the weight's place in the panel, in the order of a plain one without streams, and the high byte in the last
 //             8 bits; after them END
 //
-// A block is decoded into the first-level cache, as plain steps, and these are multiplied as any plain steps: the bits of a result are
-// those of plain weights. A work item of more rows than one tile has decodes its panel once.
+// A block is decoded into plain steps, and these are multiplied as any plain steps: the bits of a result are those of plain weights. The
+// steps stay in registers if the rows are few and the block has no escape; else they are in the first-level cache, where escapes are put
+// in. In a work item of several tiles the first one keeps the decoded steps for
+// the others.
 #pragma once
 #include "linear.h"
 
@@ -23,6 +25,7 @@ constexpr int64_t STEP_WEIGHTS = WIDTH * 2;
 constexpr int64_t BLOCK_STEPS = 64 / LANES;
 constexpr int64_t LOW_BYTES = BLOCK_STEPS * STEP_WEIGHTS, INDEX_BYTES = LOW_BYTES / 2, BLOCK = LOW_BYTES + INDEX_BYTES;
 constexpr int64_t PAIRS = LOW_BYTES / VECTOR;             // of decoded vectors: one vector of low bytes makes two
+constexpr int64_t BLOCK_STREAMS = 4, BLOCKS_AHEAD = 4;    // to prefetch in each stream, into the second cache
 constexpr int COMMON = 15;                                // entries of a table; the index after them is an escape's
 constexpr uint32_t END = 0xffffffff;
 constexpr int64_t MOST_WEIGHTS = (1 << 24) - LOW_BYTES;   // of a panel: a place has 24 bits
@@ -38,7 +41,7 @@ struct CodedPanel {
 static_assert(sizeof(CodedPanel) == SP_INDEX_BYTES, "the size that callers are told");
 
 static inline Steps blocks_of(int64_t k) {
-  return Steps((steps_of(SP_BF16, k).count + BLOCK_STEPS - 1) / BLOCK_STEPS, BLOCK);
+  return Steps((steps_of(SP_BF16, k).count + BLOCK_STEPS - 1) / BLOCK_STEPS, BLOCK, BLOCK_STREAMS);
 }
 
 // Where a block has weight e's low byte. Decoding zips 8 low bytes and 8 high ones of each 16 bytes of a vector into a decoded vector.
@@ -49,46 +52,77 @@ static inline int64_t low_place(int64_t e) {
 static inline int64_t index_place(int64_t low) { return LOW_BYTES + low % INDEX_BYTES; }
 static inline int index_shift(int64_t low) { return low < INDEX_BYTES ? 0 : 4; }
 
-static inline void decode_pair(const char *block, int64_t pair, Ints high, char *out) {
-  const Ints low = load_ints(block + pair * VECTOR);
-  store_ints(out + 2 * pair * VECTOR, zip_low(low, high));
-  store_ints(out + (2 * pair + 1) * VECTOR, zip_high(low, high));
+struct Pair {
+  Ints first, second;
+};
+
+// Decode vectors 2p and 2p + 1 of a block's plain steps, escapes aside.
+static inline __attribute__((always_inline)) Pair decode_pair(const char *block, int64_t p, Ints table) {
+  const Ints indices = load_ints(block + LOW_BYTES + p % (PAIRS / 2) * VECTOR), low = load_ints(block + p * VECTOR);
+  const Ints high = look_up(table, p < PAIRS / 2 ? low_halves(indices) : high_halves(indices));
+  return {zip_low(low, high), zip_high(low, high)};
 }
 
-// Call work(b, the steps of block b) for all blocks, in order.
+static inline bool has_escape(const uint32_t *next, int64_t b) { return *next >> 8 < (b + 1) * LOW_BYTES; }
+
+// Decode a block into plain steps. `next` is the block's first escape, and then the one after its last.
+static inline __attribute__((always_inline)) void decode_block(const char *block, int64_t b, Ints table, const uint32_t *&next, char *steps) {
+  for (int64_t p = 0; p < PAIRS; p++) {
+    const Pair pair = decode_pair(block, p, table);
+    store_ints(steps + 2 * p * VECTOR, pair.first), store_ints(steps + (2 * p + 1) * VECTOR, pair.second);
+  }
+  for (; has_escape(next, b); next++) steps[2 * ((*next >> 8) - b * LOW_BYTES) + 1] = (char)*next;
+}
+
+// Call work(b, block b) for all blocks, in order.
 template <typename Work>
 static inline __attribute__((always_inline)) void each_block(const CodedPanel &coded, int64_t k, Work work) {
-  alignas(64) char steps[2 * LOW_BYTES];
   const Steps blocks = blocks_of(k);
-  const Ints table = load_table(coded.table);
-  const uint32_t *escape = coded.first_escape();
   const char *round = coded.at(coded.data);
-  const int64_t ahead = blocks.streams == 1 ? AHEAD : BLOCK;  // of a stream, the next block
-  for (int64_t first = 0; first < blocks.count; first += STREAMS, round += blocks.advance) {
-    const int64_t end = first + STREAMS < blocks.count ? first + STREAMS : blocks.count;
+  for (int64_t first = 0; first < blocks.count; first += BLOCK_STREAMS, round += blocks.advance) {
+    const int64_t end = first + BLOCK_STREAMS < blocks.count ? first + BLOCK_STREAMS : blocks.count;
     const char *block = round;
     for (int64_t b = first; b < end; b++, block += blocks.stride) {
-      for (int64_t i = 0; i < BLOCK; i += 64) prefetch(block + ahead + i);
-      for (int64_t i = 0; i < PAIRS / 2; i++) {
-        const Ints indices = load_ints(block + LOW_BYTES + i * VECTOR);
-        decode_pair(block, i, look_up(table, low_halves(indices)), steps);
-        decode_pair(block, PAIRS / 2 + i, look_up(table, high_halves(indices)), steps);
-      }
-      for (const uint32_t begin = (uint32_t)(b * LOW_BYTES); *escape >> 8 < begin + LOW_BYTES; escape++)
-        steps[2 * ((*escape >> 8) - begin) + 1] = (char)*escape;
-      work(b, steps);
+      for (int64_t i = 0; i < BLOCK; i += 64) prefetch_far(block + BLOCKS_AHEAD * BLOCK + i);
+      work(b, block);
     }
+  }
+}
+
+// Whether two decoded steps fit in the registers beside the accumulators.
+static constexpr bool fits(int rows) { return (rows + 2) * VECS + 4 <= REGISTERS; }
+
+// Decode a block without escapes and multiply it, two steps at a time.
+template <int ROWS>
+static inline __attribute__((always_inline)) void add_block(const char *block, int64_t j, Ints table, const void *x, Vec acc[ROWS][VECS]) {
+#pragma GCC unroll 8
+  for (int64_t s = 0; s < BLOCK_STEPS; s += 2) {
+    Ints w[2 * VECS];
+    for (int v = 0; v < VECS; v++) {
+      const Pair pair = decode_pair(block, s / 2 * VECS + v, table);
+      w[2 * v] = pair.first, w[2 * v + 1] = pair.second;
+    }
+    add_pair_step<ROWS>(w, x, j + s, acc);
+    add_pair_step<ROWS>(w + VECS, x, j + s + 1, acc);
   }
 }
 
 template <int ROWS>
 static void sum_coded(const char *panel, const Tile &tile, int64_t k, float *sums) {
+  alignas(64) char own[2 * LOW_BYTES];
   Vec acc[ROWS][VECS];
   clear<ROWS>(acc);
+  const CodedPanel &coded = *(const CodedPanel *)panel;
+  const Ints table = load_table(coded.table);
+  const uint32_t *next = coded.first_escape();
   const int64_t whole = whole_steps(k);
-  each_block(*(const CodedPanel *)panel, k, [&](int64_t b, const char *steps) __attribute__((always_inline)) {
+  each_block(coded, k, [&](int64_t b, const char *block) __attribute__((always_inline)) {
     const int64_t first = b * BLOCK_STEPS;
-    if (first + BLOCK_STEPS <= whole) {
+    const bool complete = first + BLOCK_STEPS <= whole;
+    if (fits(ROWS) && complete && !tile.room && !has_escape(next, b)) return add_block<ROWS>(block, first, table, tile.dwords, acc);
+    char *steps = tile.room ? tile.room + b * 2 * LOW_BYTES : own;
+    decode_block(block, b, table, next, steps);
+    if (complete) {
 #pragma GCC unroll 8
       for (int64_t s = 0; s < BLOCK_STEPS; s++) add_bf16_step<ROWS>(steps + s * STEP, tile.dwords, first + s, acc);
     } else {
@@ -99,16 +133,22 @@ static void sum_coded(const char *panel, const Tile &tile, int64_t k, float *sum
   put_acc<ROWS>(acc, sums);
 }
 
+// A panel that sum_coded has decoded: all steps in one piece.
+template <int ROWS>
+static void sum_decoded(const char *panel, const Tile &tile, int64_t k, float *sums) {
+  Vec acc[ROWS][VECS];
+  clear<ROWS>(acc);
+  add_bf16<ROWS>(panel, steps_of(SP_BF16, k).in_order(), tile.dwords, k, acc);
+  put_acc<ROWS>(acc, sums);
+}
+
 static const SumTile SUM_CODED[] = {nullptr,      sum_coded<1>, sum_coded<2>, sum_coded<3>, sum_coded<4>,
                                     sum_coded<5>, sum_coded<6>, sum_coded<7>, sum_coded<8>};
+static const SumTile SUM_DECODED[] = {nullptr,        sum_decoded<1>, sum_decoded<2>, sum_decoded<3>, sum_decoded<4>,
+                                      sum_decoded<5>, sum_decoded<6>, sum_decoded<7>, sum_decoded<8>};
 
-static void decode_panel(const CodedPanel &coded, int64_t k, char *plain) {
-  const Steps steps = steps_of(SP_BF16, k);
-  each_block(coded, k, [&](int64_t b, const char *decoded) __attribute__((always_inline)) {
-    for (int64_t j = b * BLOCK_STEPS; j < (b + 1) * BLOCK_STEPS && j < steps.count; j++, decoded += STEP)
-      memcpy(plain + steps.at(j), decoded, STEP);
-  });
-}
+// Bytes of a decoded panel.
+static inline int64_t decoded_bytes(int64_t k) { return blocks_of(k).count * 2 * LOW_BYTES; }
 
 // Read output i of a panel: its first `width` weights along k.
 static void read_coded_row(const CodedPanel &coded, int64_t i, int64_t width, float *out) {

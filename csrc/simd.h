@@ -7,6 +7,7 @@
 #include <cstring>
 
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
+static inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
 // Reductions over lanes, always in the same order: the high half is folded onto the low one until one lane is left.
 #if defined(SP_AVX2) || defined(SP_AVX512)
@@ -27,7 +28,7 @@ static inline float max_of_eight(__m256 v) {
 
 #if defined(SP_AVX512)
 namespace SP_NAMESPACE {
-constexpr int LANES = 16;
+constexpr int LANES = 16, REGISTERS = 32;
 typedef __m512 Vec;
 typedef __m512i Ints;
 static inline Vec zero() { return _mm512_setzero_ps(); }
@@ -124,7 +125,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 
 #elif defined(SP_AVX2)
 namespace SP_NAMESPACE {
-constexpr int LANES = 8;
+constexpr int LANES = 8, REGISTERS = 16;
 typedef __m256 Vec;
 typedef __m256i Ints;
 static inline Vec zero() { return _mm256_setzero_ps(); }
@@ -187,7 +188,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 
 #else  // portable: loops over lanes, vectorized by the compiler
 namespace SP_NAMESPACE {
-constexpr int LANES = 8;
+constexpr int LANES = 8, REGISTERS = 0;
 struct Vec { float at[LANES]; };
 struct Ints { uint32_t at[LANES]; };
 #define SP_EACH(result, expression) \

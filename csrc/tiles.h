@@ -98,8 +98,8 @@ static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
 }
 
 static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
-  if (!is_packed(op, rows)) return {op.in, nullptr, nullptr};
-  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op)};
+  if (!is_packed(op, rows)) return {op.in, nullptr, nullptr, nullptr};
+  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op), nullptr};
 }
 
 // A work item of a layer is a panel (gate and up, if it is gated) for SHARE rows.
@@ -108,17 +108,23 @@ static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panel
 struct Panel {
   const char *at;
   const SumTile *sums;
+  char *room;  // for its decoded steps, or NULL
+
+  // Sum a tile of rows. Several tiles take the steps of a coded panel as the first one has decoded them.
+  void sum(Tile tile, int64_t rows, int64_t k, float *out) {
+    tile.room = room;
+    sums[rows](at, tile, k, out);
+    if (room) *this = {room, SUM_DECODED, nullptr};
+  }
 };
 
-// Panel `index` of a layer's weights, for a work item of some rows. Codes that several tiles would decode are decoded into `room`.
+// Panel `index` of a layer's weights, for a work item of some rows.
 static Panel panel_at(const SpOp &op, int64_t index, int64_t rows, List<char> &room) {
-  if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), SUM_TILES[op.type]};
+  if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), SUM_TILES[op.type], nullptr};
   const CodedPanel &coded = ((const CodedPanel *)op.weight)[index];
-  if (!coded.escapes) return {coded.at(coded.data), SUM_BF16};
-  if (rows <= MOST_ROWS) return {(const char *)&coded, SUM_CODED};
-  room.resize(panel_bytes(SP_BF16, op.k));
-  decode_panel(coded, op.k, room.items);
-  return {room.items, SUM_BF16};
+  if (!coded.escapes) return {coded.at(coded.data), SUM_BF16, nullptr};
+  if (rows > MOST_ROWS) room.resize(decoded_bytes(op.k));
+  return {(const char *)&coded, SUM_CODED, rows > MOST_ROWS ? room.items : nullptr};
 }
 
 static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
@@ -127,14 +133,14 @@ static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
   const int64_t panel = item % panels_of(op.n), begin = item / panels_of(op.n) * SHARE;
   const int64_t end = begin + SHARE < rows ? begin + SHARE : rows;
   const bool gated = op.flags & SP_SILU;
-  const Panel first = panel_at(op, gated ? 2 * panel : panel, end - begin, rooms[0]);
-  const Panel up = gated ? panel_at(op, 2 * panel + 1, end - begin, rooms[1]) : first;
+  Panel first = panel_at(op, gated ? 2 * panel : panel, end - begin, rooms[0]);
+  Panel up = gated ? panel_at(op, 2 * panel + 1, end - begin, rooms[1]) : first;
   for (int64_t row = begin; row < end; row += MOST_ROWS) {
     const Tile tile = tile_at(op, rows, x, row);
     const int64_t some = rows_at(row, end);
-    first.sums[some](first.at, tile, op.k, sums);
+    first.sum(tile, some, op.k, sums);
     if (gated) {
-      up.sums[some](up.at, tile, op.k, ups);
+      up.sum(tile, some, op.k, ups);
       put_gated(op, panel, row, some, sums, ups);
     } else {
       put_sums(op, panel, row, some, sums);
