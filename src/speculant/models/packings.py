@@ -6,10 +6,12 @@ is faster where reading them is what a pass waits for; both are timed, on matric
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -22,10 +24,11 @@ from speculant.models.decoder_program import linear
 
 MIB = 2**20
 LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
-TIMED_BYTES = 128 * MIB  # that are read by each run, unless the caches are half as large
+TIMED_BYTES = 128 * MIB  # that are read in turn; more if the caches are large
 MOST_TIMED_BYTES = 512 * MIB
 ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
-ROUNDS = 5
+LAYER_BYTES = 8 * MIB
+SECONDS = 0.3  # after which no further round of runs begins
 DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
@@ -67,28 +70,39 @@ def timed_bytes() -> int:
 def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
     """Return the speed of linear layers with coded weights over that with plain ones, by rows.
 
-    There is a layer of each depth, and `num_bytes` of plain weights in all. Times are the best of some rounds, in turn.
+    There are small layers of all depths, with `num_bytes` of plain weights together, so that each is read from memory.
+    The best time of those of one depth counts: other programs may delay most runs, but hardly all of so many.
     """
-    plain = [_random_matrix(kernels, depth, num_bytes // len(depths)) for depth in depths]
-    layers = {PLAIN: plain, CODED: [kernels.code(each) for each in plain]}
-    x = torch.randn(max(ROWS), max(depths))
-    out = torch.empty(max(ROWS), max(each.n for each in plain))
-    programs = {name: (Op * len(own))(*(linear(each, x, out) for each in own)) for name, own in layers.items()}
-    seconds = {(name, rows): float("inf") for rows in ROWS for name in programs}
-    for _ in range(ROUNDS):
-        for name, rows in seconds:
-            started = time.perf_counter()
-            kernels.run(programs[name], Pass(rows=rows))
-            seconds[name, rows] = min(seconds[name, rows], time.perf_counter() - started)
-    return {rows: seconds[PLAIN, rows] / seconds[CODED, rows] for rows in ROWS}
+    count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
+    plain = [_random_matrix(kernels, depth) for depth in depths]
+    layers = {PLAIN: _copies(plain, count), CODED: _copies([kernels.code(each) for each in plain], count)}
+    x, out = torch.randn(max(ROWS), max(depths)), torch.empty(max(ROWS), max(each.n for each in plain))
+    programs = {name: [(Op * 1)(linear(each, x, out)) for each in own] for name, own in layers.items()}
+    best = {(name, rows): dict.fromkeys(depths, math.inf) for rows in ROWS for name in layers}
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        for (name, rows), times in best.items():
+            for layer, program in zip(layers[name], programs[name], strict=True):
+                started = time.perf_counter()
+                kernels.run(program, Pass(rows=rows))
+                times[layer.k] = min(times[layer.k], time.perf_counter() - started)
+    return {rows: sum(best[PLAIN, rows].values()) / sum(best[CODED, rows].values()) for rows in ROWS}
 
 
-def _random_matrix(kernels: Kernels, depth: int, num_bytes: int) -> Weight:
-    """Return a packed matrix of about `num_bytes`, of random weights whose exponents are those of trained ones."""
+def _random_matrix(kernels: Kernels, depth: int) -> Weight:
+    """Return a packed matrix of about LAYER_BYTES, of random weights whose exponents are those of trained ones."""
     height = DISTINCT * panel_rows(kernels)
     generator = torch.Generator().manual_seed(0)
     distinct = kernels.pack(Type.BF16, torch.randn(height, depth, generator=generator).mul_(0.02).bfloat16()).memory
-    times = max(1, num_bytes // len(distinct))
+    times = max(1, LAYER_BYTES // len(distinct))
     memory = aligned(times * len(distinct))
     memory.view(times, -1).copy_(distinct)
     return Weight(memory, Type.BF16, times * height, depth)
+
+
+def _copies(weights: Sequence[Weight], count: int) -> list[Weight]:
+    """Return copies of weights, each in memory of its own."""
+    copies = [replace(weight, memory=aligned(len(weight.memory))) for weight in weights for _ in range(count)]
+    for index, copy in enumerate(copies):
+        copy.memory.copy_(weights[index // count].memory)
+    return copies
