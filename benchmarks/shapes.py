@@ -1,8 +1,8 @@
 """Checkpoints of a real size whose text is known: every token has one successor, whatever came before.
 
-The layers' last matrices are zeros, so that a token's embedding reaches the head unchanged and the head finds the
-successor; all of them are read and computed like any others. A draft made for another share of the successors agrees
-with its target there and nowhere else, so acceptance is what one asks for.
+The layers' last matrices are of tiny numbers, so that a token's embedding reaches the head nearly unchanged and the
+head finds the successor; all of them are read and computed like any others. A draft made for another share of the
+successors agrees with its target there and nowhere else, so acceptance is what one asks for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from speculant.models.source import resolve_source
 
 VOCABULARY = 32000
+TINY = 1e-9
 TARGET = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64,
@@ -76,8 +77,8 @@ def tensors(shape: dict[str, int], following: Tensor) -> dict[str, Tensor]:
             made[f"{at}{name}.weight"] = torch.ones(hidden).bfloat16()
         for name, rows in (("q", width), ("k", narrow), ("v", narrow)):
             made[f"{at}self_attn.{name}_proj.weight"] = random(rows, hidden)
-        made[f"{at}self_attn.o_proj.weight"] = torch.zeros(hidden, width).bfloat16()
+        made[f"{at}self_attn.o_proj.weight"] = random(hidden, width, TINY)
         made[f"{at}mlp.gate_proj.weight"] = random(inside, hidden)
         made[f"{at}mlp.up_proj.weight"] = random(inside, hidden)
-        made[f"{at}mlp.down_proj.weight"] = torch.zeros(hidden, inside).bfloat16()
+        made[f"{at}mlp.down_proj.weight"] = random(hidden, inside, TINY)
     return made

@@ -43,7 +43,7 @@ static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
 extern "C" {
 
-int sp_version(void) { return 8; }
+int sp_version(void) { return 9; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -53,6 +53,14 @@ int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k) { return SETS[s
 
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed) {
   SETS[set].table->pack(type, source, weight, n, k, step, packed, threads);
+}
+
+int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index) {
+  return SETS[set].table->index_panels(panels, k, plain, index, threads);
+}
+
+void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *coded) {
+  SETS[set].table->code_panels(panels, k, plain, coded, threads);
 }
 
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }

@@ -35,18 +35,26 @@ static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 // The steps of a panel and their layout. A small panel has one stream, as it is read from a processor cache.
 struct Steps {
   int64_t count, streams;
+  int64_t round;                 // steps that are read in turn
   int64_t length;                // steps of a stream: odd, else steps read together share a set of the first-level cache
-  int64_t stride, advance;       // bytes from a step to the next one, and from STREAMS steps to the next STREAMS
+  int64_t stride, advance;       // bytes from a step to the next one, and from a round to the next
   int64_t ahead;                 // bytes to prefetch ahead
+  int64_t bytes;                 // of a step
 
-  explicit Steps(int64_t n) : count(n) {
-    streams = n * STEP < LEAST_STREAMED ? 1 : STREAMS;
-    length = streams == 1 ? n : (n + STREAMS - 1) / STREAMS | 1;
-    stride = streams == 1 ? STEP : length * STEP, advance = STREAMS / streams * STEP, ahead = AHEAD / streams;
+  explicit Steps(int64_t n, int64_t step = STEP, int64_t most = STREAMS) : count(n), round(most), bytes(step) {
+    streams = n * step < LEAST_STREAMED ? 1 : most;
+    length = streams == 1 ? n : (n + most - 1) / most | 1;
+    stride = streams == 1 ? step : length * step, advance = most / streams * step, ahead = AHEAD / streams;
   }
 
-  int64_t size() const { return streams * length * STEP; }
-  int64_t at(int64_t j) const { return j / STREAMS * advance + j % STREAMS * stride; }
+  // The same steps without streams.
+  Steps in_order() const {
+    Steps steps = *this;
+    steps.streams = 1, steps.length = count, steps.stride = bytes, steps.advance = round * bytes, steps.ahead = AHEAD;
+    return steps;
+  }
+  int64_t size() const { return streams * length * bytes; }
+  int64_t at(int64_t j) const { return j / round * advance + j % round * stride; }
 
   // Call step(j, its address) for the first `some` steps, in order.
   template <typename Step>
@@ -80,6 +88,7 @@ struct Tile {
   const void *dwords;   // [dwords of a row][rows]
   const float *scales;  // int8 and int4 weights (quantized.h): [rows]
   const int32_t *compensation;
+  char *room;           // coded weights (coded.h): memory for the decoded panel, if other tiles follow; else NULL
 };
 
 // acc[rows][VECS] += x[rows] w[VECS]
@@ -110,52 +119,81 @@ static inline void add_f32(const char *panel, const float *x, int64_t depth, Vec
 constexpr bool ROUNDS = true;  // whether x is rounded to bfloat16 for bfloat16 weights
 
 // An odd k is padded with a zero.
+static inline int64_t whole_steps(int64_t depth) { return (depth + 1) / 2; }
+
+// acc[rows][VECS] += x w for step j of a tile and the weights of that step.
 template <int ROWS>
-static inline void add_bf16(const char *panel, const void *x, int64_t depth, Vec acc[ROWS][VECS]) {
-  const Steps steps = steps_of(SP_BF16, depth);
-  steps.each(panel, steps.count, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
-    Ints w[VECS];
-    prefetch_step(weight, steps.ahead);
-    for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
-    for (int r = 0; r < ROWS; r++) {
-      const Ints pair = splat_dword((const char *)x + 4 * (j * ROWS + r));
-      for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
-    }
-  });
+static inline __attribute__((always_inline)) void add_pair_step(const Ints w[VECS], const void *x, int64_t j, Vec acc[ROWS][VECS]) {
+  for (int r = 0; r < ROWS; r++) {
+    const Ints pair = splat_dword((const char *)x + 4 * (j * ROWS + r));
+    for (int v = 0; v < VECS; v++) acc[r][v] = add_pairs(acc[r][v], w[v], pair);
+  }
 }
+
+template <int ROWS>
+static inline void add_half_step(const char *, const void *, int64_t, Vec[ROWS][VECS]) {}
 #else
 constexpr bool ROUNDS = false;
 
+static inline int64_t whole_steps(int64_t depth) { return depth / 2; }
+
 template <int ROWS>
-static inline void add_bf16(const char *panel, const void *rows, int64_t depth, Vec acc[ROWS][VECS]) {
-  const Steps steps = steps_of(SP_BF16, depth);
-  const float *x = (const float *)rows;
+static inline __attribute__((always_inline)) void add_pair_step(const Ints pairs[VECS], const void *x, int64_t j, Vec acc[ROWS][VECS]) {
   Vec w[VECS];
-  steps.each(panel, depth / 2, [&](int64_t j, const char *weight) __attribute__((always_inline)) {
-    prefetch_step(weight, steps.ahead);
-    for (int v = 0; v < VECS; v++) w[v] = low_bf16(load_ints(weight + v * LANES * 4));
-    add_step<ROWS>(acc, x + 2 * j * ROWS, w);
-    for (int v = 0; v < VECS; v++) w[v] = high_bf16(load_ints(weight + v * LANES * 4));
-    add_step<ROWS>(acc, x + (2 * j + 1) * ROWS, w);
-  });
+  for (int v = 0; v < VECS; v++) w[v] = low_bf16(pairs[v]);
+  add_step<ROWS>(acc, (const float *)x + 2 * j * ROWS, w);
+  for (int v = 0; v < VECS; v++) w[v] = high_bf16(pairs[v]);
+  add_step<ROWS>(acc, (const float *)x + (2 * j + 1) * ROWS, w);
+}
+
+// The last step of an odd k holds one of a pair.
+template <int ROWS>
+static inline __attribute__((always_inline)) void add_half_step(const char *weight, const void *x, int64_t depth, Vec acc[ROWS][VECS]) {
   if (depth % 2 == 0) return;
-  for (int v = 0; v < VECS; v++) w[v] = low_bf16(load_ints(panel + steps.at(depth / 2) + v * LANES * 4));
-  add_step<ROWS>(acc, x + (depth - 1) * ROWS, w);
+  Vec w[VECS];
+  for (int v = 0; v < VECS; v++) w[v] = low_bf16(load_ints(weight + v * LANES * 4));
+  add_step<ROWS>(acc, (const float *)x + (depth - 1) * ROWS, w);
 }
 #endif
+
+template <int ROWS>
+static inline __attribute__((always_inline)) void add_bf16_step(const char *weight, const void *x, int64_t j, Vec acc[ROWS][VECS]) {
+  Ints w[VECS];
+  for (int v = 0; v < VECS; v++) w[v] = load_ints(weight + v * LANES * 4);
+  add_pair_step<ROWS>(w, x, j, acc);
+}
+
+template <int ROWS>
+static inline void add_bf16(const char *panel, const Steps &steps, const void *x, int64_t depth, Vec acc[ROWS][VECS]) {
+  steps.each(panel, whole_steps(depth), [&](int64_t j, const char *weight) __attribute__((always_inline)) {
+    prefetch_step(weight, steps.ahead);
+    add_bf16_step<ROWS>(weight, x, j, acc);
+  });
+  add_half_step<ROWS>(panel + steps.at(depth / 2), x, depth, acc);
+}
+
+template <int ROWS>
+static inline __attribute__((always_inline)) void clear(Vec acc[ROWS][VECS]) {
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) acc[r][v] = zero();
+}
+
+template <int ROWS>
+static inline __attribute__((always_inline)) void put_acc(const Vec acc[ROWS][VECS], float *sums) {
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
+}
 
 // sums[ROWS][WIDTH] of one panel and a tile, over k inputs.
 template <int ROWS, bool NARROW>
 static void sum_reals(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) acc[r][v] = zero();
+  clear<ROWS>(acc);
   if (NARROW)
-    add_bf16<ROWS>(panel, tile.dwords, k, acc);
+    add_bf16<ROWS>(panel, steps_of(SP_BF16, k), tile.dwords, k, acc);
   else
     add_f32<ROWS>(panel, (const float *)tile.dwords, k, acc);
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
+  put_acc<ROWS>(acc, sums);
 }
 
 typedef void (*SumTile)(const char *panel, const Tile &, int64_t k, float *sums);
@@ -228,22 +266,6 @@ static void pack_panel(int type, int source, const void *weight, int64_t n, int6
         ((uint16_t *)to)[2 * i + j % 2] = to_bf16(value);
     }
   }
-}
-
-// Copy the input embedding that a row brings, or look up a row of the packed table; pack_panel has the layout.
-static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
-  const int64_t width = op.n;  // the table is [vocabulary, n]: packed with k = n
-  if (pass.inputs && pass.inputs[t]) {
-    memcpy(op.out + t * width, pass.inputs[t], width * sizeof(float));
-    return;
-  }
-  const int64_t token = pass.tokens[t];
-  const char *panel = (const char *)op.weight + token / WIDTH * panel_bytes(op.type, width);
-  const int64_t i = token % WIDTH;
-  const Steps steps = steps_of(op.type, width);
-  for (int64_t j = 0; j < width; j++)
-    op.out[t * width + j] = op.type == SP_F32 ? ((const float *)(panel + steps.at(j)))[i]
-                                              : read_weight(SP_BF16, panel + steps.at(j / 2), 2 * i + j % 2);
 }
 
 }  // namespace SP_NAMESPACE

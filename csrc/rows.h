@@ -1,6 +1,6 @@
 // Operations on single rows: norms, rotary embedding, and storing keys and values in the cache.
 #pragma once
-#include "linear.h"
+#include "coded.h"
 
 namespace SP_NAMESPACE {
 
@@ -65,6 +65,31 @@ static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
   }
   for (int64_t head = 0; head < op.kv_heads; head++, x += op.dim)
     put_cache(op, layer_of(pass.values, op, pass), pass.slots[t], head, x);
+}
+
+// Row `token` of a table packed with depth `width` (pack_panel and coded.h have the layouts).
+static void read_packed_row(const SpOp &op, int64_t token, float *out) {
+  const int64_t width = op.n, i = token % WIDTH;
+  int type = op.type;
+  const char *panel;
+  if (type == SP_BF12) {
+    const CodedPanel &coded = ((const CodedPanel *)op.weight)[token / WIDTH];
+    if (coded.escapes) return read_coded_row(coded, i, width, out);
+    panel = coded.at(coded.data), type = SP_BF16;
+  } else {
+    panel = (const char *)op.weight + token / WIDTH * panel_bytes(type, width);
+  }
+  const Steps steps = steps_of(type, width);
+  for (int64_t j = 0; j < width; j++)
+    out[j] = type == SP_F32 ? ((const float *)(panel + steps.at(j)))[i] : read_weight(SP_BF16, panel + steps.at(j / 2), 2 * i + j % 2);
+}
+
+// Copy the input embedding that a row brings, or look up a row of the packed table [vocabulary, n].
+static void run_embed(const SpOp &op, const SpPass &pass, int64_t t) {
+  if (pass.inputs && pass.inputs[t])
+    memcpy(op.out + t * op.n, pass.inputs[t], op.n * sizeof(float));
+  else
+    read_packed_row(op, pass.tokens[t], op.out + t * op.n);
 }
 
 }  // namespace SP_NAMESPACE

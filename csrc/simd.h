@@ -7,6 +7,7 @@
 #include <cstring>
 
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
+static inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
 // Reductions over lanes, always in the same order: the high half is folded onto the low one until one lane is left.
 #if defined(SP_AVX2) || defined(SP_AVX512)
@@ -27,7 +28,7 @@ static inline float max_of_eight(__m256 v) {
 
 #if defined(SP_AVX512)
 namespace SP_NAMESPACE {
-constexpr int LANES = 16;
+constexpr int LANES = 16, REGISTERS = 32;
 typedef __m512 Vec;
 typedef __m512i Ints;
 static inline Vec zero() { return _mm512_setzero_ps(); }
@@ -52,6 +53,13 @@ static inline Ints splat_ints(int32_t x) { return _mm512_set1_epi32(x); }
 static inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+static inline void store_ints(void *p, Ints a) { _mm512_storeu_si512(p, a); }
+// For decoding bytes: a table in each 16 bytes, the bytes at its places `index` < 16, and the bytes of a and b in turn, those of the first
+// or of the second half of each 16 bytes.
+static inline Ints load_table(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
+static inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
+static inline Ints zip_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
+static inline Ints zip_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
 // Add the products of four unsigned bytes of w and four signed bytes of x to each dword, exactly.
 static inline Ints add_products(Ints sum, Ints w, Ints x) {
 #if defined(SP_VNNI)
@@ -117,7 +125,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 
 #elif defined(SP_AVX2)
 namespace SP_NAMESPACE {
-constexpr int LANES = 8;
+constexpr int LANES = 8, REGISTERS = 16;
 typedef __m256 Vec;
 typedef __m256i Ints;
 static inline Vec zero() { return _mm256_setzero_ps(); }
@@ -144,6 +152,11 @@ static inline Ints splat_ints(int32_t x) { return _mm256_set1_epi32(x); }
 static inline Vec to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+static inline void store_ints(void *p, Ints a) { _mm256_storeu_si256((__m256i *)p, a); }
+static inline Ints load_table(const uint8_t *p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)); }
+static inline Ints look_up(Ints table, Ints index) { return _mm256_shuffle_epi8(table, index); }
+static inline Ints zip_low(Ints a, Ints b) { return _mm256_unpacklo_epi8(a, b); }
+static inline Ints zip_high(Ints a, Ints b) { return _mm256_unpackhi_epi8(a, b); }
 static inline Ints add_products(Ints sum, Ints w, Ints x) {
   const Ints even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
   const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
@@ -175,7 +188,7 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 
 #else  // portable: loops over lanes, vectorized by the compiler
 namespace SP_NAMESPACE {
-constexpr int LANES = 8;
+constexpr int LANES = 8, REGISTERS = 0;
 struct Vec { float at[LANES]; };
 struct Ints { uint32_t at[LANES]; };
 #define SP_EACH(result, expression) \
@@ -202,6 +215,27 @@ static inline Ints splat_ints(int32_t x) { SP_EACH(Ints, (uint32_t)x) }
 static inline Vec to_floats(Ints a) { SP_EACH(Vec, (float)(int32_t)a.at[i]) }
 static inline Ints low_halves(Ints a) { SP_EACH(Ints, a.at[i] & 0x0f0f0f0fu) }
 static inline Ints high_halves(Ints a) { SP_EACH(Ints, a.at[i] >> 4 & 0x0f0f0f0fu) }
+static inline void store_ints(void *p, Ints a) { memcpy(p, &a, sizeof a); }
+typedef uint8_t Bytes[LANES * 4];
+static inline Ints load_table(const uint8_t *p) {
+  Ints out;
+  for (int i = 0; i < LANES * 4; i += 16) memcpy((uint8_t *)&out + i, p, 16);
+  return out;
+}
+static inline Ints look_up(Ints table, Ints index) {
+  Bytes from, places, found;
+  memcpy(from, &table, sizeof from), memcpy(places, &index, sizeof places);
+  for (int i = 0; i < LANES * 4; i++) found[i] = from[places[i]];
+  return load_ints(found);
+}
+static inline Ints zip(Ints a, Ints b, int half) {
+  Bytes first, second, zipped;
+  memcpy(first, &a, sizeof first), memcpy(second, &b, sizeof second);
+  for (int i = 0; i < LANES * 4; i++) zipped[i] = (i % 2 ? second : first)[i / 16 * 16 + half * 8 + i % 16 / 2];
+  return load_ints(zipped);
+}
+static inline Ints zip_low(Ints a, Ints b) { return zip(a, b, 0); }
+static inline Ints zip_high(Ints a, Ints b) { return zip(a, b, 1); }
 static inline int32_t products(uint32_t w, uint32_t x) {
   int32_t sum = 0;
   for (int i = 0; i < 32; i += 8) sum += (int32_t)(w >> i & 255) * (int8_t)(x >> i & 255);

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-enum SpType { SP_F32 = 0, SP_BF16 = 1, SP_INT8 = 2, SP_INT4 = 3 };
+enum SpType { SP_F32 = 0, SP_BF16 = 1, SP_INT8 = 2, SP_INT4 = 3, SP_BF12 = 4 };
 
 enum SpCode {
   SP_EMBED = 0,    /* out[T, n] = rows of the packed table `weight` [vocabulary = k, n] for the pass's tokens, or its inputs */
@@ -116,6 +116,12 @@ int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 /* Pack weights [n, k] in `source` (SP_F32 or SP_BF16) as `type`, into every `step`-th panel from `packed` on: 2 for gate and up,
  * which are interleaved, else 1. Each panel holds the same number of rows; the last is padded with zeros. Memory is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
+/* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or as they are where that does not fit them (coded.h).
+ * The first function fills an index of SP_INDEX_BYTES a panel and returns the bytes of the whole. The second one writes the panels behind
+ * the index, with which `coded` must begin. Both are given the matrix as packed, with all its panels, and k. */
+enum { SP_INDEX_BYTES = 32 };
+int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index);
+void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *coded);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with
  * each sequence's newest token at its next position until all have drawn up to their limits. */

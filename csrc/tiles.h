@@ -5,6 +5,7 @@
 //   bfloat16 in pairs       bfloat16, where the processor multiplies pairs of them (linear.h)
 //   int8, int4              int8 (quantized.h)
 #pragma once
+#include "coded.h"
 #include "quantized.h"
 
 namespace SP_NAMESPACE {
@@ -12,7 +13,7 @@ namespace SP_NAMESPACE {
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows that one work item of a layer computes
 
-static const SumTile *const SUM_TILES[] = {SUM_F32, SUM_BF16, SUM_INT8, SUM_INT4};  // by SpType
+static const SumTile *const SUM_TILES[] = {SUM_F32, SUM_BF16, SUM_INT8, SUM_INT4};  // by SpType; panel_at has SP_BF12
 
 struct Tiles {
   List<uint32_t> dwords, narrowed;  // tiles; rows in int8 or bfloat16 before they are packed
@@ -20,12 +21,13 @@ struct Tiles {
   List<int32_t> compensation;
 };
 
-static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || (op.type == SP_BF16 && !ROUNDS); }
+static inline bool is_bf16(const SpOp &op) { return op.type == SP_BF16 || op.type == SP_BF12; }
+static inline bool is_float(const SpOp &op) { return op.type == SP_F32 || (is_bf16(op) && !ROUNDS); }
 static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
 
 // The size of a packed row.
 static inline int64_t dwords_of(const SpOp &op) {
-  return is_float(op) ? op.k : op.type == SP_BF16 ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
+  return is_float(op) ? op.k : is_bf16(op) ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
 }
 static inline int64_t compensations_of(const SpOp &op) { return op.type == SP_INT4 ? groups_of(op.k) : 1; }
 
@@ -75,7 +77,7 @@ static void round_row(const float *x, int64_t k, uint16_t *rounded) {
 }
 
 static void narrow_row(const SpOp &op, const float *x, uint32_t *to, float *scale, int64_t stride, int32_t *compensation) {
-  if (op.type == SP_BF16)
+  if (is_bf16(op))
     round_row(x, op.k, (uint16_t *)to);
   else
     quantize_row(op.type, x, op.k, (int8_t *)to, scale, stride, compensation);
@@ -96,26 +98,49 @@ static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
 }
 
 static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first) {
-  if (!is_packed(op, rows)) return {op.in, nullptr, nullptr};
-  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op)};
+  if (!is_packed(op, rows)) return {op.in, nullptr, nullptr, nullptr};
+  return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op), nullptr};
 }
 
 // A work item of a layer is a panel (gate and up, if it is gated) for SHARE rows.
 static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panels_of(op.n) * ((rows + SHARE - 1) / SHARE); }
 
+struct Panel {
+  const char *at;
+  const SumTile *sums;
+  char *room;  // for its decoded steps, or NULL
+
+  // Sum a tile of rows. Several tiles take the steps of a coded panel as the first one has decoded them.
+  void sum(Tile tile, int64_t rows, int64_t k, float *out) {
+    tile.room = room;
+    sums[rows](at, tile, k, out);
+    if (room) *this = {room, SUM_DECODED, nullptr};
+  }
+};
+
+// Panel `index` of a layer's weights, for a work item of some rows.
+static Panel panel_at(const SpOp &op, int64_t index, int64_t rows, List<char> &room) {
+  if (op.type != SP_BF12) return {(const char *)op.weight + index * bytes_of_panel(op.type, op.k), SUM_TILES[op.type], nullptr};
+  const CodedPanel &coded = ((const CodedPanel *)op.weight)[index];
+  if (!coded.escapes) return {coded.at(coded.data), SUM_BF16, nullptr};
+  if (rows > MOST_ROWS) room.resize(decoded_bytes(op.k));
+  return {(const char *)&coded, SUM_CODED, rows > MOST_ROWS ? room.items : nullptr};
+}
+
 static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
+  static thread_local List<char> rooms[2];
   alignas(64) float sums[MOST_ROWS * WIDTH], ups[MOST_ROWS * WIDTH];
   const int64_t panel = item % panels_of(op.n), begin = item / panels_of(op.n) * SHARE;
-  const int64_t end = begin + SHARE < rows ? begin + SHARE : rows, bytes = bytes_of_panel(op.type, op.k);
+  const int64_t end = begin + SHARE < rows ? begin + SHARE : rows;
   const bool gated = op.flags & SP_SILU;
-  const char *weight = (const char *)op.weight + panel * bytes * (gated ? 2 : 1);
+  Panel first = panel_at(op, gated ? 2 * panel : panel, end - begin, rooms[0]);
+  Panel up = gated ? panel_at(op, 2 * panel + 1, end - begin, rooms[1]) : first;
   for (int64_t row = begin; row < end; row += MOST_ROWS) {
     const Tile tile = tile_at(op, rows, x, row);
     const int64_t some = rows_at(row, end);
-    const SumTile sum = SUM_TILES[op.type][some];
-    sum(weight, tile, op.k, sums);
+    first.sum(tile, some, op.k, sums);
     if (gated) {
-      sum(weight + bytes, tile, op.k, ups);
+      up.sum(tile, some, op.k, ups);
       put_gated(op, panel, row, some, sums, ups);
     } else {
       put_sums(op, panel, row, some, sums);

@@ -19,7 +19,7 @@ from tests.examples import examples
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 KERNELS = {(isa, threads): open_kernels(isa, threads) for isa in SETS for threads in (1, 2)}
-EXACT_TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16}
+EXACT_TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16}
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 513, 1030]))
 DEEP = 2101  # so many inputs lie in streams on every instruction set, some of them with padding
 DEPTHS = st.one_of(SIZES, st.integers(DEEP - 70, DEEP))
@@ -49,7 +49,7 @@ def run_linear(
 
 def multiplied(isa: str, type_: Type, x: Tensor) -> Tensor:
     """Return what a linear layer multiplies with: x, or x in bfloat16 where the instruction takes pairs of it."""
-    return x.bfloat16().float() if isa == "avx512bf16" and type_ == Type.BF16 else x
+    return x.bfloat16().float() if isa == "avx512bf16" and type_ in (Type.BF16, Type.BF12) else x
 
 
 def bound(x: Tensor, weight: Tensor) -> Tensor:

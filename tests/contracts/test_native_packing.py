@@ -15,6 +15,7 @@ from speculant.kernels.packing import Lane, allocate, panel_rows
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 SPLITS = [[1], [1, 2, 3], [5, 200, 7], [63, 1, 64], [31, 33, 100, 28]]
+PACKED = [type_ for type_ in Type if type_ != Type.BF12]  # that one is made of packed panels
 
 
 @pytest.fixture(params=SETS)
@@ -59,7 +60,7 @@ def pack_parts(
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("type_", list(Type))
+@pytest.mark.parametrize("type_", PACKED)
 def test_packing_in_parts_equals_whole(
     kernels: Kernels, type_: Type, split: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +71,7 @@ def test_packing_in_parts_equals_whole(
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("type_", list(Type))
+@pytest.mark.parametrize("type_", PACKED)
 @pytest.mark.parametrize("stored", [torch.float16, torch.float64, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packing_rounds_to_the_models_type(
@@ -82,7 +83,7 @@ def test_packing_rounds_to_the_models_type(
     assert torch.equal(pack_parts(kernels, type_, dtype, [matrix], [200, 133]), expected)
 
 
-@pytest.mark.parametrize("type_", list(Type))
+@pytest.mark.parametrize("type_", PACKED)
 @pytest.mark.parametrize("n", [1, 50, 64, 200])
 def test_packing_in_turn_equals_whole(kernels: Kernels, type_: Type, n: int) -> None:
     gate, up = (random_rows(n, 72, torch.float32, seed) for seed in (1, 2))
@@ -93,7 +94,7 @@ def test_packing_in_turn_equals_whole(kernels: Kernels, type_: Type, n: int) -> 
 def test_panel_rows_are_what_the_library_says(kernels: Kernels) -> None:
     rows = panel_rows(kernels)
     assert rows > 1
-    for type_ in Type:
+    for type_ in PACKED:
         one = kernels.packed_bytes(type_, 1, 72)
         assert kernels.packed_bytes(type_, rows, 72) == one
         assert kernels.packed_bytes(type_, rows + 1, 72) == 2 * one

@@ -39,6 +39,7 @@ DISTRIBUTIONS: dict[str, dict[str, float]] = {
 NATIVE = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "12bit": {"dtype": "bfloat16", "weight_packing": "12bit"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
@@ -148,6 +149,19 @@ def test_text_is_identical_on_the_native_kernels(
 ) -> None:
     """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
     check_identity(drafter, distribution, spec_length, SHORT, ENGINES[weights])
+
+
+@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_text_is_identical_in_any_packing(distribution: str) -> None:
+    """Weights in 12 bits are the plain ones."""
+    plain, coded = (
+        plain_texts(
+            distribution, SHORT, tuple({"dtype": "bfloat16", "kernels": "native", "weight_packing": each}.items())
+        )
+        for each in ("plain", "12bit")
+    )
+    assert coded == plain
 
 
 PRODUCT = [

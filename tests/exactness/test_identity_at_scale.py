@@ -116,7 +116,7 @@ def write_model(folder: Path, num_layers: int) -> str:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("scale")
     target = write_model(folder / "target", CONFIG["num_hidden_layers"])
-    llm = LLM(target, dtype="bfloat16", kernels="native", max_num_seqs=1, max_model_len=256)
+    llm = LLM(target, dtype="bfloat16", kernels="native", max_num_seqs=1, max_model_len=256, weight_packing="plain")
     plain = {distribution: texts(llm, distribution)[0] for distribution in DISTRIBUTIONS}
     assert plain["greedy"] != plain["seeded"]
     return Pair(target, write_model(folder / "draft", DRAFT_LAYERS), plain)
@@ -126,6 +126,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1},
     "eight": {"max_num_seqs": 8, "max_num_batched_tokens": 61},
     "slotted, small chunks": {"max_num_seqs": 3, "max_num_batched_tokens": 24, "kv_cache_backend": "slotted"},
+    "weights in 12 bits": {"max_num_seqs": 8, "weight_packing": "12bit"},
 }
 PRODUCT = [{"engine": engine, "drafter": name} for engine in ENGINES for name in plugins.names("speculant.drafting")]
 ONCE = [tuple(PRODUCT[index].values()) for index in covering(PRODUCT, 1)]  # each drafter with one engine

@@ -158,8 +158,9 @@ def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
     """Load the target, and the draft in its own type and in those that its backend can round weights to."""
     alone = replace(config, max_num_seqs=1, speculative_config={"draft_length": "fixed"})
     target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
-    )
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        weight_packing=config.weight_packing,
+    )  # fmt: skip
     own = _candidate(alone, target, None)
     return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.backend.quantizations)]
 
@@ -168,7 +169,7 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
     runtime = build_around(replace(config, draft_quantization=quantization), target)
     checkpoint = load_model(
         str(config.draft_model), config.dtype, config.device,
-        role="draft", kernels=config.kernels, quantization=quantization,
+        role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
     )  # fmt: skip
     return Candidate(quantization, checkpoint, runtime)
 

@@ -67,15 +67,15 @@ def speculation(llm: LLM, output: RequestOutput) -> str:
 
 
 def figures(llm: LLM, output: RequestOutput) -> str:
-    """Return one line with the measurements, and whether speculation is on, with which drafter, or why not."""
+    """Return one line: the measurements, whether speculation is on, with which drafter or why not, and the weights."""
     timing, spec = output.metrics.timing, output.metrics.speculative_decoding
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s
     made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
     detail = speculation(llm, output)
     if output.metrics.verification is None:
-        return f"{made}; speculation is off: {detail}"
+        return f"{made}; speculation is off: {detail}; weights are {llm.weight_packing}"
     return (
         f"{made}; speculation is on: {detail}; mean acceptance length {spec.mean_acceptance_length:.2f}, "
-        f"acceptance rate {spec.acceptance_rate:.2f}"
+        f"acceptance rate {spec.acceptance_rate:.2f}; weights are {llm.weight_packing}"
     )

@@ -165,6 +165,9 @@ class EngineFlags(FlagGroup):
     kernels: Annotated[str, "Which kernels compute: auto, native or reference."]
     quantization: Annotated[str, "Weights of the target in int8 or int4."]
     draft_quantization: Annotated[str, "Weights of the draft: int8, int4, none (as they are) or auto (fastest here)."]
+    weight_packing: Annotated[
+        str, "How bfloat16 weights are stored: plain, 12bit (the same bits) or auto (faster here)."
+    ]
     seed: Annotated[int, "Seeds the requests that bring no seed of their own; their text can be repeated then."]
 
     def values(self) -> dict[str, Any]:

@@ -68,7 +68,13 @@ def inspect_machine() -> Machine:
         kernels=_kernels(speeds),
         packages=packages,
         embedded_models=_embedded_models(),
-        findings=[*_package_findings(packages), *_model_findings(), _kernel_finding(speeds), _cuda_finding(cuda)],
+        findings=[
+            *_package_findings(packages),
+            *_model_findings(),
+            _kernel_finding(speeds),
+            *_packing_finding(speeds),
+            _cuda_finding(cuda),
+        ],
     )
 
 
@@ -179,6 +185,7 @@ def _kernels(speeds: Speeds) -> dict[str, Any]:
     if kernels is not None:
         facts = {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
         facts["native_linear_gb_per_s"] = speeds.native_linear
+        facts["weight_packing"] = str(speeds.packing)
     return {**facts, "torch_linear_gb_per_s": speeds.torch_linear}
 
 
@@ -196,6 +203,12 @@ def _kernel_finding(speeds: Speeds) -> Finding:
         "and int4 weights; in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
         "install a C++ compiler (g++ or clang++ with OpenMP) and install speculant again",
     )
+
+
+def _packing_finding(speeds: Speeds) -> list[Finding]:
+    if speeds.packing is None:
+        return []
+    return [Finding("ok", f'weight_packing="auto" stores the bfloat16 weights of large models {speeds.packing}')]
 
 
 def _cuda_finding(cuda: dict[str, Any]) -> Finding:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from speculant.models.backends.base import Packing
 
 REPEATS = 5  # the best one is reported
 BANDWIDTH_BYTES = 256 * 2**20  # well beyond the caches
 N, K = 8192, 6144  # 96 MiB of bfloat16
+DEPTHS = (2048, 8192)  # of a model of a billion weights
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,7 @@ class Speeds:
     read: float  # all threads together: the bound on decoding at batch 1
     torch_linear: float  # bfloat16 weights, one row
     native_linear: float | None
+    packing: Packing | None = None  # what weight_packing="auto" chooses for a large model
 
 
 def measure_speeds() -> Speeds:
@@ -27,6 +33,7 @@ def measure_speeds() -> Speeds:
     from speculant.kernels.memory import aligned
     from speculant.kernels.native import Op, Pass, Type, open_kernels
     from speculant.models.decoder_program import linear
+    from speculant.models.packings import choose, measure_gains, timed_bytes
 
     kernels = open_kernels()
     weight, x = torch.ones(N, K, dtype=torch.bfloat16), torch.ones(1, K)
@@ -40,7 +47,8 @@ def measure_speeds() -> Speeds:
     read = BANDWIDTH_BYTES / min(kernels.read_seconds(memory) for _ in range(REPEATS)) / 1e9
     packed, out = kernels.pack(Type.BF16, weight), torch.empty(1, N)
     ops = (Op * 1)(linear(packed, x, out))
-    return Speeds(read, by_torch, num_bytes / _best(lambda: kernels.run(ops, Pass(rows=1))) / 1e9)
+    native = num_bytes / _best(lambda: kernels.run(ops, Pass(rows=1))) / 1e9
+    return Speeds(read, by_torch, native, choose(measure_gains(kernels, DEPTHS, timed_bytes())))
 
 
 def _best(work: Callable[[], object]) -> float:

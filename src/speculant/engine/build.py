@@ -59,8 +59,9 @@ def build_engine(config: EngineConfig) -> Runtime:
     if config.draft_quantization != AUTO:
         find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
     target = load_model(
-        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
-    )
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        weight_packing=config.weight_packing,
+    )  # fmt: skip
     return build_around(config, target)
 
 
@@ -283,6 +284,7 @@ class _Workshop:
         return load_model(
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens,
+            weight_packing=config.weight_packing,
         )  # fmt: skip
 
 

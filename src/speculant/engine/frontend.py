@@ -84,6 +84,11 @@ class Frontend:
         return self._runtime.checkpoint.kernels
 
     @property
+    def weight_packing(self) -> str:
+        """How the target's weights are stored, and why."""
+        return str(self._runtime.checkpoint.packing)
+
+    @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
         return self._runtime.checkpoint.sampling

@@ -24,9 +24,11 @@ from torch import Tensor
 from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
+from speculant.kernels.native_structs import Draft, settings_array
 
-VERSION = 8
+VERSION = 9
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
+INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 NO_TOKEN = -1  # the draw of a row without a distribution
 
@@ -38,6 +40,7 @@ class Type(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    BF12 = 4  # packed BF16, the same numbers in 12 bits each (csrc/coded.h)
 
 
 TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
@@ -86,48 +89,6 @@ class Pass(Structure):
     ]  # fmt: skip
 
 
-class SpSamplingSettings(Structure):
-    """`SamplingSettings` in the library's layout; the fields have the same order."""
-
-    _fields_: ClassVar[Any] = [
-        ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("top_k", c_int64),
-    ]  # fmt: skip
-
-
-class SpEdits(Structure):
-    """Changes to a row's logits before its distribution is computed; csrc/speculant.h has the order."""
-
-    _fields_: ClassVar[Any] = [
-        ("allowed", c_void_p), ("words", c_int64), ("masked", c_int64),
-        ("biased", c_void_p), ("biases", c_void_p), ("num_biased", c_int64),
-        ("banned", c_void_p), ("num_banned", c_int64), ("ban_below", c_int64),
-        ("seen", c_void_p), ("counts", c_void_p), ("num_seen", c_int64),
-        ("drafted", c_void_p), ("num_drafted", c_int64),
-        ("penalises", c_int64), ("repetition", c_float), ("presence", c_float), ("frequency", c_float),
-    ]  # fmt: skip
-
-
-def settings_array(settings: Sequence[SamplingSettings]) -> ctypes.Array[SpSamplingSettings]:
-    """Return settings in the library's layout."""
-    return (SpSamplingSettings * len(settings)).from_buffer_copy(b"".join(map(_packed, settings)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _packed(settings: SamplingSettings) -> bytes:
-    return bytes(SpSamplingSettings(*settings))
-
-
-class Draft(Structure):
-    """The arguments of `Kernels.draft`: the `SpDraft` of csrc/speculant.h."""
-
-    _fields_: ClassVar[Any] = [
-        ("sequences", c_int64), ("steps", c_int64), ("width", c_int64),
-        ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
-        ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
-        ("num_logits", c_int64), ("head_tokens", c_void_p),
-    ]  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Weight:
     """A matrix [n, k], or two of them interleaved panel by panel, packed for one instruction set."""
@@ -139,7 +100,7 @@ class Weight:
 
     @property
     def address(self) -> int:
-        """The address of the first panel."""
+        """The address of the first panel, or of the index of panels that are coded."""
         return self.memory.data_ptr()
 
 
@@ -155,12 +116,24 @@ class Kernels:
 
     def pack(self, type_: Type, weight: Tensor, second: Tensor | None = None) -> Weight:
         """Pack a matrix [n, k] of float32 or bfloat16; with a second one of the same shape, interleaved by panels."""
+        if type_ == Type.BF12:
+            return self.code(self.pack(Type.BF16, weight, second))
         n, k = weight.shape
         matrices = [matrix for matrix in (weight, second) if matrix is not None]
         memory = aligned(self.packed_bytes(type_, n, k) * len(matrices))
         for lane, matrix in enumerate(matrices):
             self.pack_panels(type_, matrix, memory.data_ptr() + lane * self.packed_bytes(type_, 1, k), len(matrices))
         return Weight(memory, type_, n, k)
+
+    def code(self, plain: Weight) -> Weight:
+        """Return a packed matrix of bfloat16, or two that are interleaved, in 12 bits a weight."""
+        panels = plain.memory.numel() // self.packed_bytes(Type.BF16, 1, plain.k)
+        index = aligned(INDEX_BYTES * panels)
+        job = self.index, self.threads, panels, plain.k, plain.address
+        memory = aligned(self.library.sp_index_panels(*job, index.data_ptr()))
+        memory[: len(index)] = index
+        self.library.sp_code_panels(*job, memory.data_ptr())
+        return Weight(memory, Type.BF12, plain.n, plain.k)
 
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
         """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel, the first at an address.
@@ -286,6 +259,8 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_usable", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
+    ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
+    ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),

@@ -34,6 +34,7 @@ class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
     dtype, float32 or bfloat16, is that of the weights and of the cache. Matrices are rounded to `quantization`.
+    coded: those of bfloat16 are stored in 12 bits a weight, which changes no bit of a result.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
 
@@ -46,6 +47,7 @@ class NativeDecoder:
         dtype: torch.dtype,
         kernels: Kernels,
         quantization: Type | None = None,
+        coded: bool = False,
     ) -> None:
         cpu = torch.device("cpu")
         self.cache_shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, cpu)
@@ -53,7 +55,7 @@ class NativeDecoder:
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self._rotary = Rotary(config.rope, config.head_dim)
         self.kernels = kernels
-        self._weights = PackedDecoder.read(config, WeightReader(weights, kernels, dtype), quantization)
+        self._weights = PackedDecoder.read(config, WeightReader(weights, kernels, dtype, coded=coded), quantization)
         self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self._weights.head, None, None)
         self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64) if config.head_tokens else None

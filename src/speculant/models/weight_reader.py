@@ -15,12 +15,16 @@ from speculant.models.weight_source import WeightSource, read_plain
 
 @dataclass(frozen=True)
 class WeightReader:
-    """A source whose tensors are rounded to `dtype` and packed; names follow `prefix`."""
+    """A source whose tensors are rounded to `dtype` and packed; names follow `prefix`.
+
+    coded: matrices of bfloat16 are stored in 12 bits a weight.
+    """
 
     weights: WeightSource
     kernels: Kernels
     dtype: torch.dtype
     prefix: str = ""
+    coded: bool = False
 
     def inside(self, part: str) -> WeightReader:
         """Return a reader of a submodule."""
@@ -34,7 +38,7 @@ class WeightReader:
         for name in names:
             lane.write(self._read_matrix(type_, name))
         lane.close()
-        return packed
+        return self._stored(packed)
 
     def interleaved(self, type_: Type, *names: str) -> Weight:
         """Pack matrices of the same shape, interleaved panel by panel. Raises ModelError; see `_read_matrix`."""
@@ -44,7 +48,10 @@ class WeightReader:
             lane = Lane(self.kernels, packed, self.dtype, index, len(names))
             lane.write(self._read_matrix(type_, name))
             lane.close()
-        return packed
+        return self._stored(packed)
+
+    def _stored(self, packed: Weight) -> Weight:
+        return self.kernels.code(packed) if self.coded and packed.type == Type.BF16 else packed
 
     def vector(self, *names: str) -> Tensor:
         """Return vectors in float32, concatenated."""

@@ -14,7 +14,7 @@ import torch
 
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError, suggest
-from speculant.models.backends.base import Backend, choose_backend
+from speculant.models.backends.base import AUTO, Backend, Packing, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
@@ -46,6 +46,11 @@ class Checkpoint:
     kernels: str  # the backend's name and facts, and why other backends were not chosen
     backend: Backend  # computes the model
 
+    @property
+    def packing(self) -> Packing:
+        """How the weights are stored, and why."""
+        return packing_of(self.backend)
+
 
 def load_model(
     source: str,
@@ -57,12 +62,14 @@ def load_model(
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
+    weight_packing: str = AUTO,
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
 
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
-    the tokens that have a logit, in ascending order; () = all.
+    the tokens that have a logit, in ascending order; () = all. weight_packing: how weights are stored, plain or 12bit;
+    auto = the faster way on this machine, which is timed for a large model.
 
     dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
     "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
@@ -83,7 +90,7 @@ def load_model(
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors)
-    backend, description = choose_backend(kernels, quantization, decoder, chosen, place)
+    backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
     weights = CheckedWeights(tensors, shapes.keys())
     decoder, own = with_short_head(decoder, weights, head_tokens)
     model = backend.load(decoder, own, chosen, place, quantization)
@@ -91,6 +98,7 @@ def load_model(
     check_needs(model.needs)
     name, seconds = _name(source, role, folder), time.perf_counter() - started
     logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
+    logger.info("%s %s: weights are stored %s", role, name, packing_of(backend))
     return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, description, backend)
 
 

@@ -7,7 +7,7 @@ theirs under the entry point group `speculant.models.backends`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -20,6 +20,7 @@ from speculant.models.weight_source import WeightSource
 
 KIND = "speculant.models.backends"
 AUTO = "auto"
+PLAIN, CODED = "plain", "12bit"  # packings
 _FIX = 'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
 
 
@@ -67,22 +68,84 @@ class Backend(Protocol):
         ...
 
 
+class Packing(NamedTuple):
+    """How weights are stored, and why. Packings differ in speed and memory; all give the same bits."""
+
+    name: str = PLAIN
+    why: str = ""
+
+    def __str__(self) -> str:
+        stored = "in 12 bits" if self.name == CODED else "plain"
+        return f"{stored} ({self.why})" if self.why else stored
+
+
+AS_THEY_ARE = Packing()
+
+
+@runtime_checkable
+class PacksWeights(Protocol):
+    """What a backend has that can store weights in several ways."""
+
+    @property
+    def packing(self) -> Packing:
+        """How it stores weights."""
+        ...
+
+    def packings(self, dtype: torch.dtype) -> Sequence[str]:
+        """Return the ways to store weights of a type."""
+        ...
+
+    def fastest_packing(self, config: DecoderConfig, quantization: str | None) -> Packing:
+        """Return the fastest of several ways to store a model's weights here."""
+        ...
+
+    def with_packing(self, packing: Packing) -> Backend:
+        """Return this backend, storing the weights of the models that it loads so."""
+        ...
+
+
 def choose_backend(
-    wanted: str, quantization: str | None, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+    wanted: str,
+    quantization: str | None,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_packing: str = AUTO,
 ) -> tuple[Backend, str]:
     """Return a backend that can compute the model, and a description of the choice.
 
-    wanted is a backend's name, or "auto" for the first that can compute the model. Raises ConfigError.
+    wanted is a backend's name, or "auto" for the first that can compute the model. weight_packing: how it is to store
+    weights; "auto" = the fastest way. Raises ConfigError.
     """
     reasons: dict[str, str] = {}
     for backend in find_backends(wanted, quantization):
         why = why_not(backend, config, dtype, device)
         if why is None:
-            return backend, _describe(backend, quantization, reasons)
+            packed = _with_packing(backend, weight_packing, config, dtype, quantization)
+            return packed, _describe(packed, quantization, reasons)
         reasons[backend.name] = why
     raise ConfigError(
         "; ".join(f"the {name} kernels can't compute this model: {why}" for name, why in reasons.items()), _FIX
     )
+
+
+def packing_of(backend: Backend) -> Packing:
+    """Return how a backend stores weights."""
+    return backend.packing if isinstance(backend, PacksWeights) else AS_THEY_ARE
+
+
+def _with_packing(
+    backend: Backend, wanted: str, config: DecoderConfig, dtype: torch.dtype, quantization: str | None
+) -> Backend:
+    known = backend.packings(dtype) if isinstance(backend, PacksWeights) else (PLAIN,)
+    if wanted not in (AUTO, *known):
+        raise ConfigError(
+            f"weight_packing={wanted!r} is impossible for {_display_name(dtype)} weights on the {backend.name} kernels",
+            f'use weight_packing="auto" or one of: {", ".join(known)}; 12bit is for bfloat16 on the native kernels.',
+        )
+    if not isinstance(backend, PacksWeights) or len(known) == 1:
+        return backend
+    return backend.with_packing(backend.fastest_packing(config, quantization) if wanted == AUTO else Packing(wanted))
 
 
 def find_backends(wanted: str, quantization: str | None = None, option: str = "quantization") -> list[Backend]:

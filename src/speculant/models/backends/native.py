@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from speculant.kernels.base import Sampler
 from speculant.kernels.native import MOST_DIM, MOST_GROUP, QUANTIZED, TYPES, Kernels, open_kernels
 from speculant.kernels.native_sampler import NativeSampler
+from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.config import DecoderConfig
 from speculant.models.native_decoder import NativeDecoder
+from speculant.models.packings import fastest_packing
 from speculant.models.weight_source import WeightSource
 
 
@@ -26,6 +28,7 @@ class NativeBackend:
     quantizations: Sequence[str] = tuple(QUANTIZED)
     priority: int = 10
     row_invariant: bool = True
+    packing: Packing = AS_THEY_ARE
 
     @property
     def sampler(self) -> Sampler:
@@ -43,7 +46,20 @@ class NativeBackend:
 
     def describe(self) -> str:
         """See `Backend.describe`."""
-        return f"{self._built.isa}, {self._built.threads} threads"
+        stored = ", weights in 12 bits" if self.packing.name == CODED else ""
+        return f"{self._built.isa}, {self._built.threads} threads{stored}"
+
+    def packings(self, dtype: torch.dtype) -> Sequence[str]:
+        """See `PacksWeights.packings`."""
+        return (PLAIN, CODED) if dtype == torch.bfloat16 else (PLAIN,)
+
+    def fastest_packing(self, config: DecoderConfig, quantization: str | None) -> Packing:
+        """See `PacksWeights.fastest_packing`: both ways are timed for a model that is large enough."""
+        return fastest_packing(self._built, config, quantization)
+
+    def with_packing(self, packing: Packing) -> NativeBackend:
+        """See `PacksWeights.with_packing`."""
+        return replace(self, packing=packing)
 
     def load(
         self,
@@ -55,7 +71,7 @@ class NativeBackend:
     ) -> NativeDecoder:
         """See `Backend.load`: each tensor is packed as it is read."""
         type_ = None if quantization is None else QUANTIZED[quantization]
-        return NativeDecoder(config, weights, dtype, self._built, type_)
+        return NativeDecoder(config, weights, dtype, self._built, type_, coded=self.packing.name == CODED)
 
     @property
     def _built(self) -> Kernels:

@@ -1,0 +1,250 @@
+// bfloat16 weights in 12 bits each: the same numbers in three quarters of the bytes, so that they are read sooner.
+//
+// A weight's low byte (the exponent's last bit and the mantissa) is stored as it is. High bytes (the sign and the rest of the exponent)
+// have few values in a trained matrix: a panel has a table of its fifteen commonest ones, and a weight an index of four bits. Other
+// high bytes are escapes, in a list in the order of the panel.
+//
+//   index     an entry for each panel: where it is, and its table
+//   panel     blocks of BLOCK_STEPS steps of a plain panel, in streams as its steps are (linear.h); a panel of which a list would be long
+//             is stored plain
+//   block     [LOW_BYTES] low bytes, [INDEX_BYTES] pairs of indices: that of byte b in the low half, of byte b + INDEX_BYTES in the high one
+//   escapes   a dword each: the weight's place in the panel, in the order of a plain one without streams, and the high byte in the last
+//             8 bits; after them END
+//
+// A block is decoded into plain steps, and these are multiplied as any plain steps: the bits of a result are those of plain weights. The
+// steps stay in registers if the rows are few and the block has no escape; else they are in the first-level cache, where escapes are put
+// in. In a work item of several tiles the first one keeps the decoded steps for
+// the others.
+#pragma once
+#include "linear.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int64_t VECTOR = LANES * 4;                     // bytes
+constexpr int64_t STEP_WEIGHTS = WIDTH * 2;
+constexpr int64_t BLOCK_STEPS = 64 / LANES;
+constexpr int64_t LOW_BYTES = BLOCK_STEPS * STEP_WEIGHTS, INDEX_BYTES = LOW_BYTES / 2, BLOCK = LOW_BYTES + INDEX_BYTES;
+constexpr int64_t PAIRS = LOW_BYTES / VECTOR;             // of decoded vectors: one vector of low bytes makes two
+constexpr int64_t BLOCK_STREAMS = 4, BLOCKS_AHEAD = 4;    // to prefetch in each stream, into the second cache
+constexpr int COMMON = 15;                                // entries of a table; the index after them is an escape's
+constexpr uint32_t END = 0xffffffff;
+constexpr int64_t MOST_WEIGHTS = (1 << 24) - LOW_BYTES;   // of a panel: a place has 24 bits
+constexpr int64_t LEAST_PER_ESCAPE = 128;                 // weights: a panel with more escapes is stored plain
+
+struct CodedPanel {
+  int64_t data, escapes;  // bytes from this entry to the panel, and to its escapes; escapes 0 = the panel is plain
+  uint8_t table[16];
+
+  const char *at(int64_t offset) const { return (const char *)this + offset; }
+  const uint32_t *first_escape() const { return (const uint32_t *)at(escapes); }
+};
+static_assert(sizeof(CodedPanel) == SP_INDEX_BYTES, "the size that callers are told");
+
+static inline Steps blocks_of(int64_t k) {
+  return Steps((steps_of(SP_BF16, k).count + BLOCK_STEPS - 1) / BLOCK_STEPS, BLOCK, BLOCK_STREAMS);
+}
+
+// Where a block has weight e's low byte. Decoding zips 8 low bytes and 8 high ones of each 16 bytes of a vector into a decoded vector.
+static inline int64_t low_place(int64_t e) {
+  const int64_t vector = e / (VECTOR / 2), i = e % (VECTOR / 2);
+  return vector / 2 * VECTOR + i / 8 * 16 + vector % 2 * 8 + i % 8;
+}
+static inline int64_t index_place(int64_t low) { return LOW_BYTES + low % INDEX_BYTES; }
+static inline int index_shift(int64_t low) { return low < INDEX_BYTES ? 0 : 4; }
+
+struct Pair {
+  Ints first, second;
+};
+
+// Decode vectors 2p and 2p + 1 of a block's plain steps, escapes aside.
+static inline __attribute__((always_inline)) Pair decode_pair(const char *block, int64_t p, Ints table) {
+  const Ints indices = load_ints(block + LOW_BYTES + p % (PAIRS / 2) * VECTOR), low = load_ints(block + p * VECTOR);
+  const Ints high = look_up(table, p < PAIRS / 2 ? low_halves(indices) : high_halves(indices));
+  return {zip_low(low, high), zip_high(low, high)};
+}
+
+static inline bool has_escape(const uint32_t *next, int64_t b) { return *next >> 8 < (b + 1) * LOW_BYTES; }
+
+// Decode a block into plain steps. `next` is the block's first escape, and then the one after its last.
+static inline __attribute__((always_inline)) void decode_block(const char *block, int64_t b, Ints table, const uint32_t *&next, char *steps) {
+  for (int64_t p = 0; p < PAIRS; p++) {
+    const Pair pair = decode_pair(block, p, table);
+    store_ints(steps + 2 * p * VECTOR, pair.first), store_ints(steps + (2 * p + 1) * VECTOR, pair.second);
+  }
+  for (; has_escape(next, b); next++) steps[2 * ((*next >> 8) - b * LOW_BYTES) + 1] = (char)*next;
+}
+
+// Call work(b, block b) for all blocks, in order.
+template <typename Work>
+static inline __attribute__((always_inline)) void each_block(const CodedPanel &coded, int64_t k, Work work) {
+  const Steps blocks = blocks_of(k);
+  const char *round = coded.at(coded.data);
+  for (int64_t first = 0; first < blocks.count; first += BLOCK_STREAMS, round += blocks.advance) {
+    const int64_t end = first + BLOCK_STREAMS < blocks.count ? first + BLOCK_STREAMS : blocks.count;
+    const char *block = round;
+    for (int64_t b = first; b < end; b++, block += blocks.stride) {
+      for (int64_t i = 0; i < BLOCK; i += 64) prefetch_far(block + BLOCKS_AHEAD * BLOCK + i);
+      work(b, block);
+    }
+  }
+}
+
+// Whether two decoded steps fit in the registers beside the accumulators.
+static constexpr bool fits(int rows) { return (rows + 2) * VECS + 4 <= REGISTERS; }
+
+// Decode a block without escapes and multiply it, two steps at a time.
+template <int ROWS>
+static inline __attribute__((always_inline)) void add_block(const char *block, int64_t j, Ints table, const void *x, Vec acc[ROWS][VECS]) {
+#pragma GCC unroll 8
+  for (int64_t s = 0; s < BLOCK_STEPS; s += 2) {
+    Ints w[2 * VECS];
+    for (int v = 0; v < VECS; v++) {
+      const Pair pair = decode_pair(block, s / 2 * VECS + v, table);
+      w[2 * v] = pair.first, w[2 * v + 1] = pair.second;
+    }
+    add_pair_step<ROWS>(w, x, j + s, acc);
+    add_pair_step<ROWS>(w + VECS, x, j + s + 1, acc);
+  }
+}
+
+template <int ROWS>
+static void sum_coded(const char *panel, const Tile &tile, int64_t k, float *sums) {
+  alignas(64) char own[2 * LOW_BYTES];
+  Vec acc[ROWS][VECS];
+  clear<ROWS>(acc);
+  const CodedPanel &coded = *(const CodedPanel *)panel;
+  const Ints table = load_table(coded.table);
+  const uint32_t *next = coded.first_escape();
+  const int64_t whole = whole_steps(k);
+  each_block(coded, k, [&](int64_t b, const char *block) __attribute__((always_inline)) {
+    const int64_t first = b * BLOCK_STEPS;
+    const bool complete = first + BLOCK_STEPS <= whole;
+    if (fits(ROWS) && complete && !tile.room && !has_escape(next, b)) return add_block<ROWS>(block, first, table, tile.dwords, acc);
+    char *steps = tile.room ? tile.room + b * 2 * LOW_BYTES : own;
+    decode_block(block, b, table, next, steps);
+    if (complete) {
+#pragma GCC unroll 8
+      for (int64_t s = 0; s < BLOCK_STEPS; s++) add_bf16_step<ROWS>(steps + s * STEP, tile.dwords, first + s, acc);
+    } else {
+      for (int64_t j = first; j < whole; j++) add_bf16_step<ROWS>(steps + (j - first) * STEP, tile.dwords, j, acc);
+      add_half_step<ROWS>(steps + (whole - first) * STEP, tile.dwords, k, acc);
+    }
+  });
+  put_acc<ROWS>(acc, sums);
+}
+
+// A panel that sum_coded has decoded: all steps in one piece.
+template <int ROWS>
+static void sum_decoded(const char *panel, const Tile &tile, int64_t k, float *sums) {
+  Vec acc[ROWS][VECS];
+  clear<ROWS>(acc);
+  add_bf16<ROWS>(panel, steps_of(SP_BF16, k).in_order(), tile.dwords, k, acc);
+  put_acc<ROWS>(acc, sums);
+}
+
+static const SumTile SUM_CODED[] = {nullptr,      sum_coded<1>, sum_coded<2>, sum_coded<3>, sum_coded<4>,
+                                    sum_coded<5>, sum_coded<6>, sum_coded<7>, sum_coded<8>};
+static const SumTile SUM_DECODED[] = {nullptr,        sum_decoded<1>, sum_decoded<2>, sum_decoded<3>, sum_decoded<4>,
+                                      sum_decoded<5>, sum_decoded<6>, sum_decoded<7>, sum_decoded<8>};
+
+// Bytes of a decoded panel.
+static inline int64_t decoded_bytes(int64_t k) { return blocks_of(k).count * 2 * LOW_BYTES; }
+
+// Read output i of a panel: its first `width` weights along k.
+static void read_coded_row(const CodedPanel &coded, int64_t i, int64_t width, float *out) {
+  const Steps blocks = blocks_of(width);
+  for (int64_t j = 0; j < width; j++) {
+    const uint8_t *block = (const uint8_t *)coded.at(coded.data) + blocks.at(j / 2 / BLOCK_STEPS);
+    const int64_t low = low_place(j / 2 % BLOCK_STEPS * STEP_WEIGHTS + 2 * i + j % 2);
+    const int high = coded.table[block[index_place(low)] >> index_shift(low) & 15];
+    out[j] = read_bf16((uint16_t)(high << 8 | block[low]));
+  }
+  for (const uint32_t *escape = coded.first_escape(); *escape != END; escape++) {
+    const int64_t place = *escape >> 8, j = place / STEP_WEIGHTS * 2 + place % 2;
+    if (place % STEP_WEIGHTS / 2 != i || j >= width) continue;
+    const uint8_t *block = (const uint8_t *)coded.at(coded.data) + blocks.at(place / LOW_BYTES);
+    out[j] = read_bf16((uint16_t)((*escape & 255) << 8 | block[low_place(place % LOW_BYTES)]));
+  }
+}
+
+// Take the commonest high bytes of a plain panel into a table. Returns how many weights have none of them.
+static int64_t choose_common(const char *plain, int64_t k, uint8_t *table) {
+  const Steps steps = steps_of(SP_BF16, k);
+  int64_t counts[4][256] = {{0}}, escapes = steps.count * STEP_WEIGHTS;  // four: consecutive weights often have the same high byte
+  for (int64_t j = 0; j < steps.count; j++) {
+    const uint8_t *bytes = (const uint8_t *)plain + steps.at(j);
+    for (int64_t i = 0; i < STEP_WEIGHTS; i++) counts[i % 4][bytes[2 * i + 1]]++;
+  }
+  for (int high = 0; high < 256; high++) counts[0][high] += counts[1][high] + counts[2][high] + counts[3][high];
+  for (int i = 0; i < COMMON; i++) {
+    int best = 0;
+    for (int high = 1; high < 256; high++)
+      if (counts[0][high] > counts[0][best]) best = high;
+    table[i] = (uint8_t)best, escapes -= counts[0][best], counts[0][best] = 0;
+  }
+  table[COMMON] = 0;
+  return escapes;
+}
+
+static inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Fill an entry of the index, except for its offsets. Returns the panel's bytes; escapes = 1 unless it stays plain.
+static int64_t measure_panel(const char *plain, int64_t k, CodedPanel &entry) {
+  const int64_t weights = steps_of(SP_BF16, k).count * STEP_WEIGHTS, own = panel_bytes(SP_BF16, k);
+  const int64_t escapes = choose_common(plain, k, entry.table), bytes = blocks_of(k).size() + whole_lines(4 * (escapes + 1));
+  entry.escapes = bytes < own && escapes * LEAST_PER_ESCAPE <= weights && weights <= MOST_WEIGHTS;
+  return entry.escapes ? bytes : whole_lines(own);
+}
+
+// Make the index of a matrix whose plain panels are given. Returns the bytes of the coded matrix, the index included.
+static int64_t index_panels(int64_t panels, int64_t k, const void *plain, void *index, int threads) {
+  CodedPanel *entries = (CodedPanel *)index;
+  WorkQueue queue = {0, 0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  queue.run(panels, [&](int64_t p) { entries[p].data = measure_panel((const char *)plain + p * panel_bytes(SP_BF16, k), k, entries[p]); });
+  int64_t bytes = whole_lines(panels * (int64_t)sizeof(CodedPanel));
+  for (int64_t p = 0; p < panels; p++) {
+    const int64_t own = entries[p].data;
+    entries[p].data = bytes - p * (int64_t)sizeof(CodedPanel);
+    if (entries[p].escapes) entries[p].escapes = entries[p].data + blocks_of(k).size();
+    bytes += own;
+  }
+  return bytes;
+}
+
+static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
+  const Steps steps = steps_of(SP_BF16, k), blocks = blocks_of(k);
+  uint8_t *data = (uint8_t *)&entry + entry.data, index_of[256];
+  uint32_t *escape = (uint32_t *)((char *)&entry + entry.escapes);
+  memset(data, 0, blocks.size());
+  memset(index_of, COMMON, sizeof index_of);
+  for (int i = COMMON - 1; i >= 0; i--) index_of[entry.table[i]] = (uint8_t)i;
+  for (int64_t j = 0; j < steps.count; j++) {
+    const uint8_t *bytes = (const uint8_t *)plain + steps.at(j);
+    uint8_t *block = data + blocks.at(j / BLOCK_STEPS);
+    for (int64_t i = 0; i < STEP_WEIGHTS; i++) {
+      const uint8_t high = bytes[2 * i + 1], index = index_of[high];
+      const int64_t low = low_place(j % BLOCK_STEPS * STEP_WEIGHTS + i);
+      block[low] = bytes[2 * i];
+      block[index_place(low)] |= (uint8_t)(index << index_shift(low));
+      if (index == COMMON) *escape++ = (uint32_t)(j * STEP_WEIGHTS + i) << 8 | high;
+    }
+  }
+  *escape = END;
+}
+
+// Code the plain panels of a matrix behind its index, with which `coded` begins.
+static void code_panels(int64_t panels, int64_t k, const void *plain, void *coded, int threads) {
+  CodedPanel *entries = (CodedPanel *)coded;
+  WorkQueue queue = {0, 0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  queue.run(panels, [&](int64_t p) {
+    const char *panel = (const char *)plain + p * panel_bytes(SP_BF16, k);
+    if (entries[p].escapes)
+      code_panel(panel, k, entries[p]);
+    else
+      memcpy((char *)(entries + p) + entries[p].data, panel, panel_bytes(SP_BF16, k));
+  });
+}
+
+}  // namespace SP_NAMESPACE

@@ -1,0 +1,108 @@
+"""Chooses how the native kernels store bfloat16 weights: as they are, or in 12 bits each (csrc/coded.h).
+
+Both hold the same numbers and give the same bits, so the choice is one of speed and memory alone. Reading fewer bytes
+is faster where reading them is what a pass waits for; both are timed, on matrices of the model's depths.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from speculant.kernels.memory import aligned
+from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
+from speculant.kernels.packing import panel_rows
+from speculant.models.backends.base import CODED, PLAIN, Packing
+from speculant.models.config import DecoderConfig
+from speculant.models.decoder_program import linear
+
+MIB = 2**20
+LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
+TIMED_BYTES = 128 * MIB  # that are read in turn; more if the caches are large
+MOST_TIMED_BYTES = 512 * MIB
+ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
+LAYER_BYTES = 8 * MIB
+SECONDS = 0.3  # after which no further round of runs begins
+DISTINCT = 8  # panels of random weights; the others repeat them
+LEAST_GAIN = 1.03  # at one row
+LEAST_ELSEWHERE = 0.97
+
+
+def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str | None) -> Packing:
+    """Return the faster way to store a model's bfloat16 weights here; takes less than a second."""
+    if quantization is not None:
+        return Packing(PLAIN, f"its linear layers are {quantization}")
+    size = linear_bytes(config)
+    if size < LEAST_BYTES:
+        return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
+    depths = sorted({config.hidden_size, config.intermediate_size})
+    return choose(measure_gains(kernels, depths, min(size, timed_bytes())))
+
+
+def choose(gains: Mapping[int, float]) -> Packing:
+    """Return the better packing for the speeds of coded weights over plain ones, by rows; 1 must be among them."""
+    pays = gains[1] >= LEAST_GAIN and min(gains.values()) >= LEAST_ELSEWHERE
+    found = ", ".join(f"{gain:.2f} x at {rows} row{'s' if rows > 1 else ''}" for rows, gain in gains.items())
+    return Packing(CODED if pays else PLAIN, f"12 bits are {found} as fast as plain here")
+
+
+def linear_bytes(config: DecoderConfig) -> int:
+    """Return how many bytes of bfloat16 weights a pass of a decoder reads."""
+    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+    layer = 2 * inner + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
+    return 2 * hidden * (config.num_layers * layer + config.vocab_size)
+
+
+def timed_bytes() -> int:
+    """Return how many bytes to read so that the caches do not hold them."""
+    caches = 0
+    with suppress(ValueError, OSError):
+        caches = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    return min(max(TIMED_BYTES, 2 * caches), MOST_TIMED_BYTES)
+
+
+def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
+    """Return the speed of linear layers with coded weights over that with plain ones, by rows.
+
+    There are small layers of all depths, with `num_bytes` of plain weights together, so that each is read from memory.
+    The best time of those of one depth counts: other programs may delay most runs, but hardly all of so many.
+    """
+    count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
+    plain = [_random_matrix(kernels, depth) for depth in depths]
+    layers = {PLAIN: _copies(plain, count), CODED: _copies([kernels.code(each) for each in plain], count)}
+    x, out = torch.randn(max(ROWS), max(depths)), torch.empty(max(ROWS), max(each.n for each in plain))
+    programs = {name: [(Op * 1)(linear(each, x, out)) for each in own] for name, own in layers.items()}
+    best = {(name, rows): dict.fromkeys(depths, math.inf) for rows in ROWS for name in layers}
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        for (name, rows), times in best.items():
+            for layer, program in zip(layers[name], programs[name], strict=True):
+                started = time.perf_counter()
+                kernels.run(program, Pass(rows=rows))
+                times[layer.k] = min(times[layer.k], time.perf_counter() - started)
+    return {rows: sum(best[PLAIN, rows].values()) / sum(best[CODED, rows].values()) for rows in ROWS}
+
+
+def _random_matrix(kernels: Kernels, depth: int) -> Weight:
+    """Return a packed matrix of about LAYER_BYTES, of random weights whose exponents are those of trained ones."""
+    height = DISTINCT * panel_rows(kernels)
+    generator = torch.Generator().manual_seed(0)
+    distinct = kernels.pack(Type.BF16, torch.randn(height, depth, generator=generator).mul_(0.02).bfloat16()).memory
+    times = max(1, LAYER_BYTES // len(distinct))
+    memory = aligned(times * len(distinct))
+    memory.view(times, -1).copy_(distinct)
+    return Weight(memory, Type.BF16, times * height, depth)
+
+
+def _copies(weights: Sequence[Weight], count: int) -> list[Weight]:
+    """Return copies of weights, each in memory of its own."""
+    copies = [replace(weight, memory=aligned(len(weight.memory))) for weight in weights for _ in range(count)]
+    for index, copy in enumerate(copies):
+        copy.memory.copy_(weights[index // count].memory)
+    return copies

@@ -1,0 +1,117 @@
+"""How weights are stored: the faster way on this machine, or the one that was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from speculant import LLM, SamplingParams
+from speculant.errors import ConfigError
+from speculant.kernels.native import Kernels, open_kernels, usable_sets
+from speculant.models import packings
+from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
+from speculant.models.backends.native import NativeBackend
+from speculant.models.decoder import Decoder
+from speculant.models.packings import choose, fastest_packing, linear_bytes, measure_gains
+from tests.contracts.test_backends import CONFIG
+from tests.models import Checkpoints
+
+native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+CPU = torch.device("cpu")
+LARGE = replace(CONFIG, hidden_size=4096, intermediate_size=8192, vocab_size=9000)
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    found = open_kernels(threads=1)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gains", "name"),
+    [
+        ({1: 1.28, 5: 1.1, 8: 1.0}, CODED),
+        ({1: 1.28, 5: 1.1, 8: 0.98}, CODED),
+        ({1: 1.28, 5: 1.1, 8: 0.9}, PLAIN),
+        ({1: 1.01, 5: 1.1, 8: 1.2}, PLAIN),
+    ],
+)
+def test_packing_is_chosen_where_it_pays(gains: dict[int, float], name: str) -> None:
+    chosen = choose(gains)
+    assert chosen.name == name
+    assert f"{gains[1]:.2f} x at 1 row, {gains[5]:.2f} x at 5 rows" in str(chosen)
+
+
+def test_linear_bytes_are_those_of_the_matrices() -> None:
+    with torch.device("meta"):
+        model = Decoder(CONFIG)
+    matrices = {name: each.numel() for name, each in model.named_parameters() if each.dim() == 2}
+    del matrices["model.embed_tokens.weight"]  # the head has its size
+    assert linear_bytes(CONFIG) == 2 * sum(matrices.values())
+
+
+@native
+def test_gains_are_measured_for_all_rows(kernels: Kernels) -> None:
+    gains = measure_gains(kernels, [64, 300], 2**20)
+    assert list(gains) == [*packings.ROWS]
+    assert all(0.01 < gain < 100 for gain in gains.values())
+
+
+@native
+def test_small_and_quantised_models_are_not_timed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packings, "measure_gains", None)  # a call fails
+    assert fastest_packing(kernels, CONFIG, None).name == PLAIN
+    assert "int8" in fastest_packing(kernels, LARGE, "int8").why
+
+
+@native
+@pytest.mark.parametrize(("gain", "name"), [(1.3, CODED), (0.7, PLAIN)])
+def test_auto_takes_the_faster_packing(monkeypatch: pytest.MonkeyPatch, gain: float, name: str) -> None:
+    monkeypatch.setattr(packings, "measure_gains", lambda *_: dict.fromkeys(packings.ROWS, gain))
+    backend, says = choose_backend("native", None, LARGE, torch.bfloat16, CPU)
+    assert packing_of(backend).name == name
+    assert f"{gain:.2f} x at 1 row" in packing_of(backend).why
+    assert ("12 bits" in says) == (name == CODED)
+
+
+@native
+def test_packing_that_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packings, "measure_gains", None)
+    for name in (PLAIN, CODED):
+        backend, _ = choose_backend("auto", None, LARGE, torch.bfloat16, CPU, name)
+        assert packing_of(backend) == Packing(name)
+
+
+@native
+def test_float32_weights_are_plain() -> None:
+    backend, says = choose_backend("native", None, LARGE, torch.float32, CPU, AUTO)
+    assert isinstance(backend, NativeBackend)
+    assert packing_of(backend).name == PLAIN
+    assert "12 bits" not in says
+    with pytest.raises(ConfigError, match="12bit.* float32 weights on the native kernels"):
+        choose_backend("native", None, LARGE, torch.float32, CPU, CODED)
+
+
+def test_reference_kernels_have_plain_weights_alone() -> None:
+    assert packing_of(choose_backend("reference", None, CONFIG, torch.bfloat16, CPU)[0]) == Packing()
+    with pytest.raises(ConfigError, match="12bit.* on the reference kernels"):
+        choose_backend("reference", None, CONFIG, torch.bfloat16, CPU, CODED)
+
+
+@native
+def test_engine_says_how_weights_are_stored(checkpoints: Checkpoints) -> None:
+    texts = []
+    for wanted, stored in ((PLAIN, "plain"), (CODED, "in 12 bits"), (AUTO, "plain (")):
+        llm = LLM(checkpoints.target, checkpoints.near, dtype="bfloat16", kernels="native", weight_packing=wanted)
+        assert llm.weight_packing.startswith(stored)
+        texts.append(llm.generate("import os", SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_an_unknown_packing_is_refused(checkpoints: Checkpoints) -> None:
+    with pytest.raises(ConfigError, match="weight_packing='12bits' is unknown") as caught:
+        LLM(checkpoints.target, weight_packing="12bits")
+    assert "12bit" in caught.value.fix
