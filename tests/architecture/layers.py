@@ -51,7 +51,13 @@ ALLOWED: dict[str, frozenset[str]] = {
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.
 NATIVE = frozenset(
     {"kernels.native", "kernels.native_sampler", "kernels.packing", "models.native_decoder", "models.decoder_program"}
-    | {"models.weight_reader", "models.replay", "models.backends.native", "kernels.native_suffix_index"}
+    | {
+        "models.weight_reader",
+        "models.replay",
+        "models.native_head",
+        "models.backends.native",
+        "kernels.native_suffix_index",
+    }
 )
 CHOOSERS = frozenset({"kernels.suffix_indexes"})  # takes what is native where it was built, else the reference
 INSPECTORS = frozenset({"cli.machine", "cli.probes"})  # `speculant doctor` measures the library itself

@@ -25,7 +25,7 @@ from speculant.errors import ConfigError, Converts, suggest
 from speculant.kernels.base import SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 
-VERSION = 8
+VERSION = 9
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 NO_TOKEN = -1  # the draw of a row without a distribution
@@ -125,6 +125,7 @@ class Draft(Structure):
         ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
         ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
         ("num_logits", c_int64), ("head_tokens", c_void_p),
+        ("carried", c_void_p), ("states", c_void_p), ("state_size", c_int64),
     ]  # fmt: skip
 
 
