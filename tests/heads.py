@@ -129,7 +129,7 @@ def write_eagle3(
         **layer_tensors(random, prefix, hidden, 2 * hidden, sizes),
     }
     if own:
-        found["lm_head.weight"] = random.matrix(draft_vocab or vocab_size, hidden, scale=3.0)
+        found["lm_head.weight"] = random.matrix(draft_vocab or vocab_size, hidden)
     if draft_vocab is not None:
         known = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab].sort().values
         found["d2t"] = known - torch.arange(draft_vocab)

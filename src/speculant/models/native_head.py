@@ -22,9 +22,13 @@ _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 @dataclass(frozen=True)
 class Half:
-    """A source in which matrices that multiply [e; h] have the columns of one of the two only. index: 0 = e, 1 = h."""
+    """A source in which the matrices `double`, which multiply [e; h], have the columns of one of the two only.
+
+    index: 0 = e, 1 = h.
+    """
 
     source: WeightSource
+    double: frozenset[str]
     index: int
 
     def names(self) -> Collection[str]:
@@ -34,17 +38,18 @@ class Half:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
         shape = self.source.shape(name)
-        return (shape[0], shape[1] // 2) if _is_double(name) else shape
+        return (shape[0], shape[1] // 2) if name in self.double else shape
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        if not _is_double(name):
+        if name not in self.double:
             return self.source.read(name)
         return read_plain(self.source, name).chunk(2, dim=1)[self.index]
 
 
-def _is_double(name: str) -> bool:
-    return name == "fc.weight" or (name.startswith("layers.0.self_attn.") and name.endswith(_QUERIES))
+def _double(config: HeadConfig) -> frozenset[str]:
+    names = ["fc.weight"] if _by_input(config) else [f"layers.0.self_attn.{name}" for name in _QUERIES]
+    return frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class PackedHead:
         """Read and pack a head's weights; table and output head are the target's unless it has its own."""
         host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
         type_, own = TYPES[dtype], config.decoder
-        of_e, of_h = (WeightReader(Half(weights, index), kernels, dtype) for index in (0, 1))
+        of_e, of_h = (WeightReader(Half(weights, _double(config), index), kernels, dtype) for index in (0, 1))
         decoder = PackedDecoder(
             config=own,
             cache_type=type_,
