@@ -22,6 +22,7 @@ EXAMPLES = examples(
     "speculant demo",
     "speculant demo --spec-length 3 --max-tokens 64",
     "speculant demo --temperature 1 --top-p 1 --seed 7",
+    "speculant demo --method eagle",
     "speculant demo --json",
 )
 PROMPTS = {  # prompt -> seed, chosen so that the text reads well
@@ -31,14 +32,19 @@ PROMPTS = {  # prompt -> seed, chosen so that the text reads well
     "class TestStack(unittest.TestCase):\n\n    def test_push(self):": 7,
     "class Cache:\n    def get(self, key):\n        try:": 6,
 }
-DTYPE = "float32"
+DTYPE, SPEC_LENGTH = "float32", 3
 WARM_UP_TOKENS = 8
 ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 
 
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 3,
+    spec_length: Annotated[
+        int | None, typer.Option(help="Tokens to draft per step [default: 3, or the method's].")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="What drafts: another method than the embedded draft model.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
@@ -52,7 +58,7 @@ def demo(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     console = Console(quiet=True) if as_json else results()
     with progress("Loading the embedded models"):
-        llm = _load(spec_length)
+        llm = _load(spec_length, method)
         _show_pair(Console(quiet=True), llm, next(iter(PROMPTS)), replace(params, max_tokens=WARM_UP_TOKENS))
     _introduce(console, llm, params)
     seeds = {prompt: own if seed is None else seed for prompt, own in PROMPTS.items()}
@@ -65,10 +71,16 @@ def demo(
         _conclude(console, figures)
 
 
-def _load(spec_length: int) -> LLM:
+def _load(spec_length: int | None, method: str | None) -> LLM:
+    """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
+    from speculant.engine.drafters import uses_model
     from speculant.engine.llm import LLM
 
-    return LLM("demo", "demo", spec_length=spec_length, dtype=DTYPE, max_num_seqs=1)
+    if method is None:
+        return LLM("demo", "demo", spec_length=spec_length or SPEC_LENGTH, dtype=DTYPE, max_num_seqs=1)
+    config = {"method": method, "draft_length": "fixed"}
+    draft = "demo" if uses_model(method) else None
+    return LLM("demo", draft, spec_length=spec_length, speculative_config=config, dtype=DTYPE, max_num_seqs=1)
 
 
 def _introduce(console: Console, llm: LLM, params: SamplingParams) -> None:

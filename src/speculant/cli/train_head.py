@@ -57,7 +57,7 @@ def head(
     """
     from speculant.training.heads.config import HeadTrainingConfig
 
-    given = {
+    given: dict[str, Any] = {
         "tokens": tokens, "seq": seq, "batch": batch, "temperature": temperature, "cache_gib": cache_gib,
         "num_heads": num_heads, "num_layers": num_layers, "inner": inner, "depth": depth, "matrix_lr": matrix_lr,
         "vector_lr": vector_lr, "seed": seed,

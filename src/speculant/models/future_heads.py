@@ -36,14 +36,8 @@ class FutureShape:
 class FutureHeads(Protocol):
     """Maps states to states."""
 
-    shape: FutureShape
-
     def states(self, hidden: Tensor, count: int) -> Tensor:
         """Return the states [count, r, hidden] of the first `count` heads, for the target's states [r, hidden]."""
-        ...
-
-    def stored(self) -> Mapping[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in a file."""
         ...
 
 
@@ -65,7 +59,7 @@ class ResidualHeads(nn.Module):
         return x
 
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """See `FutureHeads.stored`; the names are those of Medusa's own files."""
+        """Return names and shapes of the tensors in a file; the names are those of Medusa's own."""
         size, layers = self.shape.hidden_size, range(self.shape.num_layers)
         names: dict[str, tuple[int, ...]] = {}
         for head in range(self.shape.num_heads):
@@ -115,7 +109,7 @@ class FeedForwardHeads(nn.Module):
         return x + torch.baddbmm(self.down_bias[:count, None], inner, self.down[:count].mT)
 
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """See `FutureHeads.stored`."""
+        """Return names and shapes of the tensors in a file."""
         return {name: tuple(parameter.shape) for name, parameter in self._named()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -24,6 +24,7 @@ class HeadDistance(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, target_states: Tensor, matrix: Tensor, weights: tuple[float, float]
     ) -> Tensor:
+        """Return the mean distance of each head [k]; gradients are computed at once, chunk by chunk."""
         gradients, total = torch.empty_like(states), states.new_zeros(len(states))
         for first in range(0, len(target_states), _ROWS):
             rows = slice(first, first + _ROWS)
@@ -42,6 +43,7 @@ class HeadDistance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient for `states`; the other arguments have none."""
         (gradients,) = ctx.saved_tensors
         return gradients * grads[0][:, None, None], None, None, None
 
@@ -55,7 +57,7 @@ def distances(states: Tensor, target_states: Tensor, matrix: Tensor, progress: f
 
 @torch.inference_mode()
 def overlaps(states: Tensor, target_states: Tensor, matrix: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return sums over rows: of sum min(p, q_i) [k], and of rows whose likeliest token has each rank in q_i [k, ranks]."""
+    """Return sums over rows of sum min(p, q_i) [k], and counts of the likeliest token's rank in each q_i [k, ranks]."""
     alpha, shares = torch.zeros(len(states)), torch.zeros(len(states), ranks)
     for first in range(0, len(target_states), _ROWS):
         rows = slice(first, first + _ROWS)

@@ -46,7 +46,7 @@ class FutureObjective:
         count = self._heads.shape.num_heads
         alpha, shares, total = torch.zeros(count), torch.zeros(count, RANKS), 0
         with torch.inference_mode():
-            for part in rows.split(_AT_A_TIME):
+            for part in torch.split(rows, _AT_A_TIME):
                 states, target_states = self._predicted(part)
                 found = overlaps(states, target_states, self._matrix, RANKS)
                 alpha, shares, total = alpha + found[0], shares + found[1], total + len(target_states)
@@ -65,6 +65,6 @@ class FutureObjective:
         assert self._texts is not None
         hidden = self._texts.states_of(places)
         count, length = self._heads.shape.num_heads, hidden.shape[1]
-        made = self._heads.states(hidden.flatten(0, 1), count).unflatten(1, hidden.shape[:2])
+        made = self._heads.states(hidden.flatten(0, 1), count).view(count, *hidden.shape)
         own = [made[head, :, count - 1 - head : length - 1 - head] for head in range(count)]
         return torch.stack(own).flatten(1, 2), hidden[:, count:].flatten(0, 1)

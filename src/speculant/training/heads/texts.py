@@ -59,7 +59,7 @@ def most_texts(tokens: int, seq: int, hidden_size: int, cache_gib: float) -> int
 
 
 def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int) -> None:
-    """Write the tokens of texts that are `seq` long; shorter ones are left out. Raises ConfigError if 2 are not left."""
+    """Write the tokens of texts, without those shorter than `seq`. Raises ConfigError if fewer than 2 are left."""
     whole = [list(text[:seq]) for text in texts if len(text) >= seq]
     if len(whole) < 2:
         raise ConfigError(

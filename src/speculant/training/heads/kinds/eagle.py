@@ -58,7 +58,7 @@ class EagleObjective:
         assert self._texts is not None
         alpha, shares, total = torch.zeros(self._depth), torch.zeros(self._depth, RANKS), 0
         with torch.inference_mode():
-            for part in rows.split(_AT_A_TIME):
+            for part in torch.split(rows, _AT_A_TIME):
                 made, states = self._rounds(part, self._texts.tokens[part])
                 found = overlaps(made, states, self._matrix, RANKS)
                 alpha, shares, total = alpha + found[0], shares + found[1], total + len(states)
