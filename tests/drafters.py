@@ -32,6 +32,8 @@ OPTIONS: Mapping[str, Callable[[int, Texts], dict[str, Any]]] = {
     "static": lambda vocab_size, texts: {"tables": _tables(vocab_size, texts)},
 }
 HEADS = tuple(WRITERS)  # methods whose model is a head
+SHIPPED = ("eagle", "medusa")  # those with a head for the embedded target
+UNSHIPPED = tuple(method for method in HEADS if method not in SHIPPED)
 PREDICTED = {"prediction"}  # methods that draft from a request's prediction
 BLIND = {"random", "blockwise", "eagle3"}  # methods whose drafts are accepted by chance alone; heads here are random
 
@@ -48,8 +50,11 @@ def _head(method: str, hidden: int, vocab_size: int) -> str:
 
 
 def model_of(method: str, draft: str, hidden: int, vocab_size: int) -> str | None:
-    """Return the model that a method drafts with, for a target of these sizes: a draft, a random head, or none."""
-    if method in HEADS:
+    """Return the model that a method drafts with, for a target of these sizes: a draft, a head, or none.
+
+    A head is random, unless `draft` is the embedded one and there is an embedded head too.
+    """
+    if method in HEADS and not (method in SHIPPED and draft == "demo"):
         return _head(method, hidden, vocab_size)
     facts: Method = plugins.load("speculant.drafting", method).METHOD
     return draft if facts.uses_model else None

@@ -144,36 +144,36 @@ class Shown(StatelessDrafter):
     """A drafter that is shown the states of a fresh pass for whatever was committed; others are left as they are."""
 
     def __init__(self, drafter: Drafter, target: CausalLM) -> None:
-        self._drafter, self._target = drafter, target
+        self.drafter, self._target = drafter, target
         self.needs, self.caches = drafter.needs, drafter.caches
         self._seen: dict[int, int] = {}
 
     def begin(self, request: Request) -> None:
-        self._drafter.begin(request)
+        self.drafter.begin(request)
         self._seen[request.seq_id] = 0
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         for request in requests:
             self._show(request)
-        return self._drafter.propose(requests, limits)
+        return self.drafter.propose(requests, limits)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._show(request)
-        self._drafter.catch_up(requests)
+        self.drafter.catch_up(requests)
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
         self._show(request)
 
     def end(self, request: Request) -> None:
-        self._drafter.end(request)
+        self.drafter.end(request)
 
     def _show(self, request: Request) -> None:
         start, end = self._seen[request.seq_id], len(request.tokens) - 1
         if start < end and request.search is None:
             states = fresh_states(self._target, request.tokens[:end], self.needs.hidden_layers)
             rows = CommittedRows(start, request.tokens[start:end], (), tuple(each[start:] for each in states))
-            self._drafter.observe(request, rows)
+            self.drafter.observe(request, rows)
             self._seen[request.seq_id] = end
 
 

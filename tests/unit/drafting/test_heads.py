@@ -15,14 +15,17 @@ from torch.nn import functional
 
 from speculant import LLM, plugins
 from speculant.cache.factory import paged_cache
+from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.heads.future import UNKNOWN, likeliest, product_tree
+from speculant.engine.calibration import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
+from speculant.types import CommittedRows, DraftTree, Request
 from tests.heads import LAYER, WRITERS, Shown, fresh_states, medusa_tensors, write_eagle, write_eagle3, write_head
 from tests.heads import write_medusa as write_medusa_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
@@ -353,3 +356,64 @@ def test_early_exit_is_a_model_of_the_first_layers(tmp_path: Path, checkpoints: 
 def test_early_exit_refuses_layers_that_are_not_there(checkpoints: Checkpoints, layers: object) -> None:
     with pytest.raises(ConfigError, match="of a target with 2"):
         LLM(checkpoints.target, speculative_config={"method": "early_exit", "layers": layers})
+
+
+@torch.inference_mode()
+def test_a_layer_begins_with_the_first_state_that_it_sees(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """Rows whose states were not observed are left out; then it drafts as for a text that begins there."""
+    target = load_model(checkpoints.target, "float64").model
+    folder = write_eagle(tmp_path / "head", H, V)
+    (states,) = fresh_states(target, TEXT[:-1], (target.num_layers + 1,))
+    found = list[Tensor]()
+    for text, missing in ((TEXT, 4), (TEXT[4:], 0)):
+        request = make_request(text, params=SamplingParams(max_tokens=None), shared_noise=False, seed=7)
+        drafter = unshown(build("eagle", folder, target))
+        drafter.begin(request)
+        if missing:
+            drafter.observe(request, CommittedRows(0, text[:2], (), (states[:2],)))
+        drafter.observe(request, CommittedRows(missing, text[missing:-1], (), (states[4:],)))
+        (tree,) = drafter.propose([request], [DEPTH])
+        assert tree.probs is not None
+        found.append(tree.probs)
+    torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=0)
+
+
+def unshown(drafter: Drafter) -> Drafter:
+    """Return the drafter itself."""
+    assert isinstance(drafter, Shown)
+    return drafter.drafter
+
+
+@torch.inference_mode()
+def test_a_sequence_without_states_gets_no_draft(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    target = load_target(checkpoints)
+    for method in WRITERS:
+        drafter = unshown(build(method, WRITERS[method](tmp_path / method, H, V), target))
+        request = make_request(TEXT, params=GREEDY)
+        drafter.begin(request)
+        assert drafter.propose([request], [DEPTH])[0].size == 0
+        states = fresh_states(target, TEXT[:3], drafter.needs.hidden_layers)
+        drafter.observe(request, CommittedRows(0, TEXT[:3], (), states))
+        assert drafter.propose([request], [DEPTH])[0].size == 0, "the newest state is missing"
+        rest = fresh_states(target, TEXT[:-1], drafter.needs.hidden_layers)
+        drafter.observe(request, CommittedRows(3, TEXT[3:-1], (), tuple(each[3:] for each in rest)))
+        assert drafter.propose([request], [2])[0].size == 2
+
+
+def test_costs_of_heads_are_those_of_real_drafts(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """A head drafts nothing without states, and would then seem to cost nothing."""
+    target = load_model(checkpoints.target, "float32")
+    drafter = unshown(build("eagle", write_eagle(tmp_path / "head", H, V), target.model))
+    sizes, propose = list[int](), drafter.propose
+
+    def noting(requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        trees = propose(requests, limits)
+        sizes.extend(tree.size - limit for tree, limit in zip(trees, limits, strict=True))
+        return trees
+
+    drafter.propose = noting  # type: ignore[method-assign]
+    cache = paged_cache(target.model.cache_shape, 64, 4)
+    limits = Limits(128, 1, 128)
+    Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, (str(tmp_path),)).costs()
+    assert sizes
+    assert set(sizes) == {0}
