@@ -158,6 +158,9 @@ def test_rows_of_a_prefix_are_taken_over() -> None:
         found.append((request.output, request.metrics.speculative_decoding.num_accepted_draft_tokens))
     assert found[0] == found[1]
     assert request.metrics.cached_tokens >= 16
+    assert drafter.match_prefix(make_request([0, 1, 2, 3] * 5)) >= 16
+    others = make_request([0, 1, 2, 3] * 5, cache_salt="other"), make_request([1, 1, 2, 3, *[0, 1, 2, 3] * 4])
+    assert [drafter.match_prefix(each) for each in others] == [0, 0], "the first token and the salt count too"
 
 
 native = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
