@@ -175,8 +175,9 @@ struct Drafting {
     if (!now.drawing) return;
     run_ops(ops, count, now.pass, now.plan, x, own + 1);
     after[0].run(now.drawing, [&](int64_t s) {
-      const float *last = ops[count - 1].out + (now.pass.segments[s].first + now.pass.segments[s].rows - 1) * head.k;
-      memcpy(rows.items + s * head.k, last, head.k * sizeof(float));
+      const int64_t last = now.pass.segments[s].first + now.pass.segments[s].rows - 1;
+      memcpy(rows.items + s * head.k, ops[count - 1].out + last * head.k, head.k * sizeof(float));
+      if (draft->carried) memcpy(draft->states + s * draft->state_size, draft->carried + last * draft->state_size, draft->state_size * sizeof(float));
     });
     run_linear_op(head, now.drawing, x, after + 1);
     if (draft->head_tokens)

@@ -104,6 +104,9 @@ typedef struct {
   double stop_below;         /* a token of a lower probability is the last of its sequence; 0 = none is */
   int64_t num_logits;        /* tokens of the model */
   const int64_t *head_tokens;  /* the token of each row of the head, other tokens have the logit -infinity; NULL = row i is token i */
+  const float *carried;      /* [T, state_size] what the row that a token is drawn at hands on to the row of that token; or NULL */
+  float *states;             /* [T, state_size] where the next step's rows take it in; another memory than `carried` */
+  int64_t state_size;
 } SpDraft;
 
 int sp_version(void);

@@ -9,9 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from speculant import plugins
+from speculant.drafting.base import Method
 from speculant.drafting.tables import BigramTables
 from speculant.params import SamplingParams
 from speculant.training.bigrams import count_bigrams
+from tests.heads import WRITERS
 
 Texts = tuple[tuple[int, ...], ...]  # what the target will say, or like it
 
@@ -28,14 +31,33 @@ def _tables(vocab_size: int, texts: Texts) -> str:
 OPTIONS: Mapping[str, Callable[[int, Texts], dict[str, Any]]] = {
     "static": lambda vocab_size, texts: {"tables": _tables(vocab_size, texts)},
 }
+HEADS = tuple(WRITERS)  # methods whose model is a head
+SHIPPED = ("eagle", "medusa")  # those with a head for the embedded target
+UNSHIPPED = tuple(method for method in HEADS if method not in SHIPPED)
 PREDICTED = {"prediction"}  # methods that draft from a request's prediction
-BLIND = {"random"}  # methods whose drafts are accepted by chance alone
+BLIND = {"random", "blockwise", "eagle3"}  # methods whose drafts are accepted by chance alone; heads here are random
 
 
 def options_of(method: str, vocab_size: int, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the options that a method can't do without; `texts` are what the target will say, or like it."""
     make = OPTIONS.get(method)
     return {} if make is None else make(vocab_size, tuple(map(tuple, texts)))
+
+
+@cache
+def _head(method: str, hidden: int, vocab_size: int) -> str:
+    return WRITERS[method](Path(tempfile.mkdtemp(prefix="heads-")), hidden, vocab_size)
+
+
+def model_of(method: str, draft: str, hidden: int, vocab_size: int) -> str | None:
+    """Return the model that a method drafts with, for a target of these sizes: a draft, a head, or none.
+
+    A head is random, unless `draft` is the embedded one and there is an embedded head too.
+    """
+    if method in HEADS and not (method in SHIPPED and draft == "demo"):
+        return _head(method, hidden, vocab_size)
+    facts: Method = plugins.load("speculant.drafting", method).METHOD
+    return draft if facts.uses_model else None
 
 
 def predicting(method: str, params: SamplingParams, answer: Sequence[int]) -> SamplingParams:

@@ -24,6 +24,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # byte-level: a token is
 PRINTABLE = [ALPHABET.index(chr(byte)) for byte in range(33, 127)]
 END, BEGIN = 256, 257
 VOCAB_SIZE = 264  # rows of the head: padded beyond the tokenizer's 258 tokens
+HIDDEN_SIZE = 32
 _MOST_ROWS = 320
 
 
@@ -61,7 +62,7 @@ def _config(shape: Shape) -> dict[str, Any]:
     return {
         "model_type": shape.family,
         "vocab_size": shape.vocab_size,
-        "hidden_size": 32,
+        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 64,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": 4,

@@ -62,6 +62,7 @@ NATIVE = frozenset(
         "models.weight_reader",
         "models.packings",
         "models.replay",
+        "models.native_head",
         "models.backends.native",
         "kernels.native_suffix_index",
     }

@@ -24,9 +24,10 @@ from speculant.models.weights import load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.beams import beams_of, give_search, hypotheses
-from tests.drafters import options_of, predicting
+from tests.drafters import model_of, options_of, predicting
 from tests.examples import examples
-from tests.models import END, VOCAB_SIZE, Checkpoints, make_request
+from tests.heads import Shown
+from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
 KIND = "speculant.drafting"
 DOCUMENTED = "echo"  # the one in docs/adding-a-drafter.md
@@ -45,13 +46,17 @@ class Workshop:
     """Builds one drafter as often as a test wants, and keeps the caches that it asked for."""
 
     name: str
-    model: str
+    checkpoints: Checkpoints
     caches: list[KVCache] = field(default_factory=list)
 
     @property
     def method(self) -> Method:
         method: Method = plugins.load(KIND, self.name).METHOD
         return method
+
+    @property
+    def model(self) -> str | None:
+        return model_of(self.name, self.checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,7 +66,7 @@ class Workshop:
         """Make an engine that drafts with it."""
         return LLM(
             target,
-            draft_model=self.model if self.method.uses_model else None,
+            draft_model=self.model,
             speculative_config={"method": self.name, **self.options, **speculation},
             dtype="float64",
         )
@@ -70,15 +75,18 @@ class Workshop:
         """Make a drafter that has seen what PROMPT leads to, if it learns."""
         context = DrafterContext(
             options=self.options,
-            model=self.model if self.method.uses_model else None,
+            model=self.model,
             vocab_size=VOCAB_SIZE,
             device=torch.device("cpu"),
             chances=KeyedChances(),
             max_num_batched_tokens=budget,
             load_draft=load_once,
             make_cache=self._make_cache,
+            target=load_once(self.checkpoints.target),
         )
         drafter: Drafter = plugins.load(KIND, self.name).build(context)
+        if drafter.needs.hidden_layers:
+            drafter = Shown(drafter, load_once(self.checkpoints.target))
         if self.method.learns:
             teach(drafter, PROMPT, CONTINUATION)
         return drafter
@@ -110,7 +118,7 @@ def teach(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> Non
 def workshop(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Workshop]:
     if request.param == DOCUMENTED:
         request.getfixturevalue("documented_drafter")
-    made = Workshop(request.param, checkpoints.near)
+    made = Workshop(request.param, checkpoints)
     yield made
     made.check()
 

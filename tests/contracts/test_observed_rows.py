@@ -26,7 +26,7 @@ from tests.small_models import MODELS, make_model
 REFERENCE = MODELS[0]
 BACKENDS = [REFERENCE, *[name for name in MODELS if name.endswith(("-float32", "-int8"))][:2]]
 LIMITS = Limits(max_model_len=48, max_num_seqs=3, max_num_batched_tokens=12)
-LAYERS = (2, 0, 1)  # in the drafter's own order
+LAYERS = (2, 0, 3, 1)  # in the drafter's own order; 3 = the last one's output after the final norm
 COMMON = [7, 3, 9, 11, 2, 5, 6, 8]
 PROMPTS = [[*COMMON, *COMMON, 1, 4], [*COMMON, *COMMON, 20, 21, 22], [33]]
 
@@ -41,7 +41,8 @@ class Reader:
     def hidden(self, tokens: Sequence[int]) -> Hidden:
         cache = slotted_cache(self.model.cache_shape, 1, LIMITS.max_model_len)
         batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, torch.device("cpu"))
-        return self.model.forward(batch, cache.storage, LAYERS)
+        hidden = self.model.forward(batch, cache.storage, (0, 1, 2))
+        return hidden._replace(taps=tuple((*hidden.taps, hidden.last)[layer] for layer in LAYERS))
 
     def next_token(self, tokens: Sequence[int]) -> int:
         return int(self.model.logits(self.hidden(tokens).last[-1:]).argmax())

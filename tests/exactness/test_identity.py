@@ -22,7 +22,7 @@ from speculant.kernels.native import usable_sets
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.adaptive import Adaptive
 from tests.covering import covering
-from tests.drafters import BLIND, options_of, predicting
+from tests.drafters import BLIND, model_of, options_of, predicting
 from tests.examples import examples
 
 STEMS = [
@@ -47,7 +47,7 @@ ENGINES = {"float64": {"dtype": "float64"}, **{name: {"kernels": "native", **own
 SPEC_LENGTHS = (1, 2, 4, 8)
 DRAFTERS = plugins.names("speculant.drafting")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-VOCAB_SIZE = 8192
+HIDDEN_SIZE, VOCAB_SIZE = 256, 8192
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,9 @@ def speculative(
     drafter: str, spec_length: int, batch: int, options: Mapping[str, Any] = NO_OPTIONS, **engine: str
 ) -> LLM:
     """The embedded pair with any drafter."""
-    uses_model = plugins.load("speculant.drafting", drafter).METHOD.uses_model
     return LLM(
         "demo",
-        draft_model="demo" if uses_model else None,
+        draft_model=model_of(drafter, "demo", HIDDEN_SIZE, VOCAB_SIZE),
         speculative_config={"method": drafter, **options},
         spec_length=spec_length,
         max_num_seqs=batch,

@@ -25,7 +25,7 @@ from speculant.exactness.tables import TableModel
 from speculant.kernels.native import usable_sets
 from speculant.structured.grammars import Grammars
 from speculant.text.tokenizer import Tokenizer
-from tests.drafters import OPTIONS, options_of, predicting
+from tests.drafters import OPTIONS, UNSHIPPED, model_of, options_of, predicting
 from tests.examples import examples
 from tests.fakes import ScriptedDrafter, build_rig, few_blocks
 from tests.integration.conftest import MakeLLM
@@ -102,7 +102,8 @@ def assert_form(form: str, output: RequestOutput) -> bool:
     return all(sample.finish_reason == "stop" for sample in output.outputs)
 
 
-METHODS = [method for method in plugins.names("speculant.drafting") if method not in OPTIONS]
+ALONE = (*OPTIONS, *UNSHIPPED)  # methods that need a file or a head, with engines of their own
+METHODS = [method for method in plugins.names("speculant.drafting") if method not in ALONE]
 
 
 @cache
@@ -338,9 +339,12 @@ def compiler(folder: str) -> Grammars:
 @cache
 def all_drafters() -> list[tuple[str, LLM]]:
     """Return every drafter with an engine that has it."""
-    others = [{"method": method, **options_of(method, 8192, [tuple(range(40))])} for method in OPTIONS]
-    engines = [LLM("demo", dtype="bfloat16", max_model_len=512, speculative_config=each) for each in others]
-    return [*((method, demo()) for method in METHODS), *zip(OPTIONS, engines, strict=True)]
+    others = [{"method": method, **options_of(method, 8192, [tuple(range(40))])} for method in ALONE]
+    engines = [
+        LLM("demo", model_of(method, "demo", 256, 8192), dtype="bfloat16", max_model_len=512, speculative_config=each)
+        for method, each in zip(ALONE, others, strict=True)
+    ]
+    return [*((method, demo()) for method in METHODS), *zip(ALONE, engines, strict=True)]
 
 
 @native

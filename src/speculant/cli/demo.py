@@ -23,6 +23,7 @@ EXAMPLES = examples(
     "speculant demo --spec-length 3 --max-tokens 64",
     "speculant demo --temperature 1 --top-p 1 --seed 7",
     "speculant demo --shape 1b --max-tokens 32",
+    "speculant demo --method eagle",
     "speculant demo --json",
 )
 PROMPTS = {  # prompt -> seed, chosen so that the text reads well
@@ -32,14 +33,19 @@ PROMPTS = {  # prompt -> seed, chosen so that the text reads well
     "class TestStack(unittest.TestCase):\n\n    def test_push(self):": 7,
     "class Cache:\n    def get(self, key):\n        try:": 6,
 }
-DTYPE = "float32"
+DTYPE, SPEC_LENGTH = "float32", 3
 WARM_UP_TOKENS = 8
 ACCEPTED, CHOSEN, PROMPT = "green", "bold yellow", "dim"  # styles
 
 
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    spec_length: Annotated[int, typer.Option(help="Tokens to draft per step.")] = 3,
+    spec_length: Annotated[
+        int | None, typer.Option(help="Tokens to draft per step [default: 3, or the method's].")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="What drafts: another method than the embedded draft model.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
@@ -56,7 +62,7 @@ def demo(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     console = Console(quiet=True) if as_json else results()
     with progress("Loading the embedded models"):
-        llm = _load(spec_length, shape)
+        llm = _load(spec_length, shape, method)
         _show_pair(Console(quiet=True), llm, next(iter(PROMPTS)), replace(params, max_tokens=WARM_UP_TOKENS))
     _introduce(console, llm, params, shape)
     seeds = {prompt: own if seed is None else seed for prompt, own in PROMPTS.items()}
@@ -69,13 +75,19 @@ def demo(
         _conclude(console, figures)
 
 
-def _load(spec_length: int, shape: str | None) -> LLM:
+def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
+    """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
     from speculant.bench.inflated_pair import inflated_pair
+    from speculant.engine.drafters import uses_model
     from speculant.engine.llm import LLM
 
     target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
     dtype = DTYPE if shape is None else "bfloat16"
-    return LLM(target, draft, spec_length=spec_length, dtype=dtype, max_num_seqs=1)
+    if method is None:
+        return LLM(target, draft, spec_length=spec_length or SPEC_LENGTH, dtype=dtype, max_num_seqs=1)
+    config = {"method": method, "draft_length": "fixed"}
+    model = draft if uses_model(method) else None
+    return LLM(target, model, spec_length=spec_length, speculative_config=config, dtype=dtype, max_num_seqs=1)
 
 
 def _introduce(console: Console, llm: LLM, params: SamplingParams, shape: str | None) -> None:

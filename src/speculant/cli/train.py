@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from speculant.cli import train_head_tokens, train_static
+from speculant.cli import train_head, train_head_tokens, train_static
 from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import examples, messages, print_json, progress
+from speculant.cli.training_progress import show_training, shown_progress
 from speculant.errors import ConfigError
 from speculant.training.config import TrainingConfig
 
 if TYPE_CHECKING:
     from speculant.training.card import Outcome
-    from speculant.training.evaluation import Watcher
-    from speculant.training.trainer import Report, Trainer
 
 EXAMPLES = examples(
     "speculant train lm --out target --minutes 75",
@@ -29,10 +25,10 @@ EXAMPLES = examples(
     "speculant train lm --out draft --distill-from target --hidden 128 --layers 2 --minutes 15",
     "speculant train lm --out poems --data ./poems --suffix .txt --steps 2000",
 )
-_LOG_STEPS = 50  # steps per line of output without a terminal
 
-app = typer.Typer(help="Train small models: a target, or a draft for a target.", no_args_is_help=True)
+app = typer.Typer(help="Train small models: a target, a draft for a target, or a head.", no_args_is_help=True)
 app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
+app.command(epilog=train_head.EXAMPLES)(accepts_log_level(train_head.head))
 app.command(epilog=train_head_tokens.EXAMPLES)(accepts_log_level(train_head_tokens.head_tokens))
 
 
@@ -112,45 +108,9 @@ def _run(config: TrainingConfig, resume: bool) -> Outcome:
     trainer = job.new_trainer(config, texts)
     if resume:
         trainer.resume()
-    _train(trainer)
-    with _shown_progress("Measuring on held-out files") as watch:
+    show_training(trainer)
+    with shown_progress("Measuring on held-out files") as watch:
         return job.finish(config, texts, trainer, watch)
-
-
-def _train(trainer: Trainer) -> None:
-    console = messages()
-    if console.is_terminal:
-        _train_with_bar(trainer)
-        return
-    for report in trainer.run():
-        if report.step % _LOG_STEPS == 0:
-            console.print(_line(trainer, report))
-
-
-def _train_with_bar(trainer: Trainer) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=messages()) as bar:
-        task = bar.add_task("Training", total=1.0)
-        for report in trainer.run():
-            bar.update(task, completed=report.progress, description=_line(trainer, report))
-
-
-def _line(trainer: Trainer, report: Report) -> str:
-    left = report.elapsed * (1 / max(report.progress, 1e-9) - 1) / 60
-    loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
-    return f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {left:.0f} min left"
-
-
-@contextmanager
-def _shown_progress(doing: str) -> Iterator[Watcher | None]:
-    """Yield a function that shows the fraction done, on a terminal only."""
-    console = messages()
-    if not console.is_terminal:
-        yield None
-        return
-    with Progress(console=console) as bar:
-        task: Any = bar.add_task(doing, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _show(config: TrainingConfig, outcome: Outcome) -> None:

@@ -67,7 +67,7 @@ class DrafterNeeds:
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
     own_cache: it owns KV caches; they are its `caches`.
     hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
-    last layer's output.
+    last layer's output, one more that output after the final norm.
     target_inputs: it adds rows of its own to the target's pass; not supported yet.
     max_positions: the longest sequence it can draft for; None = any.
     target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
@@ -205,10 +205,10 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
         raise ConfigError(f"drafter {name} lacks `propose` or `needs`", "define both; see docs/adding-a-drafter.md.")
     if needs.target_inputs:
         raise ConfigError(f"drafter {name} adds rows to the target's pass: not supported yet", "choose another.")
-    if num_layers is not None and any(not 0 <= layer <= num_layers for layer in needs.hidden_layers):
+    if num_layers is not None and any(not 0 <= layer <= num_layers + 1 for layer in needs.hidden_layers):
         raise ConfigError(
             f"drafter {name} asks for hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",
-            f"use layers from 0 to {num_layers}.",
+            f"use layers from 0 to {num_layers}, or {num_layers + 1} for what the output head reads.",
         )
     if getattr(drafter, "caches", ()) and not needs.own_cache:
         raise ConfigError(f"drafter {name} has caches and does not announce them", "set own_cache in its needs.")
@@ -237,6 +237,7 @@ class DrafterContext:
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
+    target: the model that is drafted for; None = it is not at hand.
     arms: for drafters that combine others: which draft to take.
     """
 
@@ -251,6 +252,7 @@ class DrafterContext:
     sampler: Sampler = REFERENCE
     stop_below: float = 0.0
     arms: Arms = field(default_factory=Arms)
+    target: CausalLM | None = None
 
 
 def require_no_stop(context: DrafterContext) -> None:

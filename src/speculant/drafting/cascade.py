@@ -21,6 +21,7 @@ from typing import Any
 from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.growth.drafter import ChainDrafter
+from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.drafting.growth.shadow import ShadowedDrafter
 from speculant.drafting.head_tokens import read_head_tokens
 from speculant.drafting.members import Member, build_member
@@ -45,15 +46,8 @@ class CascadeDrafter(ChainDrafter):
     """See the module's docstring. Beam searches are drafted for by the model alone."""
 
     def __init__(self, model: CausalLM, cache: KVCache, inner: Member, context: DrafterContext) -> None:
-        super().__init__(
-            model,
-            cache,
-            context.chances,
-            context.vocab_size,
-            context.max_num_batched_tokens,
-            context.sampler,
-            context.stop_below,
-        )
+        runner = DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below)
+        super().__init__(runner, context.vocab_size, context.sampler)
         self._inner = ShadowedDrafter(inner, context.vocab_size, self._count)
         self.guess = self._inner.guess
         self.needs = replace(self.needs, hidden_layers=inner.drafter.needs.hidden_layers)

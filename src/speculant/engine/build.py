@@ -265,6 +265,7 @@ class _Workshop:
             make_cache=self.make_cache,
             stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
             arms=self.arms,
+            target=self.target.model,
         )
         return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
 

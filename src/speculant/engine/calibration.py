@@ -38,7 +38,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.scheduler import Scheduled
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +136,19 @@ class Calibration:
         depths = [depth for depth in DEPTHS if depth <= self.limits.max_model_len // 2]
         for request in drafting:
             drafter.begin(request)
+            self._observe(drafter, request)
         try:
             return timed(lambda depth: drafter.propose(drafting, [depth] * count), depths)
         finally:
             for request in drafting:
                 drafter.end(request)
+
+    def _observe(self, drafter: Drafter, request: Request) -> None:
+        """Show a drafter that reads hidden states those of a request's prompt; what they are does not matter here."""
+        if layers := drafter.needs.hidden_layers:
+            shape, tokens = self.target.cache_shape, request.tokens[:-1]
+            states = torch.zeros(len(tokens), self.target.hidden_size, dtype=torch.float32, device=shape.device)
+            drafter.observe(request, CommittedRows(0, tokens, request.tokens[-1:], (states,) * len(layers)))
 
 
 def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:

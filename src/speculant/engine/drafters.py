@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
+from speculant import plugins
 from speculant.cache.base import KVCache
-from speculant.drafting.base import Drafter, DrafterNeeds
+from speculant.drafting.base import Drafter, DrafterNeeds, Method
 from speculant.drafting.checks import Proposals
 from speculant.drafting.checks import check_draft as check_draft
 from speculant.drafting.checks import check_extends as check_extends
@@ -141,3 +142,9 @@ class Drafters:
 
     def _count(self, errors: int) -> None:
         self.metrics.drafter_errors += errors
+
+
+def uses_model(method: str) -> bool:
+    """Whether a drafting method needs a model. Raises ConfigError for an unknown one."""
+    facts: Method = plugins.load("speculant.drafting", method).METHOD
+    return facts.uses_model

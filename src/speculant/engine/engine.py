@@ -60,7 +60,8 @@ class Engine:
         drafters: Drafters | None = None,
     ) -> None:
         self._drafters = Drafters() if drafters is None else drafters
-        check_taps(self._drafters.hidden_layers, target.num_layers)
+        taps = [layer for layer in self._drafters.hidden_layers if layer != target.num_layers + 1]
+        check_taps(taps, target.num_layers)
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix)
         self._context = StepContext(
             options.limits,

@@ -67,12 +67,15 @@ def forward_target(
 ) -> tuple[list[TargetOutput], Tensor]:
     """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
-    layers: those whose input hidden states are wanted, see `Hidden`. Returns the outputs, and the logits of all of them
-    in order.
+    layers: those whose input hidden states are wanted, ascending: see `DrafterNeeds.hidden_layers`. Returns the
+    outputs, and the logits of all of them in order.
     """
     pairs = list(zip(scheduled, trees, strict=True))
     inputs = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in pairs]
-    hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, layers)
+    taps = [layer for layer in layers if layer <= model.num_layers]
+    hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
+    if len(taps) < len(layers):  # the states after the final norm are no tap
+        hidden = hidden._replace(taps=(*hidden.taps, hidden.last))
     starts = [0, *accumulate(item.count + tree.size for item, tree in pairs)]
     nodes = [open_nodes(item.request, tree) for item, tree in pairs]
     wanted = [_wanted_rows(item, own, first) for (item, _), own, first in zip(pairs, nodes, starts, strict=False)]

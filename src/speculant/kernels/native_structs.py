@@ -50,4 +50,5 @@ class Draft(Structure):
         ("limits", c_void_p), ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
         ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p), ("stop_below", c_double),
         ("num_logits", c_int64), ("head_tokens", c_void_p),
+        ("carried", c_void_p), ("states", c_void_p), ("state_size", c_int64),
     ]  # fmt: skip

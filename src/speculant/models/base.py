@@ -66,6 +66,7 @@ class Batch:
     block_size: int  # positions per block of the block tables
     embeddings: Tensor | None = None  # [k, hidden] input embeddings that replace token lookups; None = no row has one
     embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
+    hidden: Tensor | None = None  # [T, hidden] states of another model that rows take in (models/heads.py); None = none
 
 
 class SequenceInput(NamedTuple):
@@ -73,12 +74,14 @@ class SequenceInput(NamedTuple):
 
     `embeddings` maps rows of this sequence in the pass, counted from 0, to their own input embeddings [hidden]. The
     token of such a row is not looked up and may be any number.
+    `hidden` has a state [rows, hidden] for each row, for models that take them in.
     """
 
     seq_id: int
     tokens: Sequence[int]
     tree: DraftTree
     embeddings: Mapping[int, Tensor] = _NO_EMBEDDINGS
+    hidden: Tensor | None = None
 
 
 class Hidden(NamedTuple):
@@ -90,6 +93,7 @@ class Hidden(NamedTuple):
 
     last: Tensor  # [T, hidden], after the final norm: the input of `logits`
     taps: tuple[Tensor, ...] = ()  # [T, hidden] each, in float32 or the model's dtype
+    carried: Tensor | None = None  # [T, hidden], the states that the next rows take in; None = the model takes none
 
 
 @dataclass(eq=False)
@@ -100,6 +104,7 @@ class Chain:
     turn. A row without a distribution, because no token is possible or the model failed, ends the chain, and so does a
     token whose probability is below `stop_below`, which is kept. probs [tokens, V] are the distributions that the
     tokens were drawn from; None if the verifier does not read them.
+    hidden [len(input_tokens), hidden]: for a model that takes in states, those of the input tokens.
     """
 
     request: Request
@@ -109,6 +114,7 @@ class Chain:
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
     stop_below: float = 0.0
+    hidden: Tensor | None = None
 
     @property
     def softened(self) -> bool:
@@ -208,8 +214,9 @@ def check_needs(needs: ModelNeeds) -> None:
 def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.device) -> Batch:
     """Reserve slots for every input and concatenate the sequences (docs/references.md, verification pass)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
-    embeddings = dict[int, Tensor]()
+    embeddings, hidden = dict[int, Tensor](), list[Tensor]()
     for sequence in inputs:
+        hidden += () if sequence.hidden is None else (sequence.hidden,)
         if sequence.embeddings:
             embeddings.update(_embedded_rows(sequence, len(tokens)))
         seq_id, count, tree = sequence.seq_id, len(sequence.tokens), sequence.tree
@@ -229,6 +236,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         cache.block_size,
         _stack(embeddings).to(device) if embeddings else None,
         ids([*embeddings]).to(device) if embeddings else _NO_ROWS,
+        torch.cat(hidden) if hidden else None,
     )
 
 

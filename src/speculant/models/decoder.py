@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -198,3 +199,12 @@ class Decoder(nn.Module):
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this model draws none by itself."""
         return chains
+
+    def truncated(self, num_layers: int) -> Decoder:
+        """See `Truncatable.truncated`."""
+        windows = self.config.windows[:num_layers]
+        with torch.device("meta"):
+            model = Decoder(replace(self.config, num_layers=num_layers, windows=windows))
+        model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
+        model.model.layers, model.lm_head = self.model.layers[:num_layers], self.lm_head
+        return model.eval()

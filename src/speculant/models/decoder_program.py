@@ -25,7 +25,7 @@ from speculant.models.weight_reader import WeightReader
 class PackedLayer:
     """The weights of one layer. Vectors are float32; None = the family does not have this one."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Weight
     qkv_bias: Tensor | None
     query_norm: Tensor | None
@@ -43,7 +43,7 @@ class PackedLayer:
         """Read and pack a layer's weights."""
         attention, mlp = layer.inside("self_attn."), layer.inside("mlp.")
         return cls(
-            input_norm=layer.vector("input_layernorm.weight"),
+            input_norm=layer.optional("input_layernorm.weight"),
             qkv=attention.matrix(type_, "q_proj.weight", "k_proj.weight", "v_proj.weight"),
             qkv_bias=attention.optional("q_proj.bias", "k_proj.bias", "v_proj.bias"),
             query_norm=attention.optional("q_norm.weight"),
@@ -116,29 +116,39 @@ class Program:
 
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
-        x, y = buffers.x, buffers.y
-        yield embedding(weights.table, x)
+        yield embedding(weights.table, buffers.x)
         for index, layer in enumerate(weights.layers):
             yield from self._tap(index)
-            yield self._norm(layer.input_norm)
-            yield linear(layer.qkv, y, buffers.qkv, layer.qkv_bias)
-            yield self._attention(Code.ROTATE, index, scale=layer.query_norm, bias=layer.key_norm)
-            yield self._attention(Code.ATTEND, index, out=buffers.heads, window=weights.config.windows[index] or 0)
-            yield linear(layer.out, buffers.heads, x, layer.out_bias, Flag.ADD)
-            yield self._norm(layer.mlp_norm)
-            yield linear(layer.gate_up, y, buffers.gated, layer.gate_up_bias, Flag.SILU)
-            yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
+            yield from self._layer(index, layer)
         yield from self._tap(len(weights.layers))
-        yield self._norm(weights.norm)
+        yield self._norm(weights.norm, buffers.x, buffers.y)
+
+    def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        buffers = self._buffers
+        assert layer.input_norm is not None, "the layer has no input norm"
+        yield self._norm(layer.input_norm, buffers.x, buffers.y)
+        yield linear(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
+        yield from self._behind_queries(index, layer)
+
+    def _behind_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        """Yield the rest of a layer, once queries, keys and values are there."""
+        buffers = self._buffers
+        x, window = buffers.x, self._weights.config.windows[index] or 0
+        yield self._attention(Code.ROTATE, index, scale=layer.query_norm, bias=layer.key_norm)
+        yield self._attention(Code.ATTEND, index, out=buffers.heads, window=window)
+        yield linear(layer.out, buffers.heads, x, layer.out_bias, Flag.ADD)
+        yield self._norm(layer.mlp_norm, x, buffers.y)
+        yield linear(layer.gate_up, buffers.y, buffers.gated, layer.gate_up_bias, Flag.SILU)
+        yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
 
     def _tap(self, layer: int) -> Iterator[Op]:
         for tapped, out in zip(self._layers, self.taps, strict=True):
             if tapped == layer:
-                yield _op(Code.COPY, n=self._weights.config.hidden_size, source=self._buffers.x, out=out)
+                yield copying(self._buffers.x, out)
 
-    def _norm(self, scale: Tensor) -> Op:
-        config, buffers = self._weights.config, self._buffers
-        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=buffers.x, out=buffers.y, eps=config.norm_eps)
+    def _norm(self, scale: Tensor, source: Tensor, out: Tensor) -> Op:
+        config = self._weights.config
+        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=source, out=out, eps=config.norm_eps)
 
     def _attention(self, code: Code, layer: int, **fields: Tensor | int | None) -> Op:
         config = self._weights.config
@@ -152,6 +162,11 @@ class Program:
 def embedding(table: Weight, out: Tensor) -> Op:
     """Return the operation that looks tokens up in a table packed from [vocabulary, hidden]."""
     return _op(Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out)
+
+
+def copying(source: Tensor, out: Tensor) -> Op:
+    """Return the operation out = source, of the same width."""
+    return _op(Code.COPY, n=source.shape[1], source=source, out=out)
 
 
 def linear(

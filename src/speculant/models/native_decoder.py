@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.native import Kernels, Op, Pass, Type, address
-from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
+from speculant.kernels.native import Draft, Kernels, Op, Pass, Type, address
+from speculant.models.base import (
+    Batch,
+    CausalLM,
+    Chain,
+    Hidden,
+    ModelNeeds,
+    check_embeddings,
+    check_taps,
+    check_tokens,
+)
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import spread
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
@@ -19,6 +29,9 @@ from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
 from speculant.models.weight_reader import WeightReader
 from speculant.models.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from speculant.models.heads import HeadConfig
 
 FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # capacity at first
 
@@ -49,15 +62,19 @@ class NativeDecoder:
         quantization: Type | None = None,
         coded: bool = False,
     ) -> None:
-        cpu = torch.device("cpu")
+        packed = PackedDecoder.read(config, WeightReader(weights, kernels, dtype, coded=coded), quantization)
+        self._begin(packed, dtype, kernels)
+
+    def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
+        """Make the model of packed weights."""
+        config, cpu = packed.config, torch.device("cpu")
         self.cache_shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, cpu)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self._rotary = Rotary(config.rope, config.head_dim)
-        self.kernels = kernels
-        self._weights = PackedDecoder.read(config, WeightReader(weights, kernels, dtype, coded=coded), quantization)
+        self.kernels, self.packed = kernels, packed
         self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
-        self._head = linear(self._weights.head, None, None)
+        self._head = linear(self.packed.head, None, None)
         self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64) if config.head_tokens else None
         self._cosines = self._sines = torch.empty(0)
         self._drawn: Drawn | None = None  # of the last draft
@@ -65,7 +82,7 @@ class NativeDecoder:
     @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass reads."""
-        return self._weights.bytes_per_pass
+        return self.packed.bytes_per_pass
 
     @property
     def program(self) -> Program:
@@ -76,14 +93,32 @@ class NativeDecoder:
         """Return the pass with these taps; it is recorded at its first use."""
         if taps not in self._programs:
             check_taps(taps, self.num_layers)
-            self._programs[taps] = Program(self._weights, self._buffers, taps)
+            self._programs[taps] = self._record(taps)
         return self._programs[taps]
+
+    def _record(self, taps: tuple[int, ...]) -> Program:
+        return Program(self.packed, self._buffers, taps)
+
+    def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
+        """See `HeadHost.attach`."""
+        from speculant.models.native_head import NativeHead
+
+        return NativeHead(config, weights, self)
+
+    def truncated(self, num_layers: int) -> NativeDecoder:
+        """See `Truncatable.truncated`."""
+        whole, model = self.packed, NativeDecoder.__new__(NativeDecoder)
+        config = replace(whole.config, num_layers=num_layers, windows=whole.config.windows[:num_layers])
+        model._begin(
+            replace(whole, config=config, layers=whole.layers[:num_layers]), self.cache_shape.dtype, self.kernels
+        )
+        return model
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `CausalLM.embed`; float32."""
         check_tokens(tokens, self.vocab_size)
         tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
-        ops = (Op * 1)(embedding(self._weights.table, out))
+        ops = (Op * 1)(embedding(self.packed.table, out))
         self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
         return out
 
@@ -118,7 +153,7 @@ class NativeDecoder:
     def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
         """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
         if rows > self._buffers.room:
-            self._buffers, self._programs = Buffers(self._weights.config, _next_power(rows)), {}
+            self._buffers, self._programs = Buffers(self.packed.config, _next_power(rows)), {}
         if end > self._cosines.shape[0]:
             cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
             half = cosines.shape[-1] // 2
@@ -166,10 +201,15 @@ class NativeDecoder:
                 drawn.call.num_logits = self.vocab_size
                 drawn.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
             drawn.prepare(drawing, self.kernels.scratch)
+            self._enter(chains, drawn.call)
             self.kernels.draft(self.program.ops, self._head, on, drawn.call)
             drawn.write_to(drawing)
         else:
+            self._enter(chains, None)
             self.kernels.run(self.program.ops, on)
+
+    def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
+        """Pass in what rows take in beside tokens; here that is nothing. draft: the draws that follow, if any."""
 
 
 def _segments(batch: Batch) -> tuple[array[int], array[int], int]:

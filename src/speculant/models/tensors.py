@@ -53,6 +53,11 @@ class TensorFiles:
         _check_exists(single)
         return cls(_read_header(single), folder)
 
+    @classmethod
+    def of_file(cls, file: Path) -> TensorFiles:
+        """Read the header of one file. Raises ModelError if it is broken."""
+        return cls(_read_header(file), file.parent)
+
     def common_dtype(self) -> torch.dtype:
         """Return the type that most tensors are stored in."""
         kinds = Counter(entry.kind for entry in self.entries.values())

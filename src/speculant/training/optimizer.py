@@ -76,10 +76,12 @@ class Optimizer:
         matrices = [p for name, p in inner if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
         chosen = {id(p) for p in matrices}
         others = [p for _, p in inner if id(p) not in chosen]
-        self._parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (Muon(matrices, matrix_lr), matrix_lr),
-            (torch.optim.AdamW(others, embedding_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True), embedding_lr),
-        ]
+        self._parts = list[tuple[torch.optim.Optimizer, float]]()
+        if matrices:
+            self._parts.append((Muon(matrices, matrix_lr), matrix_lr))
+        if others:
+            adam = torch.optim.AdamW(others, embedding_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+            self._parts.append((adam, embedding_lr))
 
     def step(self, factor: float) -> None:
         """Take one step at `factor` times the peak rates and clear the gradients."""

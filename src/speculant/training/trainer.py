@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from speculant.models.decoder import Decoder
+from torch import Tensor
+
 from speculant.training.checkpoint import RunState, load_checkpoint, save_checkpoint
 from speculant.training.objective import Objective
 from speculant.training.optimizer import Optimizer
 from speculant.training.schedule import Schedule
-from speculant.training.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,20 @@ class Report:
     elapsed: float  # seconds of training, over all sessions
 
 
+class Batches(Protocol):
+    """The data by number, so that a position in it is one integer."""
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Return rows first .. first + count - 1: [count, 1 + n], of which n count as tokens."""
+        ...
+
+
 @dataclass
 class Trainer:
     """A model in training. `run` is a generator, so the caller can report progress and stop."""
 
-    model: Decoder
-    windows: Windows
+    model: Any  # the nn.Module that the objective knows
+    windows: Batches
     objective: Objective
     optimizer: Optimizer
     schedule: Schedule

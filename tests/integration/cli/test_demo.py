@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from speculant.cli.comparison import Pair, Run, pool, summary
 from speculant.cli.main import app
 from speculant.engine.llm import LLM
 from speculant.metrics import SpeculationMetrics
+from speculant.params import SamplingParams
 from tests.models import Checkpoints
 
 TOKENS = 16
@@ -27,8 +29,12 @@ def tiny(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         demo,
         "_load",
-        lambda length, shape: LLM(
-            checkpoints.target, checkpoints.near, spec_length=length, dtype="float64", max_num_seqs=1
+        lambda length, shape, method: LLM(
+            checkpoints.target,
+            checkpoints.near,
+            spec_length=length or demo.SPEC_LENGTH,
+            dtype="float64",
+            max_num_seqs=1,
         ),
     )
 
@@ -69,6 +75,19 @@ def test_demo_seed_replaces_the_prompts_own() -> None:
     seeds = list(demo.PROMPTS.values())
     equal = [a["plain"]["text"] == b["plain"]["text"] for a, b in zip(own, same, strict=True)]
     assert equal == [seed == 9 for seed in seeds]
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa", "early_exit", "suffix"])
+def test_demo_shows_another_method(method: str) -> None:
+    """Heads for the embedded target are embedded too."""
+    llm = demo._load(None, method)
+    assert llm.speculation.startswith(f"{method}, ")
+    prompt, params = next(iter(demo.PROMPTS)), SamplingParams(temperature=0, max_tokens=TOKENS)
+    plain = llm.generate(prompt, replace(params, speculation=False))[0]
+    drafted = llm.generate(prompt, params)[0]
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    if method in ("eagle", "medusa"):
+        assert drafted.metrics.speculative_decoding.num_accepted_draft_tokens > 0
 
 
 def test_accepted_and_chosen_tokens_have_their_colours(checkpoints: Checkpoints) -> None:

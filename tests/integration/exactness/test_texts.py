@@ -20,9 +20,9 @@ from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node
 from speculant.types import Request
 from speculant.verification.rejection import Rejection
-from tests.drafters import options_of
+from tests.drafters import model_of, options_of
 from tests.faults import accept_always, report_flatter_distributions
-from tests.models import VOCAB_SIZE, Checkpoints
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints
 
 PROMPTS = [[70, 71, 72], [80] * 9, [90]]
 FREE = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -157,10 +157,9 @@ def test_the_second_drafter_tells_its_distribution(checkpoints: Checkpoints) -> 
 @pytest.mark.parametrize("method", plugins.names("speculant.drafting"))
 def test_the_next_draft_is_fixed_before_the_token_is_known(checkpoints: Checkpoints, method: str) -> None:
     """No drafter may have learned the text that it is asked about, or a correct sampler would fail."""
-    uses_model = plugins.load("speculant.drafting", method).METHOD.uses_model
     config = pair(
         checkpoints,
-        draft_model=checkpoints.near if uses_model else None,
+        draft_model=model_of(method, checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE),
         speculative_config={"method": method, **options_of(method, VOCAB_SIZE, PROMPTS)},
     )
     runtime = build_engine(config)

@@ -12,10 +12,12 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch, known
+from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, build_batch, known
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree
 
+# A chain, its next input tokens, and the hidden states that they take in, if the model takes in any.
+Growing = tuple[Chain, list[int], Tensor | None]
 # For each chain, a tree of tokens that it may draw next, of fewer nodes than it has tokens to draw.
 Guess = Callable[[Sequence[Chain]], Sequence[DraftTree]]
 
@@ -42,7 +44,7 @@ def grow(
     others = chains if guess else model.grow(chains, cache, vocab_size)
     if others:
         stepwise = _Stepwise(model, cache, vocab_size, sampler, guess or guess_nothing)
-        stepwise.grow([(chain, chain.input_tokens) for chain in others])
+        stepwise.grow([(chain, chain.input_tokens, chain.hidden) for chain in others])
 
 
 @dataclass(frozen=True)
@@ -55,25 +57,29 @@ class _Stepwise:
     sampler: Sampler
     guess: Guess
 
-    def grow(self, growing: list[tuple[Chain, list[int]]]) -> None:
+    def grow(self, growing: list[Growing]) -> None:
         """Draw until every chain is complete."""
         while growing:
             growing = self._step(growing)
 
-    def _step(self, growing: Sequence[tuple[Chain, list[int]]]) -> list[tuple[Chain, list[int]]]:
+    def _step(self, growing: Sequence[Growing]) -> list[Growing]:
         """Run a pass over the chains' input tokens and guesses; return the next pass's chains."""
-        trees, size = self.guess([chain for chain, _ in growing]), self.model.vocab_size
+        trees, size = self.guess([chain for chain, _, _ in growing]), self.model.vocab_size
         inputs, drawing, rows, end = list[SequenceInput](), list[tuple[Chain, DraftTree]](), list[int](), 0
-        for (chain, tokens), tree in zip(growing, trees, strict=True):
-            inputs.append(SequenceInput(chain.request.seq_id, known(tokens, size), _known_tree(tree, size)))
+        roots = dict[Chain, int]()
+        for (chain, tokens, states), tree in zip(growing, trees, strict=True):
+            inputs.append(
+                SequenceInput(chain.request.seq_id, known(tokens, size), _known_tree(tree, size), hidden=states)
+            )
             root, end = end + len(tokens) - 1, end + len(tokens) + tree.size
+            roots[chain] = root
             if chain.limit:
                 drawing.append((chain, tree))
                 rows += range(root, end)
         batch = build_batch(inputs, self.cache, self.model.cache_shape.device)
-        hidden = self.model.forward(batch, self.cache.storage).last
-        drawn = self._draw(drawing, hidden[rows]) if drawing else []
-        return [(chain, chain.tokens[-1:]) for chain in drawn]
+        hidden = self.model.forward(batch, self.cache.storage)
+        drawn = self._draw(drawing, hidden.last[rows]) if drawing else []
+        return [(chain, chain.tokens[-1:], _carried(hidden, roots[chain])) for chain in drawn]
 
     def _draw(self, drawing: Sequence[tuple[Chain, DraftTree]], hidden: Tensor) -> list[Chain]:
         """Draw along the guesses, drop the rest of them from the cache and return the chains that go on.
@@ -121,6 +127,10 @@ def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[fl
             return path, True
         node = child
     return path, False
+
+
+def _carried(hidden: Hidden, row: int) -> Tensor | None:
+    return None if hidden.carried is None else hidden.carried[row : row + 1]
 
 
 def _known_tree(tree: DraftTree, vocab_size: int) -> DraftTree:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.growth.beams import draft_beams
 from speculant.drafting.growth.chains import Guess, grow
 from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.models.base import CausalLM
-from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 
 NODES_PER_BEAM = 2
@@ -21,29 +18,18 @@ Drafting = Sequence[tuple[Request, int]]  # requests with their limits
 
 
 class ChainDrafter(StatelessDrafter):
-    """Drafts with `model`, all sequences of a round in one flat batch.
+    """Drafts with the model of `runner`, all sequences of a round in one flat batch.
 
-    vocab_size is the target's: the draft's distributions are cut or padded with zeros to it. max_num_batched_tokens
-    bounds the backlog that is processed in a round. stop_below: see `Chain`; drafts of beam searches go on.
+    vocab_size is the target's: the draft's distributions are cut or padded with zeros to it.
     """
 
     guess: Guess | None = None  # what the model may draw next
 
-    def __init__(
-        self,
-        model: CausalLM,
-        cache: KVCache,
-        chances: Chances,
-        vocab_size: int,
-        max_num_batched_tokens: int,
-        sampler: Sampler = REFERENCE,
-        stop_below: float = 0.0,
-    ) -> None:
+    def __init__(self, runner: DraftModelRunner, vocab_size: int, sampler: Sampler = REFERENCE) -> None:
         self.needs = DrafterNeeds(
-            emits_probs=True, own_cache=True, max_positions=model.max_positions, nodes_per_beam=NODES_PER_BEAM
+            emits_probs=True, own_cache=True, max_positions=runner.model.max_positions, nodes_per_beam=NODES_PER_BEAM
         )
-        self._runner = DraftModelRunner(model, cache, chances, max_num_batched_tokens, stop_below)
-        self.caches = (cache,)
+        self._runner, self.caches = runner, (runner.cache,)
         self._vocab_size, self._sampler = vocab_size, sampler
 
     def begin(self, request: Request) -> None:

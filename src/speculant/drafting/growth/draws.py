@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from speculant.drafting.growth.topology import TreeTopology
+from speculant.drafting.growth.trees import Tree, branch
 from speculant.models.base import Chain
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node
@@ -39,6 +41,27 @@ def draw_chains(
             chain.tokens = [*chain.tokens, chain.chance.draw(rows[chain.request.seq_id][-1])]
         growing = [chain for chain in growing if len(chain.tokens) < chain.limit]
     return [_draft(chain, rows[chain.request.seq_id]) for chain in chains]
+
+
+def draw_trees(
+    drafting: Sequence[tuple[Request, int]], chances: Chances, topology: TreeTopology, next_probs: NextProbs
+) -> list[DraftTree]:
+    """Draw a tree of a topology for each pair (request, limit), all requests level by level.
+
+    A node without a possible token has no children. Distributions of greedy requests with shared noise are those at
+    temperature 1, which rank the tokens.
+    """
+    trees = [Tree(request, [Chain(request, [], limit, chances.draft(request))]) for request, limit in drafting]
+    places = [(tree, -1) for tree in trees]
+    while places:
+        nodes = [Node(tree.request, tree.path(node), tree.request.shared_noise) for tree, node in places]
+        before = {id(tree): len(tree.tokens) for tree, _ in places}
+        for (tree, node), token_probs in zip(places, next_probs(nodes), strict=True):
+            branch(tree, node, [token_probs], topology)
+        growing = {id(tree): tree for tree, _ in places if len(tree.tokens) < tree.limit}
+        newest = [(tree, node) for key, tree in growing.items() for node in range(before[key], len(tree.tokens))]
+        places = [(tree, node) for tree, node in newest if len(tree.path(node)) < topology.within(tree.limit).depth]
+    return [tree.draft() if tree.tokens else DraftTree.empty() for tree in trees]
 
 
 def _draft(chain: Chain, rows: list[Tensor]) -> DraftTree:

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from speculant.cache.base import KVCache, ReservationPlan
-from speculant.models.base import CausalLM, Chain
+from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, known
 from speculant.sampling.chance import Chance, Chances, MostLikely
-from speculant.types import Request
+from speculant.types import DraftTree, Request
 
 
 @dataclass
@@ -58,6 +60,18 @@ class DraftModelRunner:
         """Record tokens that a pass has added to the cache."""
         self._cached[request.seq_id].tokens += tokens
 
+    def finish(self, request: Request) -> None:
+        """Drop the drafted tokens from a sequence's cache."""
+        self.cache.truncate_to(request.seq_id, len(request.tokens))
+
+    def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
+        """Return the input of a root and the tree below it, after dropping them from the cache."""
+        self.cache.truncate_to(request.seq_id, len(request.tokens) - 1)
+        return SequenceInput(request.seq_id, known(request.tokens[-1:], self.model.vocab_size), tree)
+
+    def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
+        """Keep what later rows of these sequences take in; most models take in tokens alone."""
+
     def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
         """Plan input tokens and draws for pairs (request, wanted nodes), within the token budget and the cache.
 
@@ -81,14 +95,18 @@ class DraftModelRunner:
         for request, limit in drafting:
             start, total = self._roll_back(request), len(request.tokens)
             most = budget if plan is None else min(budget, plan.room(request.seq_id))
-            missing = request.tokens[start : start + most]
+            missing, hidden = self._missing(request, start, most)
             if missing:
                 if plan is not None:
                     plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
                 drawn = limit if start + len(missing) == total else 0
-                chains.append(Chain(request, missing, drawn, self._chance(request), [], None, self._stop_below))
+                chains.append(Chain(request, missing, drawn, self._chance(request), [], None, self._stop_below, hidden))
         return chains
+
+    def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
+        """Return the next input tokens, those from `start` on, with the hidden states that they take in."""
+        return request.tokens[start : start + most], None
 
     def _chance(self, request: Request) -> Chance:
         return MostLikely() if self._stop_below and request.params.greedy else self._chances.draft(request)

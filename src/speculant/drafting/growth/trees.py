@@ -50,6 +50,10 @@ class Tree:
         probs = torch.stack(self.probs) if self.probs and not self.request.shared_noise else None
         return DraftTree.of(self.tokens, self.parents, probs)
 
+    def known(self, vocab_size: int) -> DraftTree:
+        """Return the tokens and parents so far, for a model of `vocab_size` tokens."""
+        return DraftTree.of(known(self.tokens, vocab_size), self.parents)
+
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root's child down to a node; empty for the root (-1)."""
         return tokens_to(node, self.tokens, self.parents)
@@ -79,7 +83,7 @@ def grow_trees(
         growing = grower.extend(growing)
     for tree in trees:
         for source in tree.drafting_sources():
-            sources[source].cache.truncate_to(tree.request.seq_id, len(tree.request.tokens))
+            sources[source].finish(tree.request)
 
 
 _Place = tuple[Tree, int]  # a node of a tree; -1 = its root
@@ -99,7 +103,9 @@ class _Grower:
             plans = [(tree, plan) for tree in trees if (plan := tree.plans[place])]
             size = source.model.vocab_size
             inputs = [
-                SequenceInput(plan.request.seq_id, known(plan.input_tokens, size), DraftTree.empty())
+                SequenceInput(
+                    plan.request.seq_id, known(plan.input_tokens, size), DraftTree.empty(), hidden=plan.hidden
+                )
                 for _, plan in plans
             ]
             by_source.append(self._probs(source, inputs, [[(tree, -1)] * (plan.limit > 0) for tree, plan in plans]))
@@ -113,7 +119,7 @@ class _Grower:
         by_source = []
         for index, source in enumerate(self.sources):
             drafted = [tree for tree in trees if index in tree.drafting_sources()]
-            inputs = [_whole_tree(tree, source) for tree in drafted]
+            inputs = [source.tree_input(tree.request, tree.known(source.model.vocab_size)) for tree in drafted]
             by_source.append(self._probs(source, inputs, [places[tree] for tree in drafted]))
         return self._draw([each for tree in trees for each in places[tree]], by_source)
 
@@ -124,7 +130,8 @@ class _Grower:
         if not inputs:
             return {}
         model, cache = source.model, source.cache
-        hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage).last
+        hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage)
+        source.keep(inputs, hidden)
         places, rows, end = list[_Place](), list[int](), 0
         for sequence, nodes_of_sequence in zip(inputs, wanted, strict=True):
             end += len(sequence.tokens) + sequence.tree.size
@@ -132,7 +139,7 @@ class _Grower:
             places += nodes_of_sequence
         if not rows:
             return {}
-        logits = fit_vocabulary(model.logits(hidden[rows]), self.vocab_size)
+        logits = fit_vocabulary(model.logits(hidden.last[rows]), self.vocab_size)
         nodes = [Node(tree.request, tree.path(node), softened=tree.request.shared_noise) for tree, node in places]
         return dict(zip(places, distribution(logits, nodes, self.sampler), strict=True))
 
@@ -140,21 +147,10 @@ class _Grower:
         """Draw the children of nodes; return the trees that can grow."""
         before = {tree: len(tree.tokens) for tree, _ in places}
         for tree, node in places:
-            self._branch(tree, node, [probs.get((tree, node)) for probs in by_source])
+            branch(tree, node, [probs.get((tree, node)) for probs in by_source], self.topology)
         for tree, size in before.items():
             tree.newest = size
         return [tree for tree, size in before.items() if size < len(tree.tokens) < tree.limit]
-
-    def _branch(self, tree: Tree, node: int, probs: Distributions) -> None:
-        known_by = tree.nodes[node] if node >= 0 else self.topology.root
-        pick = picker(tree, len(tree.path(node)))
-        topology = self.topology.within(tree.limit)
-        for token, child, own in topology.children(known_by, probs, pick, tree.request.shared_noise):
-            if len(tree.tokens) < tree.limit:
-                tree.nodes.append(child)
-                tree.tokens.append(token)
-                tree.parents.append(node)
-                tree.probs.append(own)
 
 
 def picker(tree: Tree, depth: int) -> Pick:
@@ -167,9 +163,13 @@ def picker(tree: Tree, depth: int) -> Pick:
     return chance.draw
 
 
-def _whole_tree(tree: Tree, source: DraftModelRunner) -> SequenceInput:
-    """Return the input of a tree's root and all nodes, after dropping them from the cache."""
-    request, model = tree.request, source.model
-    source.cache.truncate_to(request.seq_id, len(request.tokens) - 1)
-    nodes = DraftTree.of(known(tree.tokens, model.vocab_size), tree.parents)
-    return SequenceInput(request.seq_id, known(request.tokens[-1:], model.vocab_size), nodes)
+def branch(tree: Tree, node: int, probs: Distributions, topology: TreeTopology) -> None:
+    """Draw the children of a node, -1 = the root, within the tree's limit."""
+    state = tree.nodes[node] if node >= 0 else topology.root
+    pick, bounded = picker(tree, len(tree.path(node))), topology.within(tree.limit)
+    for token, child, own in bounded.children(state, probs, pick, tree.request.shared_noise):
+        if len(tree.tokens) < tree.limit:
+            tree.nodes.append(child)
+            tree.tokens.append(token)
+            tree.parents.append(node)
+            tree.probs.append(own)

@@ -1,0 +1,140 @@
+"""`speculant train head`: trains a head that drafts from a target's hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speculant.cli.terminal import examples, messages, print_json, progress
+from speculant.cli.training_progress import show_training, shown_progress
+
+if TYPE_CHECKING:
+    from speculant.training.heads.config import HeadTrainingConfig
+    from speculant.training.heads.job import HeadOutcome
+
+EXAMPLES = examples(
+    "speculant train head --kind eagle --target demo --out eagle-head --minutes 20",
+    "speculant train head --kind eagle --target demo --out eagle-head --minutes 20 --resume",
+    "speculant train head --kind medusa --target demo --out medusa-head --num-heads 4 --steps 2000",
+)
+_AT_A_TIME = 64  # prompts of a call
+
+
+def head(
+    kind: Annotated[str, typer.Option(help="The method that the head is for.")],
+    target: Annotated[str, typer.Option(help="The target: a folder, a Hugging Face id or demo.")],
+    out: Annotated[
+        Path, typer.Option(help="The folder to write: the head, its card, texts and checkpoint of the run.")
+    ],
+    minutes: Annotated[float | None, typer.Option(help="End after this many minutes of training.")] = None,
+    steps: Annotated[int | None, typer.Option(help="End after this many steps.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="A folder of texts for prompts [default: Python's standard library].")
+    ] = None,
+    suffix: Annotated[str, typer.Option(help="How these texts' names end.")] = ".py",
+    tokens: Annotated[int | None, typer.Option(help="Tokens of texts that the target writes.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a text.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Texts in a step.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the target's texts.")] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="Most space on disk for hidden states, in GiB.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Tokens that heads on one state predict.")] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Residual blocks in each of these.")] = None,
+    inner: Annotated[int | None, typer.Option(help="Width of feed-forward blocks.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Rows in a row that a layer continues from its own states.")] = None,
+    matrix_lr: Annotated[float | None, typer.Option(help="Peak learning rate of matrices (Muon).")] = None,
+    vector_lr: Annotated[float | None, typer.Option(help="Peak learning rate of all else (AdamW).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes the first weights and the prompts.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Train a head on what the target itself writes.
+
+    The target continues prompts; the head learns its distributions from its hidden states, which are kept on disk. When
+    the run ends, the folder can be used: --speculative-config '{"method": KIND, "model": FOLDER}'.
+    """
+    from speculant.training.heads.config import HeadTrainingConfig
+
+    given: dict[str, Any] = {
+        "tokens": tokens, "seq": seq, "batch": batch, "temperature": temperature, "cache_gib": cache_gib,
+        "num_heads": num_heads, "num_layers": num_layers, "inner": inner, "depth": depth, "matrix_lr": matrix_lr,
+        "vector_lr": vector_lr, "seed": seed,
+    }  # fmt: skip
+    config = HeadTrainingConfig(
+        out, target, kind, minutes, steps, **{name: value for name, value in given.items() if value is not None}
+    )
+    outcome = _run(config, tuple(data or ()), suffix, resume)
+    if as_json:
+        print_json(dataclasses.asdict(outcome))
+    else:
+        _show(config, outcome)
+
+
+def _run(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, resume: bool) -> HeadOutcome:
+    from speculant.training.heads import job
+
+    job.check_folder(config, resume)
+    with progress("Loading the target"):
+        model = job.load_target(config)
+    if job.needs_texts(config):
+        _write_texts(config, data, suffix, model.hidden_size)
+    with shown_progress("Computing hidden states") as watch:
+        trainer = job.new_trainer(config, model, watch)
+    if resume:
+        trainer.resume()
+    show_training(trainer)
+    with progress("Measuring on held-out texts"):
+        return job.finish(config, trainer)
+
+
+def _write_texts(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, hidden_size: int) -> None:
+    """Let the target continue prompts; the last ones are of files that it was not trained on, if it was made here."""
+    from speculant.engine.llm import LLM
+    from speculant.params import SamplingParams
+    from speculant.training.corpus import read_corpus, standard_library
+    from speculant.training.heads import job
+    from speculant.training.heads.texts import HELD_OUT_SHARE, most_texts
+
+    count = most_texts(config.tokens, config.seq, hidden_size, config.cache_gib)
+    num_held_out = max(1, round(HELD_OUT_SHARE * count))
+    llm = LLM(config.target, max_model_len=config.seq, max_num_seqs=8, seed=config.seed)
+    tokenizer = llm.tokenizer
+    begins = tokenizer.encode("")[:1] or sorted(tokenizer.special_ids)[:1] or [0]
+    with progress("Reading files for prompts"):
+        corpus = read_corpus(data or (standard_library(),), suffix)
+        prompts = list[list[int]]()
+        for documents, share in ((corpus.training, count - num_held_out), (corpus.held_out, num_held_out)):
+            read = [
+                tokenizer.encode(document.text, add_special_tokens=False)
+                for document in documents[:: max(1, len(documents) // 400)]
+            ]
+            prompts += job.cut_prompts(read, config, begins[0], share)
+    texts = list[list[int]]()
+    with shown_progress("The target writes texts") as watch:
+        for first in range(0, count, _AT_A_TIME):
+            part = prompts[first : first + _AT_A_TIME]
+            params = [
+                SamplingParams(
+                    temperature=config.temperature,
+                    max_tokens=config.seq - len(prompt),
+                    ignore_eos=True,
+                    seed=first + place,
+                )
+                for place, prompt in enumerate(part)
+            ]
+            made = llm.generate(part, params)
+            texts += [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(part, made, strict=True)]
+            if watch:
+                watch(min(1.0, (first + _AT_A_TIME) / count))
+    job.save_texts(config, texts)
+
+
+def _show(config: HeadTrainingConfig, outcome: HeadOutcome) -> None:
+    console = messages()
+    console.print(
+        f"{config.out}: {outcome.parameters:,} weights, {outcome.bytes / 2**20:.2f} MiB, {outcome.steps:,} steps"
+    )
+    alpha: list[Any] = outcome.acceptance.alpha
+    console.print("sum min(p, q) by drafted token: " + ", ".join(f"{share:.3f}" for share in alpha))

@@ -1,0 +1,44 @@
+"""Blockwise parallel decoding: a feed-forward block on the target's last hidden state for each further token.
+
+Stern, Shazeer and Uszkoreit, "Blockwise Parallel Decoding for Deep Autoregressive Models", 2018. All heads share the
+target's output head. A draft is a chain of one token of each head; sampled requests draw it from their distributions.
+
+Memory: one state per sequence, and the heads' weights. Cost: the blocks and the output head, of one row per head.
+"""
+
+from __future__ import annotations
+
+from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
+from speculant.drafting.growth.topology import StaticTree
+from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.future import FutureDrafter
+from speculant.models.base import CausalLM
+from speculant.models.fields import count
+from speculant.models.future_heads import FeedForwardHeads, FutureShape
+
+KIND = "blockwise"
+METHOD = Method(default_length=3, uses_model=True)
+
+
+def build(context: DrafterContext) -> FutureDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    no_options(context)
+    require_no_stop(context)
+    target = require_target(context.target)
+    heads = load(HeadFolder.open(str(context.model), KIND), target)
+    chain = StaticTree.of_widths([1] * heads.shape.num_heads)
+    return FutureDrafter(heads, target, context.chances, chain, context.sampler)
+
+
+def load(folder: HeadFolder, target: CausalLM) -> FeedForwardHeads:
+    """Read the heads."""
+    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
+    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    config = folder.config
+    heads = FeedForwardHeads(
+        FutureShape(count(config, "num_heads"), target.hidden_size, inner=count(config, "inner_size"))
+    )
+    Renamed(folder, {name: name for name in folder.names()}).check(heads.stored(), KIND)
+    heads.load({name: folder.read(name) for name in folder.names()})
+    of = target.cache_shape
+    return heads.to(of.device, of.dtype).requires_grad_(False).eval()

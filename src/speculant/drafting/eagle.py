@@ -1,0 +1,69 @@
+"""EAGLE: a decoder layer that continues the target's hidden states (arXiv 2401.15077).
+
+Each row of the layer is made of the state of one token and of the embedding of the next; what leaves it stands for that
+next token's state, from which the target's output head predicts. Drafts are chains, or trees of a configured shape.
+
+The head's folder has config.json and safetensors, as on the hub or as the `speculators` package writes them. Embedding
+and output head are the target's.
+
+Memory: the layer's weights, and a KV cache of as many layers. Cost: a pass of the layer and of the target's output head
+for each drafted token; a chain is one native call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.growth.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.folder import HeadFolder, require_target
+from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
+from speculant.models.base import CausalLM
+from speculant.models.heads import Entry, HeadConfig
+
+KIND = "eagle"
+METHOD = Method(default_length=4, uses_model=True)
+SHARED = ("embed_tokens.weight", "lm_head.weight")  # the target's, which some files repeat
+
+
+@dataclass(frozen=True)
+class Options:
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+
+    tree: Any = None
+
+
+def build(context: DrafterContext) -> HiddenDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    options = read_options(context, Options)
+    target = require_target(context.target)
+    model = load(HeadFolder.open(str(context.model), KIND), target)
+    return make_drafter(context, model, (target.num_layers + 1,), newest, options.tree)
+
+
+def load(folder: HeadFolder, target: CausalLM) -> CausalLM:
+    """Read the head."""
+    weights = renamed(folder, rename)
+    sizes = read_sizes(folder.config, weights.names(), target)
+    folder.check_size(sizes.hidden_size, target.hidden_size, "hidden states of")
+    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    config = HeadConfig(sizes, Entry.INPUT, fc_bias="fc.bias" in weights.names())
+    return load_layers(config, weights, target, KIND)
+
+
+def rename(name: str) -> str | None:
+    """Return the model's name of a tensor."""
+    if name in SHARED:
+        return None
+    if name.startswith("fusion_fc."):  # of the `speculators` package
+        return name.removeprefix("fusion_")
+    return f"layers.0.{name.removeprefix('transformer.')}" if name.startswith("transformer.") else name
+
+
+def newest(hidden: Sequence[Tensor]) -> Tensor:
+    """Return what the head takes in: the states after the target's final norm."""
+    return hidden[0]

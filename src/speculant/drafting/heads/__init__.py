@@ -1,0 +1,1 @@
+"""Files of heads, and drafters whose heads look at one hidden state alone."""

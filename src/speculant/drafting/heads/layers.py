@@ -1,0 +1,66 @@
+"""Loads heads that are decoders (models/heads.py): their configuration, the names of their tensors, what must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from speculant.drafting.base import DrafterContext, require_no_stop
+from speculant.drafting.growth.hidden_drafter import Encode, HiddenDrafter
+from speculant.drafting.growth.hidden_runner import HiddenStateRunner
+from speculant.drafting.growth.tree_option import read_tree
+from speculant.drafting.heads.folder import HeadFolder, Renamed
+from speculant.errors import ModelError
+from speculant.models.base import CausalLM
+from speculant.models.config import DecoderConfig, read_decoder
+from speculant.models.heads import HeadConfig, attach, head_shapes
+
+SPECULATORS = "speculators_model_type"  # a key of the `speculators` package's configs
+
+Rename = Callable[[str], str | None]  # a name in the file -> the model's name; None = it is not the model's
+
+
+def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
+    """Read the layers' sizes; which biases there are, the tensors' names tell. The vocabulary is the target's."""
+    inner = config.get("transformer_layer_config", config)
+    if not isinstance(inner, dict):
+        raise ModelError("config.json has a transformer_layer_config that is no object", "correct config.json.")
+    layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
+    filled = {"model_type": "llama", "max_position_embeddings": target.max_positions, **inner}
+    filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
+    return read_decoder(
+        filled,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in names,
+        output_bias="layers.0.self_attn.o_proj.bias" in names,
+        mlp_bias="layers.0.mlp.up_proj.bias" in names,
+        qk_norm="layers.0.self_attn.q_norm.weight" in names,
+    )
+
+
+def renamed(folder: HeadFolder, rename: Rename) -> Renamed:
+    """Return the tensors by the model's names."""
+    stored = {new: name for name in folder.names() if (new := rename(name)) is not None}
+    return Renamed(folder, stored)
+
+
+def load_layers(
+    config: HeadConfig, weights: Renamed, target: CausalLM, kind: str, **others: tuple[int, ...]
+) -> CausalLM:
+    """Check and load a head; `others` are shapes of tensors beside it, whose names have _ for a dot."""
+    beside = {name.replace("_", "."): shape for name, shape in others.items()}
+    weights.check({**head_shapes(config, target), **beside}, kind)
+    own = {name: stored for name, stored in weights.stored.items() if name not in beside}
+    return attach(target, config, replace(weights, stored=own))
+
+
+def make_drafter(
+    context: DrafterContext, model: CausalLM, layers: tuple[int, ...], encode: Encode, tree: Any
+) -> HiddenDrafter:
+    """Return the drafter of a head, with a cache of its own."""
+    topology = read_tree(tree)
+    if topology is not None:
+        require_no_stop(context)
+    cache = context.make_cache(model.cache_shape)
+    runner = HiddenStateRunner(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below)
+    return HiddenDrafter(runner, layers, encode, context.vocab_size, context.sampler, topology)

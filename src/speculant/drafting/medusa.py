@@ -1,0 +1,127 @@
+"""Medusa: residual blocks on the target's last hidden state, one head for each further token (arXiv 2401.10774).
+
+A draft is a tree: the product of the heads' likeliest tokens, whose shape follows how often each rank was right in
+training, or a configured one. Sampled requests draw its nodes from the heads' distributions.
+
+The head's folder has config.json and safetensors, in our own form or that of Medusa on the hub, where each head has an
+output head of its own. Without them the target's output head serves all heads.
+
+Memory: one state per sequence, and the heads' weights. Cost: the blocks, and the output heads, of one row per head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
+from speculant.drafting.growth.topology import StaticTree
+from speculant.drafting.growth.tree_option import read_tree
+from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.future import UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
+from speculant.errors import ModelError
+from speculant.models.base import CausalLM
+from speculant.models.fields import show
+from speculant.models.future_heads import FutureShape, ResidualHeads
+
+KIND = "medusa"
+CHAIN = "chain"
+METHOD = Method(default_length=8, uses_model=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """tree: "chain", children per node at each depth as [3, 2, 1], or the ranks on the way to every node.
+
+    None = the nodes that were right most often in training.
+    """
+
+    tree: Any = None
+
+
+def build(context: DrafterContext) -> FutureDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    options = read_options(context, Options)
+    require_no_stop(context)
+    target = require_target(context.target)
+    folder = HeadFolder.open(str(context.model), KIND)
+    heads, own_heads = load(folder, target)
+    tree = choose_tree(options.tree, folder.config, heads.shape.num_heads)
+    topology = bounded(tree, heads.shape.num_heads, context.vocab_size)
+    nodes = METHOD.default_length
+    return FutureDrafter(heads, target, context.chances, topology, context.sampler, own_heads, nodes)
+
+
+def load(folder: HeadFolder, target: CausalLM) -> tuple[ResidualHeads, OwnHeads | None]:
+    """Read the heads, and their own output heads if they have some."""
+    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
+    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    found = ResidualHeads(_shape_in(folder, target))
+    weights = Renamed(folder, {name: name for name in folder.names()})
+    weights.check(found.stored(), KIND)
+    of, shape = target.cache_shape, found.shape
+    own = [f"{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)] if shape.vocab_size else []
+    found.load({name: folder.read(name) for name in folder.names() if name not in own})
+    matrices = [folder.read(name).to(of.device, of.dtype) for name in own]
+    return found.to(of.device, of.dtype).requires_grad_(False).eval(), _own_heads(matrices) if own else None
+
+
+def _shape_in(folder: HeadFolder, target: CausalLM) -> FutureShape:
+    """Return the sizes that the files' names have; config.json must agree. Raises ModelError if they are of no head."""
+    places = [re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.linear\.weight", name) for name in folder.names()]
+    pairs = [(int(hit[1]), int(hit[2])) for hit in places if hit]
+    if not pairs:
+        raise ModelError(
+            f"{folder.folder} has no tensors such as 0.0.linear.weight, but {show(sorted(folder.names())[:6])}",
+            f"name the method that it was trained for; it is no head of the kind {KIND!r}.",
+        )
+    num_heads, num_layers = 1 + max(head for head, _ in pairs), 1 + max(layer for _, layer in pairs)
+    for key, number in (("medusa_num_heads", num_heads), ("medusa_num_layers", num_layers)):
+        said = folder.config.get(key, number)
+        if said != number:
+            raise ModelError(
+                f"config.json in {folder.folder} says {key} = {show(said)}, and the weights are of {number}",
+                "use the config.json that belongs to these weights, or download them again.",
+            )
+    has_own = f"0.{num_layers}.weight" in folder.names()
+    return FutureShape(num_heads, target.hidden_size, num_layers, vocab_size=target.vocab_size if has_own else None)
+
+
+def _own_heads(matrices: Sequence[Tensor]) -> OwnHeads:
+    def logits(states: Tensor) -> Tensor:
+        own = [state @ matrix.T for state, matrix in zip(states, matrices, strict=False)]
+        return torch.stack(own).to(torch.float32 if states.dtype == torch.bfloat16 else states.dtype)
+
+    return logits
+
+
+def choose_tree(given: Any, config: dict[str, Any], num_heads: int) -> StaticTree:
+    """Return the configured tree, a chain, or the product of the ranks' measured shares."""
+    if given == CHAIN:
+        return StaticTree.of_widths([1] * num_heads)
+    tree = read_tree(given)
+    if tree is not None:
+        return tree
+    shares = config.get("rank_shares") or [UNKNOWN] * num_heads
+    if not _are_shares(shares):
+        raise ModelError(
+            f"config.json has rank_shares = {show(shares)}, not a list of shares from 0 to 1 for each head",
+            "remove rank_shares, or train the head again.",
+        )
+    return product_tree(shares[:num_heads])
+
+
+def _are_shares(shares: object) -> bool:
+    if not isinstance(shares, list) or not shares:
+        return False
+    return all(
+        isinstance(own, list | tuple)
+        and len(own) > 0
+        and all(isinstance(share, int | float) and 0 <= share <= 1 for share in own)
+        for own in shares
+    )

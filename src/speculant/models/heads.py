@@ -1,0 +1,211 @@
+"""Heads that are decoders: layers over token embeddings and a target's hidden states (arXiv 2401.15077, 2503.01840).
+
+A row takes in a token's embedding e and a hidden state h. The target made h at the position before, or the head itself
+did for the row's parent in a draft: then h is that row's `Hidden.carried`.
+
+    INPUT       x = fc [e; h];  the first layer has no input norm, and there is no final norm (EAGLE)
+    ATTENTION   the first layer attends with [norm(e); norm(h)] and adds to h;  a final norm before the head (EAGLE-3)
+
+The embedding table and the output head are the target's unless the head's files have their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.models.attention import AttentionPlan
+from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
+from speculant.models.config import DecoderConfig
+from speculant.models.decoder import Layer, RMSNorm, spread
+from speculant.models.rotary import Rotary
+from speculant.models.weight_source import WeightSource, read_plain
+
+
+class Entry(Enum):
+    """How a hidden state enters the first layer: see the module's docstring."""
+
+    INPUT = "input"
+    ATTENTION = "attention"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The arithmetic of a head. `decoder` has its sizes and those tokens that its output head knows.
+
+    fc_bias: whether fc has a bias. norm_before_residual: with ATTENTION, the first layer adds to norm(h) instead of h.
+    norm_output: the state that goes on to the next row is that after the final norm. own_table, own_head: whether it
+    has its own embedding table and output head.
+    """
+
+    decoder: DecoderConfig
+    entry: Entry
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_table: bool = False
+    own_head: bool = False
+
+
+@runtime_checkable
+class HeadHost(Protocol):
+    """A `CausalLM` that computes heads with kernels of its own."""
+
+    def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
+        """Return a head that shares this model's embedding table and output head, where it has none of its own."""
+        ...
+
+
+@runtime_checkable
+class Truncatable(Protocol):
+    """A `CausalLM` whose first layers can be used as a model."""
+
+    def truncated(self, num_layers: int) -> CausalLM:
+        """Return the model of the first layers, the final norm and the output head. It shares all weights."""
+        ...
+
+
+def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> CausalLM:
+    """Return a head of a target, on the target's kernels if they compute heads, else on torch's."""
+    if isinstance(target, HeadHost):
+        return target.attach(config, weights)
+    shape = target.cache_shape
+    with torch.device("meta"):
+        head = HeadDecoder(config, target)
+    for name in [name for name, _ in head.named_parameters()]:
+        part, _, own = name.rpartition(".")
+        tensor = read_plain(weights, name).to(device=shape.device, dtype=shape.dtype, copy=True)
+        setattr(head.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
+    return head.eval()
+
+
+def head_shapes(config: HeadConfig, target: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that a head consists of."""
+    with torch.device("meta"):
+        head = HeadDecoder(config, target)
+    return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
+
+
+class HeadDecoder(nn.Module):
+    """A head in plain PyTorch: a `CausalLM` whose batches have `hidden`."""
+
+    needs = ModelNeeds()
+
+    def __init__(self, config: HeadConfig, target: CausalLM) -> None:
+        super().__init__()
+        own, hidden = config.decoder, config.decoder.hidden_size
+        self.config = config
+        self._target = (target,)  # in a tuple: its parameters are not this module's
+        self.layers = nn.ModuleList(Layer(own, index) for index in range(own.num_layers))
+        first = cast(Layer, self.layers[0])
+        if config.entry is Entry.INPUT:
+            self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
+            del first.input_layernorm
+        else:
+            self.hidden_norm, self.norm = RMSNorm(hidden, own.norm_eps), RMSNorm(hidden, own.norm_eps)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                rows = getattr(first.self_attn, name).out_features
+                setattr(first.self_attn, name, nn.Linear(2 * hidden, rows, bias=own.qkv_bias))
+        if config.own_table:
+            self.embed_tokens = nn.Parameter(torch.zeros(own.vocab_size, hidden))
+        if config.own_head:
+            self.lm_head = nn.Linear(hidden, len(own.head_tokens) or own.vocab_size, bias=False)
+        self._rotary = Rotary(own.rope, own.head_dim)
+        self._windows, self._groups = frozenset(own.windows), own.num_heads // own.num_kv_heads
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.config.decoder.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self.config.decoder.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a hidden state and of an embedding."""
+        return self.config.decoder.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context that the head was trained for, in positions."""
+        return self.config.decoder.max_positions
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """The shape of one position of this head's cache."""
+        return head_cache_shape(self.config, self._target[0])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`."""
+        return self.embed_tokens[tokens] if self.config.own_table else self._target[0].embed(tokens)
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; there are no taps."""
+        assert batch.hidden is not None, "a head takes in a hidden state for each row"
+        embedded = self.embed(batch.tokens)
+        angles = self._rotary.angles(batch.positions, embedded.dtype)
+        plan = AttentionPlan.build(batch, self._windows, self._groups, embedded.dtype)
+        x = self.first(embedded, batch.hidden.to(embedded.dtype), lambda x: self._attend(x, angles, plan, storage))
+        for layer in self.layers[1:]:
+            x = layer(x, angles, plan, storage)
+        return self.leave(x)
+
+    def first(self, embedded: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """Return what leaves the first layer, for embeddings and states [..., hidden]."""
+        if self.config.entry is Entry.INPUT:
+            x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))
+            x = x + attend(x)
+        else:
+            normed = self.hidden_norm(hidden)
+            entering = torch.cat((self._first.input_layernorm(embedded), normed), dim=-1)
+            x = (normed if self.config.norm_before_residual else hidden) + attend(entering)
+        out: Tensor = x + self._first.mlp(self._first.post_attention_layernorm(x))
+        return out
+
+    def leave(self, x: Tensor) -> Hidden:
+        """Return the states that the output head reads, and those that go on, of what leaves the last layer."""
+        last = x if self.config.entry is Entry.INPUT else self.norm(x)
+        return Hidden(last, carried=last if self.config.norm_output else x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        if not self.config.own_head:
+            return self._target[0].logits(hidden)
+        out: Tensor = self.lm_head(hidden)
+        tokens = self.config.decoder.head_tokens
+        return spread(out, torch.tensor(tokens, device=out.device), self.vocab_size) if tokens else out
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`; this head draws none by itself."""
+        return chains
+
+    @property
+    def _first(self) -> Layer:
+        return cast(Layer, self.layers[0])
+
+    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
+        out: Tensor = self._first.self_attn(x, angles, plan, storage)
+        return out
+
+
+class Attend(Protocol):
+    """The first layer's attention."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map its input to what is added to the residual stream."""
+        ...
+
+
+def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
+    """Return the shape of one position of a head's cache: of the target's type, on its device."""
+    own = config.decoder
+    return replace(target.cache_shape, num_layers=own.num_layers, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim)

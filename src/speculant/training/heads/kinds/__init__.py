@@ -1,0 +1,1 @@
+"""The kinds of heads: one module each, with `make(config, target) -> HeadInTraining`."""

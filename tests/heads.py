@@ -1,0 +1,188 @@
+"""Small random heads on disk, and what shows a drafter the hidden states that it reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculant.cache.factory import slotted_cache
+from speculant.drafting.base import Drafter, StatelessDrafter
+from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.types import CommittedRows, DraftTree, Request
+
+LAYER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = "model") -> str:
+    """Write a head; return its folder as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{file}.safetensors")
+    return str(folder)
+
+
+class Random:
+    """Tensors of normal numbers, the same for the same seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return a matrix whose product with a state of unit size is of unit size."""
+        return torch.randn(shape, generator=self._generator) * scale / shape[-1] ** 0.5
+
+    def norm(self, size: int) -> Tensor:
+        """Return a norm's scales."""
+        return 1 + 0.1 * torch.randn(size, generator=self._generator)
+
+
+def medusa_tensors(
+    hidden: int, heads: int = 3, layers: int = 1, own: int | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return tensors as on the hub; own: the vocabulary of the heads' own output heads."""
+    random, found = Random(seed), dict[str, Tensor]()
+    for head in range(heads):
+        for layer in range(layers):
+            found[f"{head}.{layer}.linear.weight"] = random.matrix(hidden, hidden)
+            found[f"{head}.{layer}.linear.bias"] = random.matrix(hidden)
+        if own:
+            found[f"{head}.{layers}.weight"] = random.matrix(own, hidden, scale=3.0)
+    return found
+
+
+def write_medusa(folder: Path, hidden: int, vocab_size: int, own: bool = False, **sizes: int) -> str:
+    """Write a head of residual blocks."""
+    config = {"medusa_num_heads": sizes.get("heads", 3), "medusa_num_layers": sizes.get("layers", 1)}
+    return write_head(folder, config, medusa_tensors(hidden, own=vocab_size if own else None, **sizes))
+
+
+def write_blockwise(folder: Path, hidden: int, vocab_size: int, heads: int = 3, inner: int = 24, seed: int = 0) -> str:
+    """Write a head of feed-forward blocks."""
+    random, found = Random(seed), dict[str, Tensor]()
+    for head in range(heads):
+        found |= {
+            f"heads.{head}.up.weight": random.matrix(inner, hidden),
+            f"heads.{head}.up.bias": random.matrix(inner),
+            f"heads.{head}.down.weight": random.matrix(hidden, inner),
+            f"heads.{head}.down.bias": random.matrix(hidden),
+        }
+    config = {"num_heads": heads, "inner_size": inner, "hidden_size": hidden, "vocab_size": vocab_size}
+    return write_head(folder, config, found)
+
+
+def layer_tensors(random: Random, prefix: str, hidden: int, width: int, sizes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a decoder layer's tensors without its first norm; width: of what attention reads."""
+    queries = sizes["num_attention_heads"] * sizes["head_dim"]
+    keys = sizes["num_key_value_heads"] * sizes["head_dim"]
+    inner = sizes["intermediate_size"]
+    shapes = {
+        "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    found = {f"{prefix}{name}.weight": random.matrix(*shape) for name, shape in shapes.items()}
+    return {**found, f"{prefix}post_attention_layernorm.weight": random.norm(hidden)}
+
+
+def write_eagle(folder: Path, hidden: int, vocab_size: int, bias: bool = True, seed: int = 0, **sizes: Any) -> str:
+    """Write a head as EAGLE has it on the hub."""
+    config = {**LAYER, "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab_size, "bias": bias, **sizes}
+    random = Random(seed)
+    found = {
+        "fc.weight": random.matrix(hidden, 2 * hidden),
+        **layer_tensors(random, "layers.0.", hidden, hidden, config),
+    }
+    if bias:
+        found["fc.bias"] = random.matrix(hidden)
+    return write_head(folder, {**config, "num_hidden_layers": 1}, found)
+
+
+def write_eagle3(
+    folder: Path,
+    hidden: int,
+    vocab_size: int,
+    *,
+    draft_vocab: int | None = None,
+    own: bool = True,
+    prefix: str = "midlayer.",
+    seed: int = 0,
+    **config: Any,
+) -> str:
+    """Write a head as EAGLE-3 has it on the hub; draft_vocab: tokens of its own output head, None = all."""
+    sizes = {**LAYER, "hidden_size": hidden, "vocab_size": vocab_size, "draft_vocab_size": draft_vocab or vocab_size}
+    sizes |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, **config}
+    random = Random(seed)
+    found = {
+        "fc.weight": random.matrix(hidden, 3 * hidden),
+        f"{prefix}hidden_norm.weight": random.norm(hidden),
+        f"{prefix}input_layernorm.weight": random.norm(hidden),
+        "norm.weight": random.norm(hidden),
+        **layer_tensors(random, prefix, hidden, 2 * hidden, sizes),
+    }
+    if own:
+        found["lm_head.weight"] = random.matrix(draft_vocab or vocab_size, hidden)
+    if draft_vocab is not None:
+        known = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab].sort().values
+        found["d2t"] = known - torch.arange(draft_vocab)
+        found["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, known, True)
+    return write_head(folder, {"model_type": "llama", **sizes, "num_hidden_layers": 1}, found)
+
+
+WRITERS = {"medusa": write_medusa, "blockwise": write_blockwise, "eagle": write_eagle, "eagle3": write_eagle3}
+
+
+class Shown(StatelessDrafter):
+    """A drafter that is shown the states of a fresh pass for whatever was committed; others are left as they are."""
+
+    def __init__(self, drafter: Drafter, target: CausalLM) -> None:
+        self.drafter, self._target = drafter, target
+        self.needs, self.caches = drafter.needs, drafter.caches
+        self._seen: dict[int, int] = {}
+
+    def begin(self, request: Request) -> None:
+        self.drafter.begin(request)
+        self._seen[request.seq_id] = 0
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        for request in requests:
+            self._show(request)
+        return self.drafter.propose(requests, limits)
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._show(request)
+        self.drafter.catch_up(requests)
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        self._show(request)
+
+    def end(self, request: Request) -> None:
+        self.drafter.end(request)
+
+    def _show(self, request: Request) -> None:
+        start, end = self._seen[request.seq_id], len(request.tokens) - 1
+        if start < end and request.search is None:
+            states = fresh_states(self._target, request.tokens[:end], self.needs.hidden_layers)
+            rows = CommittedRows(start, request.tokens[start:end], (), tuple(each[start:] for each in states))
+            self.drafter.observe(request, rows)
+            self._seen[request.seq_id] = end
+
+
+@torch.inference_mode()
+def fresh_states(target: CausalLM, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the states [n, hidden] of layers, of a pass over a text alone."""
+    cache = slotted_cache(target.cache_shape, 1, len(tokens))
+    batch = build_batch([SequenceInput(0, tokens, DraftTree.empty())], cache, target.cache_shape.device)
+    taps = [layer for layer in layers if layer <= target.num_layers]
+    hidden = target.forward(batch, cache.storage, taps)
+    found = dict(zip(taps, hidden.taps, strict=True))
+    return tuple(found.get(layer, hidden.last) for layer in layers)

@@ -1,0 +1,419 @@
+"""Heads against references that are written out, token by token and layer by layer; and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from speculant import LLM, plugins
+from speculant.cache.factory import paged_cache
+from speculant.config import Limits
+from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.heads.future import UNKNOWN, likeliest, product_tree
+from speculant.engine.calibration import Calibration
+from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
+from speculant.kernels.native import usable_sets
+from speculant.models.base import CausalLM
+from speculant.models.weights import load_model
+from speculant.params import SamplingParams
+from speculant.sampling.chance import KeyedChances
+from speculant.types import CommittedRows, DraftTree, Request
+from tests.heads import LAYER, WRITERS, Shown, fresh_states, medusa_tensors, write_eagle, write_eagle3, write_head
+from tests.heads import write_medusa as write_medusa_head
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
+
+H, V = HIDDEN_SIZE, VOCAB_SIZE
+TEXT = [7, 1, 2, 3, 4, 1, 2, 250, 5, 1, 2]
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+DEPTH = 4
+KERNELS = ["reference", *(["native"] if usable_sets() else [])]
+
+
+def build(method: str, folder: str, target: CausalLM, **options: Any) -> Drafter:
+    """Make a drafter that is shown the states of fresh passes."""
+    context = DrafterContext(
+        options=options,
+        model=folder,
+        vocab_size=V,
+        device=torch.device("cpu"),
+        chances=KeyedChances(),
+        max_num_batched_tokens=64,
+        load_draft=lambda source, head_tokens=(): target,
+        make_cache=lambda shape: paged_cache(shape, 64, 4),
+        target=target,
+    )
+    drafter: Drafter = plugins.load("speculant.drafting", method).build(context)
+    return Shown(drafter, target)
+
+
+@torch.inference_mode()
+def draft(drafter: Drafter, limit: int = DEPTH) -> list[int]:
+    request = make_request(TEXT, params=GREEDY)
+    drafter.begin(request)
+    (tree,) = drafter.propose([request], [limit])
+    drafter.end(request)
+    return tree.token_list
+
+
+@torch.inference_mode()
+def drawn(drafter: Drafter) -> tuple[list[int], Tensor]:
+    """Return a drawn chain, and the distributions [n, V] that it was drawn from."""
+    request = make_request(TEXT, params=SamplingParams(temperature=1.0, max_tokens=None), shared_noise=False)
+    drafter.begin(request)
+    (tree,) = drafter.propose([request], [DEPTH])
+    assert tree.probs is not None
+    return tree.token_list, tree.probs
+
+
+def assert_drawn_from(probs: Tensor, logits: Sequence[Tensor]) -> None:
+    torch.testing.assert_close(probs, torch.stack(list(logits)).softmax(-1).double(), atol=1e-5, rtol=1e-4)
+
+
+def load_target(checkpoints: Checkpoints, kernels: str = "reference") -> CausalLM:
+    return load_model(checkpoints.target, "float32", kernels=kernels).model
+
+
+def head_logits(target: CausalLM, states: Tensor) -> Tensor:
+    return target.logits(states)
+
+
+def last_state(target: CausalLM) -> Tensor:
+    (states,) = fresh_states(target, TEXT[:-1], (target.num_layers + 1,))
+    return states[-1]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_medusa_is_its_ten_lines(
+    tmp_path: Path, checkpoints: Checkpoints, layers: int, own: bool, kernels: str
+) -> None:
+    target = load_target(checkpoints, kernels)
+    folder = write_medusa_head(tmp_path / "head", H, V, own, layers=layers)
+    tensors, expected = load_file(f"{folder}/model.safetensors"), list[Tensor]()
+    for head in range(3):
+        x = last_state(target)
+        for layer in range(layers):
+            block = tensors[f"{head}.{layer}.linear.weight"] @ x + tensors[f"{head}.{layer}.linear.bias"]
+            x = x + functional.silu(block)
+        logits = tensors[f"{head}.{layers}.weight"] @ x if own else head_logits(target, x[None])[0]
+        expected.append(logits)
+    drafter = build("medusa", folder, target, tree="chain")
+    assert draft(drafter) == [int(logits.argmax()) for logits in expected]
+    assert_drawn_from(drawn(drafter)[1], expected)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_blockwise_is_its_ten_lines(tmp_path: Path, checkpoints: Checkpoints, kernels: str) -> None:
+    target = load_target(checkpoints, kernels)
+    folder = WRITERS["blockwise"](tmp_path / "head", H, V)
+    tensors, expected = load_file(f"{folder}/model.safetensors"), list[Tensor]()
+    for head in range(3):
+        name, x = f"heads.{head}.", last_state(target)
+        inner = torch.relu(tensors[name + "up.weight"] @ x + tensors[name + "up.bias"])
+        x = x + tensors[name + "down.weight"] @ inner + tensors[name + "down.bias"]
+        expected.append(head_logits(target, x[None])[0])
+    drafter = build("blockwise", folder, target)
+    assert draft(drafter) == [int(logits.argmax()) for logits in expected]
+    assert_drawn_from(drawn(drafter)[1], expected)
+
+
+class Layer:
+    """One decoder layer over a growing list of rows, as the papers and Hugging Face's Llama have it."""
+
+    def __init__(self, tensors: dict[str, Tensor], prefix: str) -> None:
+        self._tensors, self._prefix = tensors, prefix
+        self._keys, self._values = list[Tensor](), list[Tensor]()
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        return self._tensors[f"{self._prefix}{name}.weight"] @ x
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        scale = torch.rsqrt((x * x).mean() + LAYER["rms_norm_eps"])
+        return self._tensors[f"{name}.weight"] * x * scale
+
+    def attend(self, x: Tensor, position: int) -> Tensor:
+        heads, groups, dim = LAYER["num_attention_heads"], 2, LAYER["head_dim"]
+        query = rotated(self("self_attn.q_proj", x).view(heads, dim), position)
+        self._keys.append(rotated(self("self_attn.k_proj", x).view(-1, dim), position))
+        self._values.append(self("self_attn.v_proj", x).view(-1, dim))
+        keys, values = (torch.stack(each).repeat_interleave(groups, 1) for each in (self._keys, self._values))
+        weights = (torch.einsum("hd,thd->ht", query, keys) / dim**0.5).softmax(-1)
+        return self("self_attn.o_proj", torch.einsum("ht,thd->hd", weights, values).flatten())
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gated = functional.silu(self("mlp.gate_proj", x)) * self("mlp.up_proj", x)
+        return self("mlp.down_proj", gated)
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    dim = x.shape[-1]
+    angles = position / LAYER["rope_theta"] ** (torch.arange(0, dim, 2) / dim)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+
+
+Row = Callable[[int, int, Tensor], tuple[Tensor, Tensor]]  # position, token, state -> logits, the next row's state
+
+
+def assert_row_by_row(drafter: Drafter, row: Row, states: Sequence[Tensor]) -> None:
+    """Compare a drawn chain's distributions with those of rows that are computed one after the other."""
+    tokens, probs = drawn(drafter)
+    assert len(tokens) == DEPTH
+    expected = list[Tensor]()
+    for position, token in enumerate(TEXT[1:]):
+        logits, carried = row(position, token, states[position])
+    for place, token in enumerate(tokens):
+        expected.append(logits)
+        logits, carried = row(len(TEXT) - 1 + place, token, carried)
+    assert_drawn_from(probs, expected)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagle_is_the_paper_s_layer(tmp_path: Path, checkpoints: Checkpoints, bias: bool, kernels: str) -> None:
+    target = load_target(checkpoints, kernels)
+    folder = write_eagle(tmp_path / "head", H, V, bias)
+    tensors = load_file(f"{folder}/model.safetensors")
+    layer = Layer(tensors, "layers.0.")
+
+    def row(position: int, token: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        x = tensors["fc.weight"] @ torch.cat((target.embed(torch.tensor([token]))[0], state))
+        x = x + tensors["fc.bias"] if bias else x
+        x = x + layer.attend(x, position)
+        x = x + layer.mlp(layer.norm("layers.0.post_attention_layernorm", x))
+        return head_logits(target, x[None])[0], x
+
+    (states,) = fresh_states(target, TEXT[:-1], (target.num_layers + 1,))
+    assert_row_by_row(build("eagle", folder, target), row, list(states))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("draft_vocab", [None, 100])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    "flags", [{}, {"norm_before_residual": True}, {"norm_output": True}], ids=lambda flags: "-".join(flags) or "plain"
+)
+def test_eagle3_is_the_paper_s_layer(
+    tmp_path: Path, checkpoints: Checkpoints, flags: dict[str, bool], own: bool, draft_vocab: int | None, kernels: str
+) -> None:
+    if draft_vocab and not own:
+        pytest.skip("a reduced vocabulary has an output head of its own")
+    target = load_target(checkpoints, kernels)
+    folder = write_eagle3(tmp_path / "head", H, V, draft_vocab=draft_vocab, own=own, **flags)
+    tensors = load_file(f"{folder}/model.safetensors")
+    layer = Layer(tensors, "midlayer.")
+
+    def row(position: int, token: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        normed = layer.norm("midlayer.hidden_norm", state)
+        embedded = layer.norm("midlayer.input_layernorm", target.embed(torch.tensor([token]))[0])
+        x = layer.attend(torch.cat((embedded, normed)), position)
+        x = x + (normed if "norm_before_residual" in flags else state)
+        x = x + layer.mlp(layer.norm("midlayer.post_attention_layernorm", x))
+        last = layer.norm("norm", x)
+        logits = tensors["lm_head.weight"] @ last if own else head_logits(target, last[None])[0]
+        if draft_vocab:
+            places = torch.arange(draft_vocab) + tensors["d2t"]
+            logits = torch.full((V,), -torch.inf).index_copy(0, places, logits)
+        return logits, last if "norm_output" in flags else x
+
+    taps = fresh_states(target, TEXT[:-1], (0, 1, 2))
+    states = torch.cat(taps, -1) @ tensors["fc.weight"].T
+    assert_row_by_row(build("eagle3", folder, target), row, list(states))
+
+
+def test_speculators_configs_are_read(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    target = load_target(checkpoints)
+    hub = write_eagle3(tmp_path / "hub", H, V, draft_vocab=100)
+    tensors = load_file(f"{hub}/model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {**LAYER, "model_type": "llama", "vocab_size": V},
+        "draft_vocab_size": 100,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    }
+    theirs = write_head(tmp_path / "theirs", config, renamed)
+    assert draft(build("eagle3", theirs, target)) == draft(build("eagle3", hub, target))
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path], str], type[SpeculantError], str]] = {
+    "another width": (
+        "medusa",
+        lambda at: write_medusa_head(at, 2 * H, V),
+        PairError,
+        r"\[64, 64\] and must be \[32, 32\]",
+    ),
+    "another vocabulary": ("medusa", lambda at: write_medusa_head(at, H, V + 1, True), PairError, r"265.*must be.*264"),
+    "another head": ("medusa", lambda at: write_eagle(at, H, V), ModelError, "no tensors such as"),
+    "eagle3 for eagle": ("eagle", lambda at: write_eagle3(at, H, V), ModelError, "missing.*unexpected"),
+    "eagle for eagle3": ("eagle3", lambda at: write_eagle(at, H, V), PairError, "takes in the layers"),
+    "eagle of another target": ("eagle", lambda at: write_eagle(at, 16, V), PairError, "made for hidden states of 16"),
+    "eagle of another text": ("eagle", lambda at: write_eagle(at, H, 99), PairError, "a vocabulary of 99.*has 264"),
+    "tokens beyond": ("eagle3", lambda at: write_eagle3(at, H, V + 9, draft_vocab=270), PairError, "d2t"),
+    "layers beyond": (
+        "eagle3",
+        lambda at: write_eagle3(at, H, V, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}),
+        PairError,
+        r"layers \[0, 1, 7\], and the target has 0 to 2",
+    ),
+    "said kind": (
+        "medusa",
+        lambda at: write_head(at, {"speculant_head": "eagle"}, medusa_tensors(H)),
+        PairError,
+        "of the kind 'eagle' and the method is 'medusa'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path, checkpoints: Checkpoints, name: str) -> None:
+    method, write, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        LLM(checkpoints.target, speculative_config={"method": method, "model": write(tmp_path / "head")})
+
+
+def test_pickles_are_refused_with_a_way_to_convert(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    folder = Path(write_medusa_head(tmp_path / "head", H, V))
+    (folder / "model.safetensors").unlink()
+    torch.save(medusa_tensors(H), folder / "medusa_lm_head.pt")
+    config = {"method": "medusa", "model": str(folder)}
+    with pytest.raises(
+        ModelError, match=r"only pickle weights \(medusa_lm_head.pt\)(?s:.*)weights_only=True"
+    ) as caught:
+        LLM(checkpoints.target, speculative_config=config)
+    code = caught.value.fix.split('python -c "')[1].rstrip('"')
+    exec(code.replace("'medusa_lm_head", f"'{folder}/medusa_lm_head"))
+    assert LLM(checkpoints.target, speculative_config=config).speculation.startswith("medusa")
+
+
+def test_without_a_target_there_is_no_head(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no target"):
+        plugins.load("speculant.drafting", "medusa").build(
+            DrafterContext({}, str(tmp_path), V, torch.device("cpu"), KeyedChances(), 8, None, None)  # type: ignore[arg-type]
+        )
+
+
+def test_product_tree_takes_the_likeliest_paths() -> None:
+    shares = [[0.5, 0.3, 0.4], [0.6, 0.1]]
+    tree = product_tree(shares, 5)
+    assert tree.ranked == ((0,), (0, 0), (1,), (2,), (1, 0))  # .5, .3, .3, .3 (falling), .18
+    assert tree.within(2).paths == {(0,), (0, 0)}
+    whole = product_tree([UNKNOWN] * 3)
+    assert all(whole.within(size).is_whole() for size in range(1, whole.most_nodes))
+
+
+def test_ranked_candidates_are_those_of_draws_by_rank(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """Greedy drafts by rank are the trees that are drawn node by node where an edit asks for that."""
+    target = load_target(checkpoints)
+    drafter = build("medusa", write_medusa_head(tmp_path / "head", H, V), target)
+    by_rank = draft(drafter, 12)
+    request = make_request(TEXT, params=SamplingParams(temperature=0, max_tokens=None, logit_bias={3: 1e-30}))
+    drafter.begin(request)
+    (tree,) = drafter.propose([request], [12])
+    assert tree.token_list == by_rank
+    assert len(by_rank) == 12
+    shape = product_tree([UNKNOWN] * 3).within(12)
+    assert likeliest(torch.eye(3, 40), shape).size == 12
+
+
+def test_early_exit_is_a_model_of_the_first_layers(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """Its draft is that of a checkpoint with as many layers."""
+    from dataclasses import replace
+
+    target = load_target(checkpoints)
+    folder = tmp_path / "first"
+    folder.mkdir()
+    config = json.loads((Path(checkpoints.target) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    tensors = load_file(Path(checkpoints.target) / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "layers.1." not in n}, folder / "model.safetensors")
+    small = load_model(str(folder), "float32").model
+    request = make_request(TEXT, params=GREEDY)
+    made = []
+    for method, options in (("early_exit", {"layers": 1}), ("draft_model", {})):
+        context = DrafterContext(
+            options, None, V, torch.device("cpu"), KeyedChances(), 64, lambda source, head_tokens=(): small,
+            lambda shape: paged_cache(shape, 64, 4), target=target,
+        )  # fmt: skip
+        drafter: Drafter = plugins.load("speculant.drafting", method).build(replace(context))
+        drafter.begin(request)
+        with torch.inference_mode():
+            made.append(drafter.propose([request], [DEPTH])[0].token_list)
+    assert made[0] == made[1]
+    assert len(made[0]) == DEPTH
+
+
+@pytest.mark.parametrize("layers", [0, 2, True, "1"])
+def test_early_exit_refuses_layers_that_are_not_there(checkpoints: Checkpoints, layers: object) -> None:
+    with pytest.raises(ConfigError, match="of a target with 2"):
+        LLM(checkpoints.target, speculative_config={"method": "early_exit", "layers": layers})
+
+
+@torch.inference_mode()
+def test_a_layer_begins_with_the_first_state_that_it_sees(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """Rows whose states were not observed are left out; then it drafts as for a text that begins there."""
+    target = load_model(checkpoints.target, "float64").model
+    folder = write_eagle(tmp_path / "head", H, V)
+    (states,) = fresh_states(target, TEXT[:-1], (target.num_layers + 1,))
+    found = list[Tensor]()
+    for text, missing in ((TEXT, 4), (TEXT[4:], 0)):
+        request = make_request(text, params=SamplingParams(max_tokens=None), shared_noise=False, seed=7)
+        drafter = unshown(build("eagle", folder, target))
+        drafter.begin(request)
+        if missing:
+            drafter.observe(request, CommittedRows(0, text[:2], (), (states[:2],)))
+        drafter.observe(request, CommittedRows(missing, text[missing:-1], (), (states[4:],)))
+        (tree,) = drafter.propose([request], [DEPTH])
+        assert tree.probs is not None
+        found.append(tree.probs)
+    torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=0)
+
+
+def unshown(drafter: Drafter) -> Drafter:
+    """Return the drafter itself."""
+    assert isinstance(drafter, Shown)
+    return drafter.drafter
+
+
+@torch.inference_mode()
+def test_a_sequence_without_states_gets_no_draft(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    target = load_target(checkpoints)
+    for method in WRITERS:
+        drafter = unshown(build(method, WRITERS[method](tmp_path / method, H, V), target))
+        request = make_request(TEXT, params=GREEDY)
+        drafter.begin(request)
+        assert drafter.propose([request], [DEPTH])[0].size == 0
+        states = fresh_states(target, TEXT[:3], drafter.needs.hidden_layers)
+        drafter.observe(request, CommittedRows(0, TEXT[:3], (), states))
+        assert drafter.propose([request], [DEPTH])[0].size == 0, "the newest state is missing"
+        rest = fresh_states(target, TEXT[:-1], drafter.needs.hidden_layers)
+        drafter.observe(request, CommittedRows(3, TEXT[3:-1], (), tuple(each[3:] for each in rest)))
+        assert drafter.propose([request], [2])[0].size == 2
+
+
+def test_costs_of_heads_are_those_of_real_drafts(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """A head drafts nothing without states, and would then seem to cost nothing."""
+    target = load_model(checkpoints.target, "float32")
+    drafter = unshown(build("eagle", write_eagle(tmp_path / "head", H, V), target.model))
+    sizes, propose = list[int](), drafter.propose
+
+    def noting(requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        trees = propose(requests, limits)
+        sizes.extend(tree.size - limit for tree, limit in zip(trees, limits, strict=True))
+        return trees
+
+    drafter.propose = noting  # type: ignore[method-assign]
+    cache = paged_cache(target.model.cache_shape, 64, 4)
+    limits = Limits(128, 1, 128)
+    Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, (str(tmp_path),)).costs()
+    assert sizes
+    assert set(sizes) == {0}
