@@ -212,23 +212,33 @@ static int64_t index_panels(int64_t panels, int64_t k, const void *plain, void *
   return bytes;
 }
 
+// Code LOW_BYTES weights. Returns whether there are escapes among them; `indices` are in the order of the low bytes.
+static bool code_block(const uint8_t *weights, const uint8_t *table, uint8_t *block, uint8_t *indices) {
+  uint8_t highs[LOW_BYTES], escaped = 0;
+  for (int64_t e = 0; e < LOW_BYTES; e += 8) {
+    const int64_t to = low_place(e);
+    for (int64_t i = 0; i < 8; i++) block[to + i] = weights[2 * (e + i)], highs[to + i] = weights[2 * (e + i) + 1];
+  }
+  memset(indices, COMMON, LOW_BYTES);
+  for (int t = COMMON - 1; t >= 0; t--)
+    for (int64_t i = 0; i < LOW_BYTES; i++) indices[i] = highs[i] == table[t] ? (uint8_t)t : indices[i];
+  for (int64_t i = 0; i < INDEX_BYTES; i++) block[LOW_BYTES + i] = (uint8_t)(indices[i] | indices[INDEX_BYTES + i] << 4);
+  for (int64_t i = 0; i < LOW_BYTES; i++) escaped |= indices[i] == COMMON;
+  return escaped;
+}
+
 static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
   const Steps steps = steps_of(SP_BF16, k), blocks = blocks_of(k);
-  uint8_t *data = (uint8_t *)&entry + entry.data, index_of[256];
+  uint8_t weights[2 * LOW_BYTES], indices[LOW_BYTES], *data = (uint8_t *)&entry + entry.data;
   uint32_t *escape = (uint32_t *)((char *)&entry + entry.escapes);
   memset(data, 0, blocks.size());
-  memset(index_of, COMMON, sizeof index_of);
-  for (int i = COMMON - 1; i >= 0; i--) index_of[entry.table[i]] = (uint8_t)i;
-  for (int64_t j = 0; j < steps.count; j++) {
-    const uint8_t *bytes = (const uint8_t *)plain + steps.at(j);
-    uint8_t *block = data + blocks.at(j / BLOCK_STEPS);
-    for (int64_t i = 0; i < STEP_WEIGHTS; i++) {
-      const uint8_t high = bytes[2 * i + 1], index = index_of[high];
-      const int64_t low = low_place(j % BLOCK_STEPS * STEP_WEIGHTS + i);
-      block[low] = bytes[2 * i];
-      block[index_place(low)] |= (uint8_t)(index << index_shift(low));
-      if (index == COMMON) *escape++ = (uint32_t)(j * STEP_WEIGHTS + i) << 8 | high;
-    }
+  for (int64_t b = 0; b < blocks.count; b++) {
+    const int64_t first = b * BLOCK_STEPS, some = steps.count - first < BLOCK_STEPS ? steps.count - first : BLOCK_STEPS;
+    for (int64_t s = 0; s < some; s++) memcpy(weights + s * STEP, plain + steps.at(first + s), STEP);
+    for (int64_t e = some * STEP_WEIGHTS; e < LOW_BYTES; e++) weights[2 * e] = 0, weights[2 * e + 1] = entry.table[0];  // padding
+    if (!code_block(weights, entry.table, data + blocks.at(b), indices)) continue;
+    for (int64_t e = 0; e < LOW_BYTES; e++)
+      if (indices[low_place(e)] == COMMON) *escape++ = (uint32_t)(b * LOW_BYTES + e) << 8 | weights[2 * e + 1];
   }
   *escape = END;
 }

@@ -253,7 +253,24 @@ static inline uint16_t to_bf16(float value) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Pack a whole panel of bfloat16 weights of even depth: dwords are moved as they are, LANES rows by LANES steps at once.
+static void move_panel(const uint16_t *rows, int64_t k, char *packed) {
+  alignas(64) float moved[LANES * LANES];
+  const Steps steps = steps_of(SP_BF16, k);
+  memset(packed, 0, steps.size());
+  for (int64_t j = 0; j < steps.count; j += LANES)
+    for (int64_t i = 0; i < WIDTH; i += LANES) {
+      const int64_t first = steps.count - j < LANES ? steps.count - LANES : j;  // the last ones overlap
+      const float *from[LANES];
+      for (int64_t r = 0; r < LANES; r++) from[r] = (const float *)(rows + (i + r) * k) + first;
+      transpose(from, moved, LANES);
+      for (int64_t s = 0; s < LANES; s++) memcpy(packed + steps.at(first + s) + i * 4, moved + s * LANES, LANES * 4);
+    }
+}
+
 static void pack_panel(int type, int source, const void *weight, int64_t n, int64_t k, int64_t panel, char *packed) {
+  if (type == SP_BF16 && source == SP_BF16 && k % 2 == 0 && k >= 2 * LANES && (panel + 1) * WIDTH <= n && (uintptr_t)weight % 4 == 0)
+    return move_panel((const uint16_t *)weight + panel * WIDTH * k, k, packed);
   const Steps steps = steps_of(type, k);
   memset(packed, 0, steps.size());
   for (int64_t j = 0; j < k; j++) {

@@ -98,3 +98,11 @@ def test_panel_rows_are_what_the_library_says(kernels: Kernels) -> None:
         one = kernels.packed_bytes(type_, 1, 72)
         assert kernels.packed_bytes(type_, rows, 72) == one
         assert kernels.packed_bytes(type_, rows + 1, 72) == 2 * one
+
+
+@pytest.mark.parametrize("k", [30, 31, 32, 34, 63, 64, 130, 2048, 2050])
+@pytest.mark.parametrize("n", [1, 47, 48, 100, 200])
+def test_numbers_are_moved_as_they_are(kernels: Kernels, n: int, k: int) -> None:
+    """Whole panels of bfloat16 are transposed by vectors; their float32 is packed number by number."""
+    rows = random_rows(n, k, torch.bfloat16)
+    assert torch.equal(pack_whole(kernels, Type.BF16, rows), pack_whole(kernels, Type.BF16, rows.float()))

@@ -122,9 +122,7 @@ def test_logits_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
     tokens, chunks = tokens_of(1, decoder.vocab_size), [1, 2, 3, 5, 8, 9, 17, 64, 130, 399, 1, 1]
     seen, expected = (feed(each, CACHES["paged"](plain.cache_shape), 1, tokens, chunks) for each in (coded, plain))
     assert torch.equal(seen.view(torch.int32), expected.view(torch.int32))
-    most = (
-        1.1 if variant == "odd" else 0.9
-    )  # small matrices that fill no block need more room in 12 bits, and stay plain
+    most = 1.1 if variant == "odd" else 0.9  # matrices that fill no block stay plain
     assert coded.bytes_per_pass < most * plain.bytes_per_pass
 
 
