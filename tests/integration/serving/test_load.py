@@ -168,7 +168,8 @@ async def _one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Reply]
 
 
 SEQUENCES, WAITING = 8, 16
-WORK = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+TOKENS = 400
+WORK = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
 class Flood:
@@ -218,18 +219,18 @@ class Flood:
 
 
 @pytest.mark.parametrize("seconds", sizes(3, 60))
-def test_ten_times_capacity_is_refused_at_once(serve_process: Any, checkpoints: Checkpoints, seconds: int) -> None:
-    limits = ["--max-num-seqs", str(SEQUENCES), "--max-waiting", str(WAITING), "--dtype", "float32"]
-    limits += ["--kv-memory", "4MiB"]  # is all in use soon, so that what grows later is no cache
-    server: ServerProcess = serve_process(checkpoints.target, *limits).ready()
+def test_ten_times_capacity_is_refused_at_once(serve_process: Any, seconds: int) -> None:
+    limits = ["--max-num-seqs", str(SEQUENCES), "--max-waiting", str(WAITING), "--draft-model", "demo"]
+    limits += ["--kv-memory", "16MiB"]  # is all in use soon, so that what grows later is no cache
+    server: ServerProcess = serve_process("demo", *limits).ready()
     flood = Flood(server, random.Random(0))
-    capacity = asyncio.run(flood.capacity(2 if seconds < 10 else 5))
+    capacity = asyncio.run(flood.capacity(3 if seconds < 10 else 8))
     flood.replies.clear()
     asyncio.run(flood.flood(10 * capacity, seconds))
     served = [reply for reply in flood.replies if reply.status == 200]
     refused = sorted(reply.seconds for reply in flood.replies if reply.status == 429)
     assert len(served) + len(refused) == len(flood.replies)
-    assert all(reply.value["usage"]["completion_tokens"] == 200 for reply in served)
+    assert all(reply.value["usage"]["completion_tokens"] == TOKENS for reply in served)
     print(
         f"capacity {capacity:.1f}/s; {len(served)} served, {len(refused)} refused: at most {refused[-1]:.3f} s,"
         f" median {statistics.median(refused):.4f} s; at most {max(flood.waiting):.0f} waited;"
