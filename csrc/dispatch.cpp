@@ -43,7 +43,7 @@ static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
 extern "C" {
 
-int sp_version(void) { return 9; }
+int sp_version(void) { return 10; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 

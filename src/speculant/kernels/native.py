@@ -26,7 +26,7 @@ from speculant.kernels.base import SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.native_structs import Draft, settings_array
 
-VERSION = 9
+VERSION = 10
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
