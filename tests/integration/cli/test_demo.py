@@ -80,7 +80,7 @@ def test_demo_seed_replaces_the_prompts_own() -> None:
 @pytest.mark.parametrize("method", ["eagle", "medusa", "early_exit", "suffix"])
 def test_demo_shows_another_method(method: str) -> None:
     """Heads for the embedded target are embedded too."""
-    llm = demo._load(None, method)
+    llm = demo._load(None, None, method)
     assert llm.speculation.startswith(f"{method}, ")
     prompt, params = next(iter(demo.PROMPTS)), SamplingParams(temperature=0, max_tokens=TOKENS)
     plain = llm.generate(prompt, replace(params, speculation=False))[0]
