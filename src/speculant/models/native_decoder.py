@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.native import Draft, Kernels, Op, Pass, Type, address
+from speculant.kernels.native import Kernels, Op, Pass, Type, address
+from speculant.kernels.native_structs import Draft
 from speculant.models.base import (
     Batch,
     CausalLM,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVStorage
-from speculant.kernels.native import TYPES, Draft, Flag, Op, Weight
+from speculant.kernels.native import TYPES, Flag, Op, Weight
+from speculant.kernels.native_structs import Draft
 from speculant.models.base import Batch, Chain, Hidden
 from speculant.models.decoder_program import Buffers, PackedDecoder, PackedLayer, Program, copying, embedding, linear
 from speculant.models.heads import Entry, HeadConfig, head_cache_shape
