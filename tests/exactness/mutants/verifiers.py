@@ -95,8 +95,8 @@ RULES = [
     Mutant(
         "unlikely nodes of a sampled tree pruned before a ratio test",
         TREES,
-        "            if len(tree.tokens) < tree.limit:\n",
-        "            if len(tree.tokens) < tree.limit and float(own[token]) > 0.3:\n",
+        "        if len(tree.tokens) < tree.limit:\n",
+        "        if len(tree.tokens) < tree.limit and float(own[token]) > 0.3:\n",
         TREE.format("pair-traversal"),
     ),
 ]
