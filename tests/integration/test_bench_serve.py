@@ -103,7 +103,6 @@ def test_a_server_that_does_not_start_says_why() -> None:
     assert caught.value.fix
 
 
-@pytest.mark.slow  # it takes over a minute: to be looked at
 def test_sigterm_ends_the_server_too() -> None:
     code = (
         "import os, signal\nfrom speculant.bench.server_process import own_server\n"
