@@ -19,7 +19,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-test
 calibration.BUDGET_S = 0.02  # for each curve: tests do not depend on what a step costs
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("full"), max_examples=12)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
 settings.load_profile("quick")  # `make test-all` asks for the other
 
 
