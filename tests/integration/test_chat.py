@@ -127,3 +127,13 @@ def test_wrong_conversations_are_refused(llm: LLM, messages: Any, reason: str) -
     with pytest.raises(RequestError, match=reason):
         llm.chat(messages)
     assert not llm.engine.has_unfinished()
+
+
+def test_the_last_message_may_be_continued(llm: LLM) -> None:
+    begun = [*SECOND, {"role": "assistant", "content": "See you "}]
+    (output,) = llm.chat(begun, GREEDY, continue_final_message=True)
+    assert output.prompt == "<begin>user:Bye;assistant:See you"
+    (whole,) = llm.chat(begun, GREEDY, add_generation_prompt=False)
+    assert whole.prompt == "<begin>user:Bye;assistant:See you ;"
+    with pytest.raises(RequestError, match="can't be continued"):
+        llm.chat([*SECOND, {"role": "assistant", "content": " "}], GREEDY, continue_final_message=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from pathlib import Path
@@ -103,6 +104,8 @@ def run(values: dict[str, Any], options: ServerOptions) -> None:
         from speculant.engine.async_engine import AsyncEngine
 
         loaded = AsyncEngine(**values)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: to look at it in each collection would hold up all requests
         messages().print(f"{name}: ready; speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
         return loaded
 

@@ -105,6 +105,8 @@ class AsyncEngine(Frontend):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
         **named: Any,
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
@@ -112,7 +114,9 @@ class AsyncEngine(Frontend):
         The template is rendered at once, in the caller's thread; arguments and errors of that are those of
         `render_chat`.
         """
-        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        prompt = self.render_chat(
+            messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
+        )
         return self.stream(prompt, sampling_params, **named)
 
     async def chat(
@@ -122,10 +126,14 @@ class AsyncEngine(Frontend):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
         **named: Any,
     ) -> RequestOutput:
         """Answer one conversation; arguments and errors are those of `stream_chat`."""
-        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        prompt = self.render_chat(
+            messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
+        )
         return await self.generate(prompt, sampling_params, **named)
 
     async def shutdown(self, drain: bool) -> None:

@@ -81,13 +81,21 @@ class LLM(Frontend):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several together; one result each, in order.
 
         The other arguments are those of `generate` and of `render_chat`, and so are the errors.
         """
         prompts = [
-            self.render_chat(conversation, tools, add_generation_prompt, chat_template_kwargs)
+            self.render_chat(
+                conversation,
+                tools,
+                add_generation_prompt,
+                chat_template_kwargs,
+                continue_final_message=continue_final_message,
+            )
             for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params)
@@ -99,9 +107,13 @@ class LLM(Frontend):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> Iterator[StreamPiece]:
         """Yield the answer to one conversation as `stream` does; arguments are those of `chat`."""
-        prompt = self.render_chat(messages, tools, add_generation_prompt, chat_template_kwargs)
+        prompt = self.render_chat(
+            messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
+        )
         return self.stream(prompt, sampling_params)
 
     def _start(self, generation: Generation) -> Generation:

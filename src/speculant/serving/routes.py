@@ -42,7 +42,7 @@ class Routes:
         service, engine = self._service, self._service.state.engine
         body = await service.read(CompletionBody, request)
         params, count = completion_params(engine, body), count_prompts(body, service.options)
-        answer = CompletionAnswer(service.call(engine, body, params), count)
+        answer = CompletionAnswer(service.call(engine, body, params, count), count)
         job = Job(body, params, count, lambda: service.prompts.of_completion(engine, body), answer)
         return await service.answer(engine, request, job)
 

@@ -77,8 +77,11 @@ class Service:
             )
         return name
 
-    def call(self, engine: AsyncEngine, body: Generation, params: SamplingParams) -> Call:
-        """Return what an answer has to know of a request."""
+    def call(self, engine: AsyncEngine, body: Generation, params: SamplingParams, num_prompts: int = 1) -> Call:
+        """Return what an answer has to know of a request. Raises ApiError (400) if it asks for too many samples."""
+        samples, most = num_prompts * params.n, self.options.max_samples
+        if samples > most:
+            raise refusal(f"{samples} answers are asked for and {most} are the most.", "n")
         options = body.stream_options
         return Call(
             model=self.model(body),
@@ -108,8 +111,6 @@ class Service:
     async def _chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; those of its beginning come with the first piece."""
         samples, answer = job.num_prompts * job.params.n, job.answer
-        if samples > self.options.max_samples:
-            raise refusal(f"{samples} answers are asked for and {self.options.max_samples} are the most.", "n")
         with self.state.admission.admit(samples):
             meter, failed = RequestMeter(self.metrics, samples), True
             try:

@@ -21,7 +21,7 @@ from tests.raw_clients import Reply, encoded, exchange
 from tests.servers import LiveServer, ServerProcess, serve, serve_process
 
 __all__ = ["checkpoints", "serve", "serve_process"]
-DRAIN = 1.0  # seconds
+DEADLINES = ["0.05", "0.3", "20"]  # seconds
 STREAM: dict[str, Any] = {"stream": True, "temperature": 0, "ignore_eos": True}
 dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -34,7 +34,7 @@ async def send_streams(
     async def one() -> Reply:
         await asyncio.sleep(0.5 * chance.random())
         prompt = [chance.randrange(250) for _ in range(chance.choice([1, 30, 150]))]
-        body = {**STREAM, "prompt": prompt, "max_tokens": chance.choice([2, 40, 100]), "n": chance.choice([1, 1, 4])}
+        body = {**STREAM, "prompt": prompt, "max_tokens": chance.choice([2, 60, 200]), "n": chance.choice([1, 1, 4])}
         try:
             return await exchange(url, encoded("/v1/completions", body))
         except ConnectionError:
@@ -62,7 +62,8 @@ def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoi
     """While it loads, while requests arrive, while they run, while it drains already."""
     chance, longest, broken_off = random.Random(count), 0.0, 0
     for number in range(count):
-        server: ServerProcess = serve_process(checkpoints.target, "--drain-timeout", str(DRAIN), "--max-num-seqs", "4")
+        deadline = DEADLINES[number % len(DEADLINES)]
+        server: ServerProcess = serve_process(checkpoints.target, "--drain-timeout", deadline, "--max-num-seqs", "2")
         loading = number % 5 == 4
         if not loading:
             server.ready()
@@ -71,15 +72,17 @@ def test_a_signal_at_any_moment_drains(serve_process: Any, checkpoints: Checkpoi
             await asyncio.sleep(0.9 * chance.random())
             server.signal()
 
-        replies = asyncio.run(send_streams(server.url, 12, chance, signal))
+        replies = asyncio.run(send_streams(server.url, 24, chance, signal))
         signalled = time.monotonic()
         assert server.wait() == 0, server.messages
         longest = max(longest, time.monotonic() - signalled)
+        server.stop()
         assert "Traceback" not in "".join(server.messages), server.messages
         assert_ended(replies, "shutting_down")
         broken_off += sum("shutting_down" in reply.body.decode() for reply in replies if reply.status == 200)
     print(f"{count} signals; {broken_off} streams ended by the deadline; the longest end took {longest:.2f} s")
-    assert longest < DRAIN + 7  # and the last events, within 5 s
+    assert longest < 7  # after the last stream's end; last events have 5 s
+    assert broken_off > count / 2
 
 
 class Faults:
@@ -141,7 +144,7 @@ def test_a_model_that_fails_is_a_failed_engine(server: LiveServer, monkeypatch: 
         assert "0x" not in response.text
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@dies
 @pytest.mark.parametrize("count", sizes(3, 50))
 def test_a_killed_thread_ends_every_stream(serve: Any, checkpoints: Checkpoints, count: int) -> None:
     """The thread is killed between any two instructions of its Python code."""
@@ -155,6 +158,7 @@ def test_a_killed_thread_ends_every_stream(serve: Any, checkpoints: Checkpoints,
         async def kill(server: LiveServer = server, ident: int | None = ident, noticed: list[float] = noticed) -> None:
             await asyncio.sleep(0.6 * chance.random())
             killed = time.monotonic()
+            await exchange(server.url, encoded("/v1/completions", {"prompt": "a"}))  # wakes it if it sleeps
             while (await exchange(server.url, encoded("/health"))).status == 200:
                 # again and again: what is raised within a callback or a finaliser is lost
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))

@@ -53,7 +53,7 @@ class HealthWatch:
 
     def __init__(self, url: str) -> None:
         self._url, self._done = url, threading.Event()
-        self.slowest = 0.0
+        self.times: list[float] = []  # of each answer, in seconds
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self) -> HealthWatch:
@@ -69,7 +69,11 @@ class HealthWatch:
             while not self._done.wait(0.002):
                 started = time.monotonic()
                 assert client.get("/health").status_code == 200
-                self.slowest = max(self.slowest, time.monotonic() - started)
+                self.times.append(time.monotonic() - started)
+
+    def share_within(self, seconds: float) -> float:
+        """Return the share of answers that took no longer."""
+        return sum(each <= seconds for each in self.times) / len(self.times)
 
 
 def refusal_time(url: str, request: bytes) -> float:
@@ -86,12 +90,16 @@ def test_too_much_is_refused_at_once(demo: LiveServer, name: str) -> None:
     with HealthWatch(demo.url) as watch:
         took = refusal_time(demo.url, encoded("/v1/completions", LARGE[name]))
     assert took < 3  # one second where nothing else runs
-    assert watch.slowest < 1.5
+    assert max(watch.times) < 1.5
 
 
 @pytest.mark.slow
 def test_a_hundred_of_each_are_refused_at_once(serve_process: Any) -> None:
-    """One after another, and eight at a time; what takes long must do so twice to count, as other programs run too."""
+    """One after another, and eight at a time.
+
+    Other programs run too: what takes long must do so twice, and one in fifty of the answers of /health may be late. A
+    request that held up the server would hold up one in a few.
+    """
     server: ServerProcess = serve_process("demo").ready()
     for name, body in LARGE.items():
         request, times = encoded("/v1/completions", body), list[float]()
@@ -102,11 +110,12 @@ def test_a_hundred_of_each_are_refused_at_once(serve_process: Any) -> None:
         with HealthWatch(server.url) as crowded, ThreadPoolExecutor(8) as pool:
             together = list(pool.map(refusal_time, [server.url] * 100, [request] * 100))
         print(
-            f"{name}: one at a time at most {max(times):.3f} s, /health {watch.slowest:.3f} s;"
-            f" eight at a time {max(together):.3f} s, /health {crowded.slowest:.3f} s"
+            f"{name}: one at a time at most {max(times):.3f} s, /health {max(watch.times):.3f} s,"
+            f" {watch.share_within(0.25):.2%} in time; eight at a time {max(together):.3f} s,"
+            f" /health {max(crowded.times):.3f} s, {crowded.share_within(0.25):.2%} in time"
         )
         assert max(times) < 1, name
-        assert watch.slowest < 0.25, name
+        assert watch.share_within(0.25) > 0.98, name
 
 
 def test_a_large_body_is_not_read(demo: LiveServer) -> None:
