@@ -4,10 +4,11 @@
 
 Engines run in turn, on prompts of the round's own. Acceptance is seen in drafts of 10 tokens: from each step on, so
 many tokens were drafted and so many accepted. A shorter draft is taken to be accepted at the same places of the text,
-so that such a run takes several steps. Trees have another shape at each size, so theirs is seen at each. Costs are
-the medians of a round's steps by the nodes of their drafts, linear between those that were seen. A round's predicted
-speed is that of these steps over plain decoding, its measured one plain decoding's time over the length's; figures are
-medians over rounds. Prompts count in neither.
+so that such a run takes several steps; a draft of 10 that is accepted whole is taken to go on in the next step's.
+Trees have another shape at each size, so theirs is seen at each. Costs are the medians of a round's steps by the nodes
+of their drafts, linear between those that were seen. A round's predicted speed is that of these steps over plain
+decoding, its measured one plain decoding's time over the length's; figures are medians over rounds. Prompts count in
+neither.
 """
 
 from __future__ import annotations
@@ -77,6 +78,20 @@ def predict(length: int, outcomes: Sequence[tuple[int, int]], costs: Mapping[int
     return total / tokens
 
 
+def joined(outcomes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join each draft of the longest length that was accepted whole to the next one, whose continuation that is."""
+    found: list[tuple[int, int]] = []
+    goes_on = False
+    for drafted, accepted in outcomes:
+        if goes_on:
+            before, _ = found.pop()  # all of it was accepted, and one token more
+            found.append((before + 1 + drafted, before + 1 + accepted))
+        else:
+            found.append((drafted, accepted))
+        goes_on = drafted == accepted == LONGEST
+    return found
+
+
 def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> dict[str, Any]:
     """Compare prediction and measurement for one method on one kind of text."""
     base = METHODS[name]
@@ -99,7 +114,7 @@ def measure(arguments: argparse.Namespace, pair: Pair, kind: str, name: str) -> 
         costs = {0: plain_s, **costs_of(steps.values())}
         if first:  # the first round warms up
             for length in LENGTHS:
-                outcomes = steps[length if branches else LONGEST].outcomes
+                outcomes = steps[length].outcomes if branches else joined(steps[LONGEST].outcomes)
                 found[length].append((plain_s / predict(length, outcomes, costs), seconds[0] / seconds[length]))
     return {
         str(length): {

@@ -123,7 +123,7 @@ class ServerProcess:
 
     def ready(self) -> ServerProcess:
         """Wait until requests are served."""
-        deadline = time.monotonic() + 2 * _PATIENCE
+        deadline = time.monotonic() + 6 * _PATIENCE  # loading reads a lot, and other tests may do so too
         while self.http.get("/health").status_code != 200:
             assert time.monotonic() < deadline, self.messages
             time.sleep(0.01)

@@ -31,7 +31,7 @@ from tests.schedules import Kind, size_of
 
 ACTIONS = 200
 SCHEDULES = 100  # of each shard
-FEWER = 20  # of each kind, in `make test`
+FEWER = 8  # of each kind, in `make test`
 SOAK = int(os.environ.get("SPECULANT_SOAK", "0"))  # how many times as many; 0 = the usual ones
 SHARDS = (
     *(Kind("paged", "model"),) * 3,

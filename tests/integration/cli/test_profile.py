@@ -17,7 +17,16 @@ SMALL = ("--num-prompts", "1", "--max-tokens", "4", "--rounds", "1")
 
 
 def _invoke(checkpoints: Checkpoints, *arguments: str) -> Result:
-    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--dtype", "float64")
+    models = (
+        "--model",
+        checkpoints.target,
+        "--draft-model",
+        checkpoints.near,
+        "--dtype",
+        "float64",
+        "--spec-length",
+        "2",
+    )
     result = CliRunner().invoke(app, [*arguments, *models], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result
