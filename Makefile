@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev ## every test, with covering selections of large pr
 	$(PYTEST) -m "not slow" tests
 
 test-all: $(VENV)/.installed-dev ## every test with every combination of parameters, all mutants, and a short soak
-	$(PYTEST) --hypothesis-profile full tests
+	$(PYTEST) --hypothesis-profile full --timeout 1200 tests
 	@$(MAKE) soak SOAK=5
 
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk

@@ -1,4 +1,4 @@
-"""What every test gets: no network, and GPU tests that say why they did not run."""
+"""What every test gets: no network, a limit of time, and GPU tests that say why they did not run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.covering import mark_the_rest_slow
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
 calibration.BUDGET_S = 0.02  # for each curve: tests do not depend on what a step costs
+SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=12)
 settings.load_profile("quick")  # `make test-all` asks for the other
@@ -24,8 +25,11 @@ settings.load_profile("quick")  # `make test-all` asks for the other
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what covering selections leave out; skip, with a reason, what needs a device that is not there."""
+    """Mark what covering selections leave out, give slow tests time, and skip what needs a device that is not there."""
     mark_the_rest_slow(items)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests or _has_cuda():
         return

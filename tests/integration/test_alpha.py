@@ -18,6 +18,8 @@ from speculant.params import SamplingParams
 from speculant.theory.correlation import correlated_tokens
 from tests.models import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, TOKENS, LENGTH = 24, 64, 5
 
 

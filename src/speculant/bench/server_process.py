@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from speculant.errors import ServerError
 
+LISTENING = "Listening at"  # what the server says before its address
 _COMMAND = (sys.executable, "-m", "speculant.cli.main", "serve", "--host", "127.0.0.1", "--port", "0")
 _POLL = 0.05  # seconds between looks at a server that starts
 _END = 40.0  # seconds that it gets to end
@@ -50,7 +51,7 @@ def own_server(settings: Mapping[str, str]) -> Iterator[str]:
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     """Wait until the server says its address and answers there."""
     while process.poll() is None:
-        found = re.search(r"^Listening at (http://[^;\s]+);", _text(log), re.MULTILINE)
+        found = re.search(rf"^{LISTENING} (\S+)", _text(log), re.MULTILINE)
         if found and _is_healthy(found[1]):
             return found[1]
         time.sleep(_POLL)

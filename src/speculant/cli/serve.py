@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from speculant.bench.server_process import LISTENING
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, messages
@@ -114,7 +115,7 @@ def run(values: dict[str, Any], options: ServerOptions) -> None:
     Server(
         app,
         options,
-        lambda address: messages().print(f"Listening at {address} (also with a browser); loading {name}"),
+        lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
     ).run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error

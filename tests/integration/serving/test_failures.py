@@ -157,14 +157,13 @@ def test_a_killed_thread_ends_every_stream(serve: Any, checkpoints: Checkpoints,
 
         async def kill(server: LiveServer = server, ident: int | None = ident, noticed: list[float] = noticed) -> None:
             await asyncio.sleep(0.6 * chance.random())
-            assert (
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
-                == 1
-            )
             killed = time.monotonic()
             await exchange(server.url, encoded("/v1/completions", {"prompt": "a"}))  # wakes it if it sleeps
             while (await exchange(server.url, encoded("/health"))).status == 200:
-                assert time.monotonic() < killed + 5
+                # again and again: what is raised within a callback or a finaliser is lost
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
+                await exchange(server.url, encoded("/v1/completions", {"prompt": "a"}))  # wakes it if it sleeps
+                assert time.monotonic() < killed + 20
             noticed.append(time.monotonic() - killed)
 
         replies = asyncio.run(send_streams(server.url, 8, chance, kill))

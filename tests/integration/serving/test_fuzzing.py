@@ -17,6 +17,8 @@ from tests.examples import sizes
 from tests.models import Checkpoints, checkpoints
 from tests.servers import LiveServer
 
+pytestmark = pytest.mark.slow
+
 schemathesis = pytest.importorskip("schemathesis")
 __all__ = ["checkpoints"]
 HANGS = 1.0  # seconds

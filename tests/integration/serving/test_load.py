@@ -20,6 +20,8 @@ from tests.models import Checkpoints, checkpoints
 from tests.raw_clients import Connection, Reply, decoded, encoded, exchange
 from tests.servers import LiveServer, ServerProcess, serve, serve_process
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["checkpoints", "serve", "serve_process"]
 STEP = 0.03  # seconds that a step of the crowd's engine takes at least, so that the loop keeps up with it
 SMALLEST_BUFFER = 2048  # bytes

@@ -101,12 +101,13 @@ def test_a_prediction_is_counted(client: Any) -> None:
     text = plain.choices[0].message.content
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
     guess = {"type": "content", "content": [{"type": "text", "text": text}]}
-    answer = client.chat.completions.create(messages=MESSAGES, prediction=guess, **GREEDY)
+    fixed = {"speculation": {"num_speculative_tokens": 8}}  # an adaptive length differs from run to run
+    answer = client.chat.completions.create(messages=MESSAGES, prediction=guess, extra_body=fixed, **GREEDY)
     assert answer.choices[0].message.content == text
     details = answer.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 10
     settings = {**GREEDY, "messages": MESSAGES, "prediction": guess, "stream": True, "stream_options": USAGE}
-    chunks = list(client.chat.completions.create(**settings))
+    chunks = list(client.chat.completions.create(extra_body=fixed, **settings))
     assert chunks[-1].usage.completion_tokens_details == details
     half = {"type": "content", "content": text[: len(text) // 2] + " departs from here, and goes on " * 3}
     answer = client.chat.completions.create(messages=MESSAGES, prediction=half, **GREEDY)
