@@ -207,8 +207,8 @@ DRAFTING = [
     Mutant(
         "drafts drawn from a neighbour's row",
         CHAINS,
-        "self._draw(drawing, hidden[rows])",
-        "self._draw(drawing, hidden[rows[::-1]])",
+        "self._draw(drawing, hidden.last[rows])",
+        "self._draw(drawing, hidden.last[rows[::-1]])",
         DRAFTS.format("paged"),
     ),
     Mutant(

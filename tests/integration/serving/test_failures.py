@@ -29,10 +29,13 @@ dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadException
 async def send_streams(
     url: str, count: int, chance: random.Random, meanwhile: Callable[[], Awaitable[None]]
 ) -> list[Reply]:
-    """Send streams of all lengths, some of several samples, over half a second, and do something meanwhile."""
+    """Do something while clients send streams of all lengths, some of several samples, one after another.
+
+    They begin within half a second; none sends another stream when it is done.
+    """
+    done = asyncio.ensure_future(meanwhile())
 
     async def one() -> Reply:
-        await asyncio.sleep(0.5 * chance.random())
         prompt = [chance.randrange(250) for _ in range(chance.choice([1, 30, 150]))]
         body = {**STREAM, "prompt": prompt, "max_tokens": chance.choice([2, 60, 200]), "n": chance.choice([1, 1, 4])}
         try:
@@ -40,9 +43,17 @@ async def send_streams(
         except ConnectionError:
             return Reply(0, b"", b"")
 
-    tasks = [asyncio.create_task(one()) for _ in range(count)]
-    await meanwhile()
-    return list(await asyncio.gather(*tasks))
+    async def send() -> list[Reply]:
+        await asyncio.sleep(0.5 * chance.random())
+        replies = [await one()]
+        while not done.done():
+            await asyncio.sleep(0.01)
+            replies.append(await one())
+        return replies
+
+    made = await asyncio.gather(*(send() for _ in range(count)))
+    await done
+    return [reply for replies in made for reply in replies]
 
 
 def assert_ended(replies: list[Reply], *codes: str) -> None:
@@ -158,7 +169,6 @@ def test_a_killed_thread_ends_every_stream(serve: Any, checkpoints: Checkpoints,
         async def kill(server: LiveServer = server, ident: int | None = ident, noticed: list[float] = noticed) -> None:
             await asyncio.sleep(0.6 * chance.random())
             killed = time.monotonic()
-            await exchange(server.url, encoded("/v1/completions", {"prompt": "a"}))  # wakes it if it sleeps
             while (await exchange(server.url, encoded("/health"))).status == 200:
                 # again and again: what is raised within a callback or a finaliser is lost
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))

@@ -389,9 +389,10 @@ def test_a_sequence_without_states_gets_no_draft(tmp_path: Path, checkpoints: Ch
     target = load_target(checkpoints)
     for method in WRITERS:
         drafter = unshown(build(method, WRITERS[method](tmp_path / method, H, V), target))
-        request = make_request(TEXT, params=GREEDY)
-        drafter.begin(request)
-        assert drafter.propose([request], [DEPTH])[0].size == 0
+        request, alone = make_request(TEXT, params=GREEDY), make_request(TEXT[:1], params=GREEDY, seq_id=2)
+        for each in (request, alone):
+            drafter.begin(each)
+            assert drafter.propose([each], [DEPTH])[0].size == 0, "nothing is computed yet"
         states = fresh_states(target, TEXT[:3], drafter.needs.hidden_layers)
         drafter.observe(request, CommittedRows(0, TEXT[:3], (), states))
         assert drafter.propose([request], [DEPTH])[0].size == 0, "the newest state is missing"
