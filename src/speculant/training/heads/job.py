@@ -130,8 +130,9 @@ def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
     return "\n".join([
         "---", "library_name: speculant", "pipeline_tag: text-generation", "---", "",
         f"# {config.out.name}", "",
-        f"A head of the kind {config.kind} for the model {config.target_name}: {outcome.parameters:,} weights in bfloat16,",
-        f"{outcome.bytes / 2**20:.2f} MiB. It drafts tokens, which that model verifies; it is of no use alone.", "",
+        f"A head of the kind {config.kind} for the model {config.target_name}: {outcome.parameters:,} weights in",
+        f"bfloat16, {outcome.bytes / 2**20:.2f} MiB. It drafts tokens, which that model verifies;",
+        "it is of no use alone.", "",
         (f"Trained on {outcome.texts:,} texts of {config.seq} tokens that the model wrote itself, at temperature"
         f" {config.temperature:g}, after prompts that were cut from text files: {outcome.tokens:,} tokens in"
         f" {outcome.steps:,} steps, {outcome.minutes:.0f} minutes on a CPU, by"), "",
