@@ -69,15 +69,18 @@ class Reader:
         self._layers, self._rows = layers, list[tuple[Request, CommittedRows]]()
 
     @torch.inference_mode()
-    def distributions(self, nodes: Sequence[Node]) -> Tensor:
-        """Return probs [r, V] after each request's tokens, which may have grown since the last call."""
+    def distributions(self, nodes: Sequence[Node], ahead: Tensor | None = None) -> Tensor:
+        """Return probs [r, V] after each request's tokens, which may have grown since the last call.
+
+        ahead: input embeddings of rows of a drafter's own behind the newest tokens (`DraftTree.ahead`); None = none.
+        """
         for node in nodes:
             self._catch_up(node.request)
         newest = [Scheduled(node.request, len(node.request.tokens) - 1, 1) for node in nodes]
-        return distribution(self._forward(newest), nodes, self._sampler)
+        return distribution(self._forward(newest, ahead), nodes, self._sampler)
 
     def take_rows(self) -> list[tuple[Request, CommittedRows]]:
-        """Return what was computed since the last call, in order; nothing without layers."""
+        """Return what was computed since the last call, in order; nothing without layers and own rows."""
         taken, self._rows = self._rows, []
         return taken
 
@@ -92,13 +95,17 @@ class Reader:
         while (start := self._cache.length(request.seq_id)) < last:
             self._forward([Scheduled(request, start, min(self._most_rows, last - start))])
 
-    def _forward(self, scheduled: Sequence[Scheduled]) -> Tensor:
+    def _forward(self, scheduled: Sequence[Scheduled], ahead: Tensor | None = None) -> Tensor:
         """Run a pass; return the logits [r, V] of the requests' newest tokens."""
-        trees = [DraftTree.empty()] * len(scheduled)
+        tree = DraftTree.empty() if ahead is None else DraftTree.empty().looking_ahead(ahead)
+        trees = [tree] * len(scheduled)
         outputs, logits = forward_target(self._model, self._cache, scheduled, trees, self._layers)
-        if self._layers:
+        if self._layers or ahead is not None:
             for item, output in zip(scheduled, outputs, strict=True):
-                self._rows.append((item.request, CommittedRows(item.start, item.tokens, (), output.hidden)))
+                own = None if output.ahead is None else output.ahead[0]
+                rows = CommittedRows(item.start, item.tokens, (), output.hidden, ahead=own)
+                self._rows.append((item.request, rows))
+                self._cache.truncate_to(item.request.seq_id, item.start + item.count)
         return logits
 
 
@@ -116,6 +123,8 @@ class Second:
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
         self.layers = drafters.hidden_layers  # those whose states the rows that it observes must have
+        self.num_own_rows = drafter.needs.target_inputs
+        self.ahead: Tensor | None = None  # the own rows that its last drafts asked for
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
     def begin(self, request: Request) -> None:
@@ -134,6 +143,7 @@ class Second:
         """Return distributions [k, V] of the next drafted token, like p [r, V], and the rows of those that have one."""
         limits = [int(len(request.tokens) < self._longest) for request in requests]
         trees = self._drafter.propose(requests, limits)
+        self.ahead = next((tree.ahead for tree in trees if tree.ahead is not None), None)
         rows = [row for row, tree in enumerate(trees) if tree.size]
         distributions = torch.zeros(len(rows), p.shape[-1], dtype=p.dtype, device=p.device)
         for row_probs, row in zip(distributions, rows, strict=True):
@@ -154,7 +164,7 @@ def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]
     scores, width = Scores(), runtime.limits.max_num_seqs
     longest = max(len(text.tokens) for text in texts)
     second = Second(config, runtime, width, longest)
-    reader = Reader(runtime, width, longest, second.layers)
+    reader = Reader(runtime, width, longest + second.num_own_rows, second.layers)
     for first in range(0, len(texts), width):
         _score(scores, reader, second, texts[first : first + width])
     return scores
@@ -166,7 +176,7 @@ def _score(scores: Scores, reader: Reader, second: Second, texts: Sequence[Reque
         second.begin(copy)
     for growing in _in_step(again):
         second.observe(reader.take_rows())
-        p = reader.distributions([Node(copy) for copy in growing.values()])
+        p = reader.distributions([Node(copy) for copy in growing.values()], second.ahead)
         q, rows = second.distributions(list(growing.values()), p)
         chosen = torch.tensor([text.tokens[len(copy.tokens)] for text, copy in growing.items()], device=p.device)
         scores.add(p, chosen, q, rows)
