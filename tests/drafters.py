@@ -35,7 +35,7 @@ HEADS = tuple(WRITERS)  # methods whose model is a head
 SHIPPED = ("eagle", "medusa")  # those with a head for the embedded target
 UNSHIPPED = tuple(method for method in HEADS if method not in SHIPPED)
 PREDICTED = {"prediction"}  # methods that draft from a request's prediction
-BLIND = {"random", "blockwise", "eagle3"}  # methods whose drafts are accepted by chance alone; heads here are random
+BLIND = {"random", "blockwise", "eagle3", "pass"}  # methods whose drafts are accepted by chance alone: random heads too
 
 
 def options_of(method: str, vocab_size: int, texts: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -137,7 +137,20 @@ def write_eagle3(
     return write_head(folder, {"model_type": "llama", **sizes, "num_hidden_layers": 1}, found)
 
 
-WRITERS = {"medusa": write_medusa, "blockwise": write_blockwise, "eagle": write_eagle, "eagle3": write_eagle3}
+def write_pass(folder: Path, hidden: int, vocab_size: int, count: int = 3) -> str:
+    """Write look-ahead embeddings: unit vectors, which table models take for tokens."""
+    inputs = torch.eye(hidden)[[(place + 1) % min(hidden, vocab_size) for place in range(count)]]
+    config = {"num_look_ahead": count, "hidden_size": hidden, "vocab_size": vocab_size}
+    return write_head(folder, config, {"look_ahead.weight": inputs})
+
+
+WRITERS = {
+    "medusa": write_medusa,
+    "blockwise": write_blockwise,
+    "eagle": write_eagle,
+    "eagle3": write_eagle3,
+    "pass": write_pass,
+}
 
 
 class Shown(StatelessDrafter):
@@ -171,10 +184,26 @@ class Shown(StatelessDrafter):
     def _show(self, request: Request) -> None:
         start, end = self._seen[request.seq_id], len(request.tokens) - 1
         if start < end and request.search is None:
-            states = fresh_states(self._target, request.tokens[:end], self.needs.hidden_layers)
-            rows = CommittedRows(start, request.tokens[start:end], (), tuple(each[start:] for each in states))
-            self.drafter.observe(request, rows)
+            self.drafter.observe(request, fresh_rows(self.drafter, self._target, request.tokens[:end], start))
             self._seen[request.seq_id] = end
+
+
+def fresh_rows(drafter: Drafter, target: CausalLM, tokens: Sequence[int], start: int = 0) -> CommittedRows:
+    """Return what a drafter observes of a fresh pass over a text: its rows from `start` on."""
+    states = fresh_states(target, tokens, drafter.needs.hidden_layers)
+    inputs: Tensor | None = getattr(drafter, "inputs", None)
+    ahead = None if inputs is None else fresh_ahead(target, tokens, inputs)
+    return CommittedRows(start, tokens[start:], (), tuple(each[start:] for each in states), ahead=ahead)
+
+
+@torch.inference_mode()
+def fresh_ahead(target: CausalLM, tokens: Sequence[int], inputs: Tensor) -> Tensor:
+    """Return the states [k, hidden] of a chain of rows with own inputs [k, hidden] behind a text, of a pass alone."""
+    cache, first = slotted_cache(target.cache_shape, 1, len(tokens) + len(inputs)), len(tokens)
+    tree = DraftTree.chain([0] * len(inputs))
+    own = {first + row: each for row, each in enumerate(inputs)}
+    batch = build_batch([SequenceInput(0, tokens, tree, own)], cache, target.cache_shape.device)
+    return target.forward(batch, cache.storage).last[first:]
 
 
 @torch.inference_mode()

@@ -25,7 +25,8 @@ class World:
     drafter says of it; None = nothing. first_scored: only the first steps have scores, so many. draftable: whether
     there is anything to draft, by the same number. ask_s: seconds to find that out. undrafted: of a pass that follows
     another one without a draft between them, in proportion. bursts: the share of passes that other programs make up to
-    five times as long; what they add is seen by the policy and not counted.
+    five times as long; what they add is seen by the policy and not counted. own_rows: the most rows of its own
+    that the drafter has below each node, from which the next pass's draft comes; 0 = it drafts without.
     """
 
     pass_s: Callable[[int], float]
@@ -38,6 +39,7 @@ class World:
     ask_s: float = 0.0
     undrafted: float = 1.0
     bursts: float = 0.0
+    own_rows: int = 0
     seed: int = 0
     time: float = 0.0
     tokens: int = 0
@@ -49,7 +51,7 @@ class World:
     def run(self, policy: DraftLength, batch: int, steps: int) -> float:
         """Return tokens per second over some steps of a batch."""
         requests = [make_request([1], [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)]
-        lengths, undrafted = [0] * batch, False
+        lengths, undrafted, known = [0] * batch, False, [0] * batch
         for step in range(steps):
             if step == self.first_scored:
                 self.score = None
@@ -62,8 +64,12 @@ class World:
                 if not self.draftable(place):
                     chosen[index], alphas[index] = 0, []
             drafted_s = self.token_s * max(chosen) + self.ask_s * asked
-            chosen = self._trimmed(policy, requests, alphas)
-            verify_s = self.pass_s(batch + sum(chosen)) * (1 + self.noise * self._random.uniform(-1, 1))
+            ahead = [min(count, self.own_rows) for count in chosen]
+            if self.own_rows:
+                alphas = [each[:states] for each, states in zip(alphas, known, strict=True)]
+            chosen, known = self._trimmed(policy, requests, alphas), ahead
+            own = [(count + 1) * rows for count, rows in zip(chosen, ahead, strict=True)]
+            verify_s = self.pass_s(batch + sum(chosen) + sum(own)) * (1 + self.noise * self._random.uniform(-1, 1))
             verify_s *= self.undrafted if undrafted and not any(chosen) else 1.0
             undrafted = not any(chosen)
             outcomes = []
@@ -72,7 +78,7 @@ class World:
                 lengths[index] += accepted + 1
                 self.tokens += accepted + 1
                 if count:
-                    outcomes.append(outcome_of(request, count, accepted))
+                    outcomes.append(outcome_of(request, count, accepted)._replace(own_rows=own[index]))
             self.time += drafted_s + verify_s
             if self.bursts and self._random.random() < self.bursts:
                 verify_s *= self._random.uniform(1, 5)

@@ -19,12 +19,15 @@ class DraftTree:
 
     scores: for each node, the drafter's estimate of the probability that it is accepted once its parent is, from 0 to
     1; None = no estimate. Only the draft length depends on them.
+    ahead: input embeddings of rows of the drafter's own in the target's pass, which are no proposals: a chain of them
+    below the root and below each node. A draft without nodes may have them too.
     """
 
     tokens: Tensor  # [n] int64
     parents: Tensor  # [n] int64; parents come before children; -1 = child of the root
     probs: Tensor | None = None  # [n, V]: the distribution each node was drawn from; None = deterministic
     scores: Sequence[float] | None = None
+    ahead: Tensor | None = None  # [k, hidden]
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None, scores: Sequence[float] | None = None) -> DraftTree:
@@ -91,13 +94,37 @@ class DraftTree:
         """Each node's distance from the root, 1 for its children."""
         return list(range(1, self.size + 1)) if self.is_chain else depths_of(self.parent_list)
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of the target's pass: the nodes and the drafter's own."""
+        return self.size + self.num_own_rows
+
+    @property
+    def num_own_rows(self) -> int:
+        """The rows of the drafter's own."""
+        return 0 if self.ahead is None else (self.size + 1) * len(self.ahead)
+
+    def looking_ahead(self, ahead: Tensor) -> DraftTree:
+        """Return the same draft with rows of the drafter's own, [k, hidden]."""
+        tree = DraftTree.__new__(DraftTree)
+        vars(tree).update(vars(self), ahead=ahead)
+        return tree
+
+    def with_own_rows(self) -> DraftTree:
+        """Return the tree of all rows of a pass: the nodes, then the own rows of the root and of each node in order."""
+        parents, count = list(self.parent_list), 0 if self.ahead is None else len(self.ahead)
+        for node in range(-1, self.size) if count else ():
+            parents += (node, *range(len(parents), len(parents) + count - 1))
+        return DraftTree.of([*self.token_list, *[0] * self.num_own_rows], parents)
+
     def first(self, count: int) -> DraftTree:
         """Return the tree of the first `count` nodes; it is this one if that is all."""
         if count >= self.size:
             return self
         probs = None if self.probs is None else self.probs[:count]
         scores = None if self.scores is None else self.scores[:count]
-        return DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
+        kept = DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
+        return kept if self.ahead is None else kept.looking_ahead(self.ahead)
 
     def children(self, node: int) -> list[int]:
         """Return the children of a node in drawing order; -1 = the root."""

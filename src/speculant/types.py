@@ -61,6 +61,9 @@ class CommittedRows:
     successors: for each row of the pass that has logits, those of rejected drafts among them, the token that was fed
     and the `DrafterNeeds.target_top_k` most likely next tokens by the target's logits, best first. Of a prompt only the
     last row has logits.
+
+    ahead: the hidden states [k, hidden], after the final norm, of the drafter's own rows below the last one of `tokens`
+    (`DraftTree.ahead`); None = the pass had none.
     """
 
     start: int
@@ -68,6 +71,7 @@ class CommittedRows:
     gained: Sequence[int] = ()
     hidden: tuple[Tensor, ...] = ()
     successors: Successors = ()
+    ahead: Tensor | None = None
 
 
 Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id

@@ -85,7 +85,7 @@ class Workshop:
             target=load_once(self.checkpoints.target),
         )
         drafter: Drafter = plugins.load(KIND, self.name).build(context)
-        if drafter.needs.hidden_layers:
+        if drafter.needs.hidden_layers or drafter.needs.target_inputs:
             drafter = Shown(drafter, load_once(self.checkpoints.target))
         if self.method.learns:
             teach(drafter, PROMPT, CONTINUATION)

@@ -71,14 +71,16 @@ class Candidate:
 class Prediction:
     """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length 0 .. LONGEST.
 
-    correlation: of the acceptance of neighbours (`theory/correlation.py`).
+    correlation: of the acceptance of neighbours (`theory/correlation.py`); None = not known. rates: the probability
+    that a node brings a token once those before it did, for drafts whose nodes differ in that.
     """
 
     alpha: Estimate
     costs: StepCosts
     speeds: Array
     tokens: Array
-    correlation: float = 0.0
+    correlation: float | None = 0.0
+    rates: Sequence[float] = ()
 
     @property
     def best_length(self) -> int:
@@ -239,12 +241,23 @@ def _measure(
     Returns the measurements, and the predicted speed on the texts of these prompts.
     """
     length, seconds = best.best_draft, [len(text.given) * usual.plain_s for text in acceptance]
-    per_round = np.cumsum(seconds) * (1 + 1 / best.speeds[length])
+    case = measure_speed(chosen.runtime, workload, params, length, seconds, float(best.speeds[length]))
+    count = len(case.workload.prompts)
+    speeds = predicted_speeds([text.given for text in acceptance[:count]], best.costs, usual)
+    return case, float(speeds[length])
+
+
+def measure_speed(
+    runtime: Runtime, workload: Workload, params: SamplingParams, length: int, seconds: Sequence[float], speed: float
+) -> Case:
+    """Measure plain decoding and drafts of one length in turn, on as many prompts as there is time for.
+
+    seconds: of plain decoding for each prompt. speed: the expected one over it.
+    """
+    per_round = np.cumsum(seconds) * (1 + 1 / speed)
     count = max(1, int(np.searchsorted(per_round, SPEED_SECONDS / FEWEST_ROUNDS)))
     rounds = int(np.clip(SPEED_SECONDS / max(per_round[:count][-1], 1e-9), FEWEST_ROUNDS, MOST_ROUNDS))
     part = replace(workload, prompts=workload.prompts[:count], arrivals=workload.arrivals[:count])
     speculative = replace(params, speculation={"num_speculative_tokens": length})
     modes = both_ways(speculative, speculating=True, sequential=True)
-    case = measure(Bench(chosen.runtime), part, modes, rounds, lambda name: None)
-    speeds = predicted_speeds([text.given for text in acceptance[:count]], best.costs, usual)
-    return case, float(speeds[length])
+    return measure(Bench(runtime), part, modes, rounds, lambda name: None)

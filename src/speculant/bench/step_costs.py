@@ -56,6 +56,8 @@ class StepCosts:
     def _line(self) -> tuple[float, float]:
         """Return slope and intercept of the drafting time by least squares; neither is below 0."""
         lengths, times = np.array(self.lengths[1:]), np.array(self.draft_s[1:])
+        if len(lengths) == 1:
+            return 0.0, float(times[0])
         slope, first = np.polyfit(lengths, times, 1)
         if slope < 0:
             return 0.0, float(times.mean())
@@ -141,8 +143,8 @@ def _sample(
         raise request.error
     if len(times) < 2:
         raise RequestError(
-            f"drafts of {length} tokens after a prompt of {len(prompt)} do not fit into the context",
-            "use a shorter prompt, or a model with more positions.",
+            f"drafts of {length} tokens after a prompt of {len(prompt)} do not fit into the context, or are not found",
+            "use a shorter prompt, a model with more positions, or a method that always drafts.",
         )
     return times[1:]
 

@@ -1,4 +1,4 @@
-"""`speculant check-pair`: whether a draft model pays for a target on this machine, and with which settings."""
+"""`speculant check-pair`: whether a draft model or a head pays for a target here, and with which settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",
+    "speculant check-pair demo demo --method medusa",
     "speculant check-pair ./llama ./llama-small --prompts prompts.txt --tokens 128",
     "speculant check-pair ./llama ./llama-small --temperature 0.8 --top-p 0.95 --dtype bfloat16",
     "speculant check-pair demo demo --json > pair.json",
-    "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve pair.json",
+    "speculant plan --verify-curve pair.json",
 )
 FEWEST_TOKENS = 8
 SHOWN = (1, 2, 3, 5, 9, 17)  # tokens of a pass whose cost is printed
@@ -60,7 +61,10 @@ class DistributionFlags(SamplingFlags):
 
 
 Target = Annotated[str, typer.Argument(help="The target: a folder, a Hugging Face id, or demo.")]
-Draft = Annotated[str, typer.Argument(help="The model that drafts: a folder, a Hugging Face id, or demo.")]
+Draft = Annotated[str | None, typer.Argument(help="What drafts, a model or a head: a folder, an id, or demo.")]
+Method = Annotated[
+    str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit. Without it, as a draft model.")
+]
 Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
 Tokens = Annotated[int, typer.Option(help="Tokens that the target generates for each prompt.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
@@ -69,7 +73,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was 
 @accepts_flags
 def check_pair(
     target: Target,
-    draft: Draft,
+    draft: Draft = None,
+    method: Method = None,
     prompts: Prompts = CODE,
     tokens: Tokens = 64,
     as_json: AsJson = False,
@@ -77,16 +82,22 @@ def check_pair(
     sampling: DistributionFlags,
     engine: PairFlags,
 ) -> None:
-    """Measure whether a draft model pays for a target, and say which flags to use.
+    """Measure whether a draft model or a head pays for a target, and say which flags to use.
 
     Compares the tokenizers and sizes. Lets the target write texts and measures how often the draft's tokens are
     accepted, what steps with drafts of different lengths cost, and all of that for the draft in each type of
     weights that the kernels have. Predicts the speed of each length from it, and measures the best one against
-    plain decoding. The embedded pair takes about 20 seconds.
+    plain decoding. The embedded pair takes about 20 seconds. What a head's drafts bring is seen by drafting with each
+    of some lengths.
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
-    config = EngineConfig.from_arguments(model=target, draft_model=draft, **engine.parsed())
+    if draft is None and method is None:
+        raise ConfigError("no draft is named", "give a draft model after the target, or --method with a head.")
+    speculative = None if method is None else {"method": method}
+    config = EngineConfig.from_arguments(
+        model=target, draft_model=draft, speculative_config=speculative, **engine.parsed()
+    )
     params = replace(sampling.params(SamplingParams(temperature=0.0)), max_tokens=tokens)
     workload = WorkloadConfig(prompts)
     fetch(config)
@@ -100,9 +111,11 @@ def check_pair(
 
 
 def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
+    from speculant.bench.drafting import check_drafts
     from speculant.bench.pair import check_pair
 
-    return check_pair(config, workload, params, notify)
+    measure = check_drafts if config.speculative_config else check_pair
+    return measure(config, workload, params, notify)
 
 
 def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
@@ -135,6 +148,7 @@ def _prediction(each: Prediction) -> dict[str, Any]:
     return {
         "alpha": asdict(each.alpha),
         "correlation": each.correlation,
+        "rates": list(each.rates),
         "cost_ratio": costs.cost_ratio,
         "draft_overhead": costs.overhead,
         "draft_ms": {str(length): 1e3 * time for length, time in zip(costs.lengths, costs.draft_s, strict=True)},
@@ -167,11 +181,15 @@ def _measured(findings: Findings) -> dict[str, Any]:
 def _flags(config: EngineConfig, findings: Findings) -> str:
     """Return the flags for the measured setting."""
     given = {"model": config.model, "draft-model": config.draft_model, "spec-length": findings.length}
+    given = {name: value for name, value in given.items() if value is not None}
     usual = EngineConfig(config.model)
     for name in PairFlags.names():
         if getattr(config, name) != getattr(usual, name):
             given[name] = getattr(config, name)
-    given["draft-quantization"] = findings.chosen
+    if config.speculative_config:
+        given["speculative-config"] = f"method={config.speculative_config['method']}"
+    else:
+        given["draft-quantization"] = findings.chosen
     return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in given.items())
 
 
@@ -183,7 +201,7 @@ def _verdict(config: EngineConfig, findings: Findings, flags: str) -> str:
         return f"it makes no clear difference: {_range(speed)} times the speed of plain decoding with {flags}"
     return (
         f"it does not pay: {speed.median:.2f} times the speed of plain decoding at the best length, {findings.length}; "
-        f"use --model {shlex.quote(config.model)} without this draft model"
+        f"use --model {shlex.quote(config.model)} without this draft"
     )
 
 
@@ -196,7 +214,7 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
         model = value[role]
         size = f"{model['parameters'] / 1e6:.4g} million parameters"
         console.print(f"{role}: {model['name']}, {size}, {model['dtype']}, kernels: {model['kernels']}")
-    console.print(f"the vocabularies are the same; the draft has {value['size_ratio']:.3g} of the target's parameters")
+    console.print(f"the draft fits the target, and has {value['size_ratio']:.3g} of its parameters")
     _show_acceptance(console, value)
     _show_lengths(console, value)
     measured = value["measured"]
@@ -235,9 +253,10 @@ def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
             f"{each['best_speed']:.2f}",
         )
     console.print(table)
-    console.print(f"correlation of the acceptance of neighbours: {usual['correlation']:.2f}")
+    if usual["correlation"] is not None:
+        console.print(f"correlation of the acceptance of neighbours: {usual['correlation']:.2f}")
     by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
-    shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN)
+    shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN if tokens in by_tokens)
     console.print(
         f"costs are in steps of plain decoding, {value['step_ms']:.2f} ms; a step by tokens of its pass: {shown}"
     )

@@ -34,6 +34,20 @@ def read_curve(path: Path | None) -> VerificationCurve:
         raise _error(path, f"can't be used: {problem}", f"{fix}.") from error
 
 
+def read_pair(path: Path | None) -> tuple[list[float], float] | tuple[None, None]:
+    """Return acceptance rates by depth and the cost ratio from a report of `check-pair`; None if it is another file.
+
+    Raises ConfigError for a file that can't be read.
+    """
+    content = {} if path is None else _read_object(path)
+    try:
+        best = content["precisions"][content["best"]["precision"]]
+        rates = best["rates"] or [best["alpha"]["mean"]]
+        return [float(rate) for rate in rates], float(best["cost_ratio"])
+    except (KeyError, TypeError, ValueError):
+        return None, None
+
+
 def _error(path: Path, problem: str, fix: str = FORMS) -> ConfigError:
     return ConfigError(f"the verification curve {path} {problem}", fix)
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.curves import read_curve
+from speculant.cli.curves import read_curve, read_pair
 from speculant.cli.terminal import examples, print_json, results
 from speculant.errors import ConfigError
 from speculant.params import MAX_SPECULATIVE_TOKENS
@@ -25,7 +25,7 @@ EXAMPLES = examples(
     "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve curve.json --batch 8",
     "speculant plan --alpha 0.7 --cost-ratio 0.05 --tokens 128 --correlation 0.3",
     "speculant check-pair demo demo --json > pair.json",
-    "speculant plan --alpha 0.8 --cost-ratio 0.05 --verify-curve pair.json",
+    "speculant plan --verify-curve pair.json",
 )
 ANSWERS = 1000  # that are simulated
 LONGEST_ANSWER = 4096
@@ -37,7 +37,9 @@ Alpha = Annotated[str | None, typer.Option(help="Acceptance rate, 0 to 1; or one
 CostRatio = Annotated[float | None, typer.Option(help="Time of a draft pass / a target pass of one row.")]
 Curve = Annotated[
     Path | None,
-    typer.Option(help="JSON file: cost of a target pass by its tokens. Without it, more tokens cost nothing."),
+    typer.Option(
+        help="JSON file: cost of a target pass by its tokens, or a report of check-pair. Without it, they cost nothing."
+    ),
 ]
 Batch = Annotated[int, typer.Option(help="Sequences that step together; the target's pass has this many rows or more.")]
 MaxLength = Annotated[int, typer.Option(help="The longest draft in the table.")]
@@ -111,17 +113,20 @@ def plan(
     knows what will be accepted: no choice of lengths is faster. All of that is for long texts whose tokens are
     accepted independently; --tokens simulates answers of a finite length, with the best length of drafts.
     `speculant check-pair` measures alpha, the cost ratio, the curve and the correlation of two models on this
-    machine; its JSON output can be given as --verify-curve.
+    machine; its JSON output can be given as --verify-curve, and has alpha and the cost ratio too, also of a head.
     """
-    if alpha is None or cost_ratio is None:
-        missing = "acceptance rate" if alpha is None else "cost ratio"
+    measured_rates, measured_ratio = read_pair(verify_curve)
+    rates = measured_rates if alpha is None else read_rates(alpha)
+    ratio = measured_ratio if cost_ratio is None else cost_ratio
+    if rates is None or ratio is None:
+        missing = "acceptance rate" if rates is None else "cost ratio"
         raise ConfigError(
             f"no {missing} was given",
             "add --alpha 0.8 --cost-ratio 0.05; `speculant check-pair TARGET DRAFT` measures both.",
         )
-    operations = cost_ratio if operations_ratio is None else operations_ratio
+    operations = ratio if operations_ratio is None else operations_ratio
     file = None if verify_curve is None else str(verify_curve)
-    given = Assumptions(read_rates(alpha), cost_ratio, operations, batch, max_length, file, tokens, correlation)
+    given = Assumptions(rates, ratio, operations, batch, max_length, file, tokens, correlation)
     value = document(given, read_curve(verify_curve))
     if as_json:
         print_json(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli import train_head, train_head_tokens, train_static
+from speculant.cli import train_draft, train_head, train_head_tokens, train_static
 from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import examples, messages, print_json, progress
@@ -28,6 +28,7 @@ EXAMPLES = examples(
 
 app = typer.Typer(help="Train small models: a target, a draft for a target, or a head.", no_args_is_help=True)
 app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
+app.command(epilog=train_draft.EXAMPLES)(accepts_log_level(train_draft.draft))
 app.command(epilog=train_head.EXAMPLES)(accepts_log_level(train_head.head))
 app.command(epilog=train_head_tokens.EXAMPLES)(accepts_log_level(train_head_tokens.head_tokens))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from speculant.cli.target_texts import write_texts
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.cli.training_progress import show_training, shown_progress
 
@@ -20,7 +21,6 @@ EXAMPLES = examples(
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20 --resume",
     "speculant train head --kind medusa --target demo --out medusa-head --num-heads 4 --steps 2000",
 )
-_AT_A_TIME = 64  # prompts of a call
 
 
 def head(
@@ -79,7 +79,7 @@ def _run(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, resume
     with progress("Loading the target"):
         model = job.load_target(config)
     if job.needs_texts(config):
-        _write_texts(config, data, suffix, model.hidden_size)
+        write_texts(config, data, suffix, model.hidden_size)
     with shown_progress("Computing hidden states") as watch:
         trainer = job.new_trainer(config, model, watch)
     if resume:
@@ -87,48 +87,6 @@ def _run(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, resume
     show_training(trainer)
     with progress("Measuring on held-out texts"):
         return job.finish(config, trainer)
-
-
-def _write_texts(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, hidden_size: int) -> None:
-    """Let the target continue prompts; the last ones are of files that it was not trained on, if it was made here."""
-    from speculant.engine.llm import LLM
-    from speculant.params import SamplingParams
-    from speculant.training.corpus import read_corpus, standard_library
-    from speculant.training.heads import job
-    from speculant.training.heads.texts import HELD_OUT_SHARE, most_texts
-
-    count = most_texts(config.tokens, config.seq, hidden_size, config.cache_gib)
-    num_held_out = max(1, round(HELD_OUT_SHARE * count))
-    llm = LLM(config.target, max_model_len=config.seq, max_num_seqs=8, seed=config.seed)
-    tokenizer = llm.tokenizer
-    begins = tokenizer.encode("")[:1] or sorted(tokenizer.special_ids)[:1] or [0]
-    with progress("Reading files for prompts"):
-        corpus = read_corpus(data or (standard_library(),), suffix)
-        prompts = list[list[int]]()
-        for documents, share in ((corpus.training, count - num_held_out), (corpus.held_out, num_held_out)):
-            read = [
-                tokenizer.encode(document.text, add_special_tokens=False)
-                for document in documents[:: max(1, len(documents) // 400)]
-            ]
-            prompts += job.cut_prompts(read, config, begins[0], share)
-    texts = list[list[int]]()
-    with shown_progress("The target writes texts") as watch:
-        for first in range(0, count, _AT_A_TIME):
-            part = prompts[first : first + _AT_A_TIME]
-            params = [
-                SamplingParams(
-                    temperature=config.temperature,
-                    max_tokens=config.seq - len(prompt),
-                    ignore_eos=True,
-                    seed=first + place,
-                )
-                for place, prompt in enumerate(part)
-            ]
-            made = llm.generate(part, params)
-            texts += [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(part, made, strict=True)]
-            if watch:
-                watch(min(1.0, (first + _AT_A_TIME) / count))
-    job.save_texts(config, texts)
 
 
 def _show(config: HeadTrainingConfig, outcome: HeadOutcome) -> None:

@@ -68,7 +68,8 @@ class DrafterNeeds:
     own_cache: it owns KV caches; they are its `caches`.
     hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
     last layer's output, one more that output after the final norm.
-    target_inputs: it adds rows of its own to the target's pass; not supported yet.
+    target_inputs: it adds rows of its own to the target's pass (`DraftTree.ahead`): up to so many below the root and
+    each node, and no more than it was asked for nodes. It can't be used within another drafter.
     max_positions: the longest sequence it can draft for; None = any.
     target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
@@ -84,7 +85,7 @@ class DrafterNeeds:
     tree_depth: int | None = None
     own_cache: bool = False
     hidden_layers: tuple[int, ...] = ()
-    target_inputs: bool = False
+    target_inputs: int = 0
     max_positions: int | None = None
     target_top_k: int = 0
     reads_prediction: bool = False
@@ -203,8 +204,6 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
     needs = getattr(drafter, "needs", None)
     if not isinstance(needs, DrafterNeeds) or not callable(getattr(drafter, "propose", None)):
         raise ConfigError(f"drafter {name} lacks `propose` or `needs`", "define both; see docs/adding-a-drafter.md.")
-    if needs.target_inputs:
-        raise ConfigError(f"drafter {name} adds rows to the target's pass: not supported yet", "choose another.")
     if num_layers is not None and any(not 0 <= layer <= num_layers + 1 for layer in needs.hidden_layers):
         raise ConfigError(
             f"drafter {name} asks for hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",

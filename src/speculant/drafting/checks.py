@@ -24,6 +24,7 @@ def checked_drafts(drafter: Drafter, pairs: Sequence[tuple[Request, int]], vocab
     for (request, limit), tree in zip(pairs, trees, strict=True):
         if request.search is None:
             check_draft(tree, limit, vocab_size, drafter.needs.emits_tree)
+            check_ahead(tree, min(limit, drafter.needs.target_inputs))
         else:
             live = request.search.beams.live_tree
             check_draft(tree, live.size + limit, vocab_size, branches=True)
@@ -68,6 +69,15 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
         raise DraftError(
             f"a draft of {tree.size} nodes has probs of shape {list(tree.probs.shape)}",
             f"give [{tree.size}, {vocab_size}], one row per node.",
+        )
+
+
+def check_ahead(tree: DraftTree, most: int) -> None:
+    """Raise DraftError for a draft with more rows of the drafter's own at a place than `most`, or with none of them."""
+    if tree.ahead is not None and not (tree.ahead.ndim == 2 and 0 < len(tree.ahead) <= most):
+        raise DraftError(
+            f"a draft has own rows of shape {list(tree.ahead.shape)} where {most} are allowed below each node",
+            "announce them as target_inputs, and add no more of them than nodes are asked for.",
         )
 
 

@@ -97,7 +97,6 @@ def combine(members: Sequence[Member]) -> DrafterNeeds:
         usual_nodes=max(member.usual_nodes for member in members),
         own_cache=any(each.own_cache for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
-        target_inputs=any(each.target_inputs for each in needs),
         target_top_k=max(each.target_top_k for each in needs),
         reads_prediction=any(each.reads_prediction for each in needs),
         max_positions=_largest([each.max_positions for each in needs]),
@@ -172,6 +171,11 @@ def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> 
         raise ConfigError(f"method {method!r} drafts with a model and none is named", 'give "model" too.')
     build: Callable[[DrafterContext], object] = plugins.load(KIND, method).build
     drafter = complete(build(replace(context, options=options, model=model)))
+    if drafter.needs.target_inputs:
+        raise ConfigError(
+            f"method {method!r} drafts in the target's own pass and can't be used within another method",
+            "use it alone.",
+        )
     return Member(method, drafter, drafter.needs.usual_nodes or facts.default_length)
 
 

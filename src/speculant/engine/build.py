@@ -197,7 +197,7 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    context = DraftLengthContext(length, options, longest, measured.costs, drafters.tree)
+    context = DraftLengthContext(length, options, longest, measured.costs, drafters.tree, drafters.own_rows)
     policy: DraftLength = plugin.build(context)
     return policy
 

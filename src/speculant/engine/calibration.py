@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from speculant import __version__
 from speculant.cache.base import KVCache
@@ -145,10 +146,14 @@ class Calibration:
 
     def _observe(self, drafter: Drafter, request: Request) -> None:
         """Show a drafter that reads hidden states those of a request's prompt; what they are does not matter here."""
-        if layers := drafter.needs.hidden_layers:
-            shape, tokens = self.target.cache_shape, request.tokens[:-1]
-            states = torch.zeros(len(tokens), self.target.hidden_size, dtype=torch.float32, device=shape.device)
-            drafter.observe(request, CommittedRows(0, tokens, request.tokens[-1:], (states,) * len(layers)))
+        needs, tokens = drafter.needs, request.tokens[:-1]
+        if needs.hidden_layers or needs.target_inputs:
+            states, ahead = self._zeros(len(tokens)), self._zeros(needs.target_inputs)
+            hidden = (states,) * len(needs.hidden_layers)
+            drafter.observe(request, CommittedRows(0, tokens, request.tokens[-1:], hidden, ahead=ahead))
+
+    def _zeros(self, rows: int) -> Tensor:
+        return torch.zeros(rows, self.target.hidden_size, dtype=torch.float32, device=self.target.cache_shape.device)
 
 
 def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:

@@ -64,7 +64,8 @@ def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int
     reached = len(verdict.path) + tree.has_children(verdict.path[-1] if verdict.path else -1)
     tested = max(accepted, min(reached, committed))
     path = verdict.path[:accepted]
-    return DraftOutcome(request, drafted, _ones(tested, len(drafted)), _ones(accepted, len(drafted)), path)
+    ones = _ones(tested, len(drafted)), _ones(accepted, len(drafted))
+    return DraftOutcome(request, drafted, *ones, path, tree.num_own_rows)
 
 
 def nodes_by_depth(tree: DraftTree) -> list[int]:

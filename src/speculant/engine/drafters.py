@@ -73,6 +73,10 @@ class Drafters:
             return None
         return needs.usual_nodes, needs.tree_depth
 
+    def own_rows(self, method: str) -> int:
+        """Return the most rows that a method adds to the target's pass below each node."""
+        return self._drafters[method].needs.target_inputs if method in self._drafters else 0
+
     def __bool__(self) -> bool:
         """Whether there is any drafter."""
         return bool(self._drafters)

@@ -25,7 +25,8 @@ class TargetOutput(NamedTuple):
     None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
     whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
     [count + tree.size, hidden] of the processed tokens and of the draft nodes. nodes: see `open_nodes`. successors: for
-    each of `nodes`, see `CommittedRows`; none unless the drafter asks for them.
+    each of `nodes`, see `CommittedRows`; none unless the drafter asks for them. ahead [1 + tree.size, k, hidden]: the
+    states of the drafter's own rows below the root and below each node; None = there are none.
     """
 
     item: Scheduled
@@ -35,6 +36,7 @@ class TargetOutput(NamedTuple):
     hidden: tuple[Tensor, ...] = ()
     nodes: Sequence[int] = ()
     successors: Successors = ()
+    ahead: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -71,12 +73,12 @@ def forward_target(
     outputs, and the logits of all of them in order.
     """
     pairs = list(zip(scheduled, trees, strict=True))
-    inputs = [SequenceInput(item.request.seq_id, item.tokens, tree) for item, tree in pairs]
+    inputs = [_input(item, tree) for item, tree in pairs]
     taps = [layer for layer in layers if layer <= model.num_layers]
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
     if len(taps) < len(layers):  # the states after the final norm are no tap
         hidden = hidden._replace(taps=(*hidden.taps, hidden.last))
-    starts = [0, *accumulate(item.count + tree.size for item, tree in pairs)]
+    starts = [0, *accumulate(item.count + tree.num_rows for item, tree in pairs)]
     nodes = [open_nodes(item.request, tree) for item, tree in pairs]
     wanted = [_wanted_rows(item, own, first) for (item, _), own, first in zip(pairs, nodes, starts, strict=False)]
     rows = [row for own in wanted for row in own]
@@ -88,6 +90,15 @@ def forward_target(
         share = logits if len(own) == len(rows) else logits[end - len(own) : end]
         outputs.append(_output(item, tree, own_nodes, hidden, first, share))
     return outputs, logits
+
+
+def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
+    """Return the rows of a sequence: its tokens, its draft, and the drafter's own."""
+    if tree.ahead is None:
+        return SequenceInput(item.request.seq_id, item.tokens, tree)
+    first = item.count + tree.size
+    own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_own_rows)}
+    return SequenceInput(item.request.seq_id, item.tokens, tree.with_own_rows(), own)
 
 
 def _wanted_rows(item: Scheduled, nodes: Sequence[int], first: int) -> list[int]:
@@ -109,6 +120,9 @@ def _output(
 ) -> TargetOutput:
     """Return the share of a sequence whose rows begin at `first`."""
     prompt, end = _prompt_rows(item), first + item.count + tree.size
+    own = None
+    if tree.ahead is not None:
+        own = hidden.last[end : end + tree.num_own_rows].view(tree.size + 1, len(tree.ahead), -1)
     return TargetOutput(
         item,
         tree,
@@ -116,6 +130,7 @@ def _output(
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
         tuple([states[first:end] for states in hidden.taps]),
         nodes,
+        ahead=own,
     )
 
 

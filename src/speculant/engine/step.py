@@ -125,7 +125,7 @@ def propose(context: StepContext, schedule: Schedule, forced: Mapping[int, list[
         for draft, tokens, limit in zip(drafts, certain, limits, strict=True)
     ]
     each = zip(schedule.items, limits, drafts, strict=True)
-    return [draft if limit and draft.size else item.tree for item, limit, draft in each]
+    return [draft if limit and (draft.size or draft.ahead is not None) else item.tree for item, limit, draft in each]
 
 
 def prepare(schedule: Schedule, trees: Sequence[DraftTree]) -> None:
@@ -142,7 +142,8 @@ def draft_bounds(context: StepContext, request: Request, certain: bool = False) 
         return NO_DRAFT
     if certain:
         return DraftBounds(longest)
-    return DraftBounds(min(longest, needs.max_positions or longest), needs.max_nodes, needs.nodes_per_beam or 0)
+    most = min(longest, needs.max_positions or longest)
+    return DraftBounds(most, needs.max_nodes, needs.nodes_per_beam or 0, needs.target_inputs)
 
 
 def commit_sequence(
@@ -186,7 +187,9 @@ def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
     tokens = [*item.tokens, *[tree.token_list[node] for node in committed.kept]]
     rows = [*range(item.count), *[item.count + node for node in committed.kept]]
     hidden = tuple(states[rows] for states in output.hidden)
-    return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors)
+    place = 1 + committed.kept[-1] if committed.kept else 0
+    ahead = None if output.ahead is None else output.ahead[place]
+    return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors, ahead)
 
 
 def take_back(cache: KVCache, scheduled: Sequence[Scheduled]) -> None:

@@ -14,14 +14,15 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_drafters
+from speculant.engine.runner import forward_target
 from speculant.errors import SpeculantError
 from speculant.exactness.scores import Scores
-from speculant.models.base import SequenceInput, build_batch
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
+from speculant.scheduling.scheduler import Scheduled
 from speculant.text.stop import compile_stops
 from speculant.text.stream import TextStream
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Request
 
 
 def complete(
@@ -56,34 +57,56 @@ def _raise_error(request: Request) -> None:
 
 
 class Reader:
-    """The target without scheduler and drafter, with a cache of its own."""
+    """The target without scheduler and drafter, with a cache of its own.
 
-    def __init__(self, runtime: Runtime, num_seqs: int, longest: int) -> None:
+    layers: those whose hidden states are kept for `take_rows`: see `forward_target`.
+    """
+
+    def __init__(self, runtime: Runtime, num_seqs: int, longest: int, layers: Sequence[int] = ()) -> None:
         self._model, self._sampler = runtime.checkpoint.model, runtime.checkpoint.backend.sampler
         self._cache = slotted_cache(self._model.cache_shape, num_seqs, longest)
         self._most_rows = runtime.limits.max_num_batched_tokens
+        self._layers, self._rows = layers, list[tuple[Request, CommittedRows]]()
 
     @torch.inference_mode()
-    def distributions(self, nodes: Sequence[Node]) -> Tensor:
-        """Return probs [r, V] after each request's tokens, which may have grown since the last call."""
+    def distributions(self, nodes: Sequence[Node], ahead: Tensor | None = None) -> Tensor:
+        """Return probs [r, V] after each request's tokens, which may have grown since the last call.
+
+        ahead: input embeddings of rows of a drafter's own behind the newest tokens (`DraftTree.ahead`); None = none.
+        """
         for node in nodes:
             self._catch_up(node.request)
-        inputs = [SequenceInput(node.request.seq_id, node.request.tokens[-1:], DraftTree.empty()) for node in nodes]
-        return distribution(self._model.logits(self._forward(inputs)), nodes, self._sampler)
+        newest = [Scheduled(node.request, len(node.request.tokens) - 1, 1) for node in nodes]
+        return distribution(self._forward(newest, ahead), nodes, self._sampler)
+
+    def take_rows(self) -> list[tuple[Request, CommittedRows]]:
+        """Return what was computed since the last call, in order; nothing without layers and own rows."""
+        taken, self._rows = self._rows, []
+        return taken
 
     def end(self, request: Request) -> None:
         """Forget a request."""
         self._cache.release(request.seq_id)
+        self._rows = [pair for pair in self._rows if pair[0] is not request]
 
     def _catch_up(self, request: Request) -> None:
         """Compute all tokens but the newest."""
-        while (start := self._cache.length(request.seq_id)) < len(request.tokens) - 1:
-            chunk = request.tokens[start : min(start + self._most_rows, len(request.tokens) - 1)]
-            self._forward([SequenceInput(request.seq_id, chunk, DraftTree.empty())])
+        last = len(request.tokens) - 1
+        while (start := self._cache.length(request.seq_id)) < last:
+            self._forward([Scheduled(request, start, min(self._most_rows, last - start))])
 
-    def _forward(self, inputs: Sequence[SequenceInput]) -> Tensor:
-        batch = build_batch(inputs, self._cache, self._model.cache_shape.device)
-        return self._model.forward(batch, self._cache.storage).last
+    def _forward(self, scheduled: Sequence[Scheduled], ahead: Tensor | None = None) -> Tensor:
+        """Run a pass; return the logits [r, V] of the requests' newest tokens."""
+        tree = DraftTree.empty() if ahead is None else DraftTree.empty().looking_ahead(ahead)
+        trees = [tree] * len(scheduled)
+        outputs, logits = forward_target(self._model, self._cache, scheduled, trees, self._layers)
+        if self._layers or ahead is not None:
+            for item, output in zip(scheduled, outputs, strict=True):
+                own = None if output.ahead is None else output.ahead[0]
+                rows = CommittedRows(item.start, item.tokens, (), output.hidden, ahead=own)
+                self._rows.append((item.request, rows))
+                self._cache.truncate_to(item.request.seq_id, item.start + item.count)
+        return logits
 
 
 class Second:
@@ -99,6 +122,9 @@ class Second:
         drafters, _ = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
+        self.layers = drafters.hidden_layers  # those whose states the rows that it observes must have
+        self.num_own_rows = drafter.needs.target_inputs
+        self.ahead: Tensor | None = None  # the own rows that its last drafts asked for
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
     def begin(self, request: Request) -> None:
@@ -106,10 +132,18 @@ class Second:
         self._drafter.begin(request)
 
     @torch.inference_mode()
+    def observe(self, computed: Sequence[tuple[Request, CommittedRows]]) -> None:
+        """Show it rows of the target: see `Drafter.observe`."""
+        for request, rows in computed:
+            own = tuple(rows.hidden[self.layers.index(layer)] for layer in self._drafter.needs.hidden_layers)
+            self._drafter.observe(request, replace(rows, hidden=own))
+
+    @torch.inference_mode()
     def distributions(self, requests: Sequence[Request], p: Tensor) -> tuple[Tensor, list[int]]:
         """Return distributions [k, V] of the next drafted token, like p [r, V], and the rows of those that have one."""
         limits = [int(len(request.tokens) < self._longest) for request in requests]
         trees = self._drafter.propose(requests, limits)
+        self.ahead = next((tree.ahead for tree in trees if tree.ahead is not None), None)
         rows = [row for row, tree in enumerate(trees) if tree.size]
         distributions = torch.zeros(len(rows), p.shape[-1], dtype=p.dtype, device=p.device)
         for row_probs, row in zip(distributions, rows, strict=True):
@@ -129,7 +163,8 @@ def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]
     """Score every token of finished requests by the target's own distribution at its position."""
     scores, width = Scores(), runtime.limits.max_num_seqs
     longest = max(len(text.tokens) for text in texts)
-    reader, second = Reader(runtime, width, longest), Second(config, runtime, width, longest)
+    second = Second(config, runtime, width, longest)
+    reader = Reader(runtime, width, longest + second.num_own_rows, second.layers)
     for first in range(0, len(texts), width):
         _score(scores, reader, second, texts[first : first + width])
     return scores
@@ -140,7 +175,8 @@ def _score(scores: Scores, reader: Reader, second: Second, texts: Sequence[Reque
     for copy in again.values():
         second.begin(copy)
     for growing in _in_step(again):
-        p = reader.distributions([Node(copy) for copy in growing.values()])
+        second.observe(reader.take_rows())
+        p = reader.distributions([Node(copy) for copy in growing.values()], second.ahead)
         q, rows = second.distributions(list(growing.values()), p)
         chosen = torch.tensor([text.tokens[len(copy.tokens)] for text, copy in growing.items()], device=p.device)
         scores.add(p, chosen, q, rows)

@@ -29,15 +29,20 @@ def export_model(
     folder: Path, model: Decoder, hf_config: dict[str, Any], tokenizer: Tokenizer, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write config, weights in `dtype` and tokenizer; a tied head is stored once."""
+    save_weights(folder, model, hf_config, dtype)
+    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(hf_config["max_position_embeddings"]))
+
+
+def save_weights(folder: Path, model: Decoder, hf_config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write config and weights in `dtype` to a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: parameter.detach().to(dtype).contiguous() for name, parameter in model.named_parameters()}
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # save_file makes it readable for its owner only
     _write_json(folder / "config.json", {**hf_config, "dtype": str(dtype).removeprefix("torch.")})
-    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 0})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(hf_config["max_position_embeddings"]))
 
 
 def _tokenizer_config(max_positions: int) -> dict[str, Any]:

@@ -58,11 +58,19 @@ class DistillObjective:
         with torch.no_grad():
             target_hidden = hidden_states(self._target, windows[:, :-1])
         hidden = hidden_states(model, windows[:, :-1])
-        weights = (1.0 - progress, _VARIATION_WEIGHT * progress)
-        loss: Tensor = _DistributionDistance.apply(  # type: ignore[no-untyped-call]
-            hidden, model.lm_head.weight, target_hidden, self._target.lm_head.weight, weights
-        )
-        return loss
+        return distribution_distance(hidden, model.lm_head.weight, target_hidden, self._target.lm_head.weight, progress)
+
+
+def distribution_distance(
+    hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_weight: Tensor, progress: float
+) -> Tensor:
+    """Return the mean distance of a draft's distributions from a target's, with gradients for the draft.
+
+    hidden [r, h], target_hidden [r, H]: states for the same tokens; weight [V, h], target_weight [V, H]: output heads.
+    """
+    weights = (1.0 - progress, _VARIATION_WEIGHT * progress)
+    loss: Tensor = _DistributionDistance.apply(hidden, weight, target_hidden, target_weight, weights)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _HeadGradients:

@@ -207,8 +207,8 @@ DRAFTING = [
     Mutant(
         "drafts drawn from a neighbour's row",
         CHAINS,
-        "self._draw(drawing, hidden[rows])",
-        "self._draw(drawing, hidden[rows[::-1]])",
+        "self._draw(drawing, hidden.last[rows])",
+        "self._draw(drawing, hidden.last[rows[::-1]])",
         DRAFTS.format("paged"),
     ),
     Mutant(
@@ -283,14 +283,14 @@ BATCH = [
     Mutant(
         "trees fed to the wrong requests",
         RUNNER,
-        "item.tokens, tree) for item, tree in pairs]",
-        "item.tokens, tree) for (item, _), tree in zip(pairs, trees[::-1], strict=True)]",
+        "inputs = [_input(item, tree) for item, tree in pairs]",
+        "inputs = [_input(item, tree) for (item, _), tree in zip(pairs, trees[::-1], strict=True)]",
         OWN_TOKENS.format("greedy-script-paged"),
     ),
     Mutant(
         "draft rows not counted in the batch",
         RUNNER,
-        "accumulate(item.count + tree.size for item, tree in pairs)",
+        "accumulate(item.count + tree.num_rows for item, tree in pairs)",
         "accumulate(item.count for item, tree in pairs)",
         OWN_TOKENS.format("greedy-script-slotted"),
     ),

@@ -26,7 +26,17 @@ from speculant.models.weights import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
-from tests.heads import LAYER, WRITERS, Shown, fresh_states, medusa_tensors, write_eagle, write_eagle3, write_head
+from tests.heads import (
+    LAYER,
+    WRITERS,
+    Shown,
+    fresh_rows,
+    fresh_states,
+    medusa_tensors,
+    write_eagle,
+    write_eagle3,
+    write_head,
+)
 from tests.heads import write_medusa as write_medusa_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
@@ -389,14 +399,13 @@ def test_a_sequence_without_states_gets_no_draft(tmp_path: Path, checkpoints: Ch
     target = load_target(checkpoints)
     for method in WRITERS:
         drafter = unshown(build(method, WRITERS[method](tmp_path / method, H, V), target))
-        request = make_request(TEXT, params=GREEDY)
-        drafter.begin(request)
-        assert drafter.propose([request], [DEPTH])[0].size == 0
-        states = fresh_states(target, TEXT[:3], drafter.needs.hidden_layers)
-        drafter.observe(request, CommittedRows(0, TEXT[:3], (), states))
+        request, alone = make_request(TEXT, params=GREEDY), make_request(TEXT[:1], params=GREEDY, seq_id=2)
+        for each in (request, alone):
+            drafter.begin(each)
+            assert drafter.propose([each], [DEPTH])[0].size == 0, "nothing is computed yet"
+        drafter.observe(request, fresh_rows(drafter, target, TEXT[:3]))
         assert drafter.propose([request], [DEPTH])[0].size == 0, "the newest state is missing"
-        rest = fresh_states(target, TEXT[:-1], drafter.needs.hidden_layers)
-        drafter.observe(request, CommittedRows(3, TEXT[3:-1], (), tuple(each[3:] for each in rest)))
+        drafter.observe(request, fresh_rows(drafter, target, TEXT[:-1], start=3))
         assert drafter.propose([request], [2])[0].size == 2
 
 

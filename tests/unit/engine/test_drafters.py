@@ -156,8 +156,8 @@ class Announcing(StatelessDrafter):
 @pytest.mark.parametrize(
     ("needs", "says"),
     [
-        (DrafterNeeds(target_inputs=True), "not supported yet"),
         (DrafterNeeds(hidden_layers=(0, 9)), "with 2 layers"),
+        (DrafterNeeds(hidden_layers=(-1,)), "with 2 layers"),
     ],
 )
 def test_complete_refuses_what_can_not_be_had(needs: DrafterNeeds, says: str) -> None:

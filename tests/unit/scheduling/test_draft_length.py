@@ -51,9 +51,10 @@ def limits_of(
     max_len: int = 100,
     nodes_per_beam: int | None = None,
     most_nodes: int = 1000,
+    own_rows: int = 0,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    bounds = [DraftBounds(max_len, max_nodes, nodes_per_beam or 0)] * len(items)
+    bounds = [DraftBounds(max_len, max_nodes, nodes_per_beam or 0, own_rows)] * len(items)
     return draft_limits(schedule, Fixed(length).choose(schedule), bounds, most_nodes)
 
 
@@ -96,6 +97,20 @@ def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
     request: Request = make_request([1] * 5, params=SamplingParams(max_tokens=100))
     assert limits_of([Scheduled(request, 0, 3), Scheduled(request, 0, 5), Scheduled(request, 3, 2)]) == [0, 0, 0]
     assert limits_of([Scheduled(request, 4, 1)]) == [4]
+
+
+@pytest.mark.parametrize(("room_for", "expected"), [(14, 4), (13, 3), (11, 3), (10, 2), (8, 2), (7, 1), (3, 1), (2, 0)])
+def test_rows_of_a_drafter_s_own_take_room(room_for: int, expected: int) -> None:
+    """A draft of n nodes takes n + (n + 1) min(n, 2) rows: 3, 8, 11 and 14."""
+    assert limits_of([decoding()], own_rows=2, budget=room_for) == [expected]
+    assert limits_of([decoding()], own_rows=2, memory=room_for) == [expected]
+    assert limits_of([decoding()], own_rows=2, max_len=6 + room_for + 1) == [expected]
+
+
+def test_what_own_rows_take_is_not_there_for_others() -> None:
+    assert limits_of([decoding(), decoding()], own_rows=2, budget=17) == [4, 1]
+    assert limits_of([decoding(), decoding()], own_rows=2, memory=21) == [4, 1]
+    assert limits_of([decoding(), decoding()], own_rows=2, memory=22) == [4, 2]
 
 
 def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:

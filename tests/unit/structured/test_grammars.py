@@ -112,10 +112,10 @@ def test_an_endless_run_may_begin_later(grammars: Grammars) -> None:
     """It costs its request, and no step much time."""
     constraint = grammars.compile(StructuredOutputs(regex="x|b(((a{1000}){1000}){1000})")).result().constrain()
     constraint.advance([grammars._tokenizer.encode("b")[0]])
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(RequestError, match="exceeds its limits"):
         follow(constraint, 100)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_a_slow_form_holds_up_no_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,10 @@ from speculant.models.weights import load_model
 from speculant.training.heads.config import HeadTrainingConfig, kind_names, load_kind
 from speculant.training.heads.distance import distances, overlaps
 from speculant.training.heads.kinds.eagle import EagleObjective
+from speculant.training.heads.look_ahead import look_ahead_states
 from speculant.training.heads.texts import most_texts, open_texts, save_texts
 from speculant.types import DraftTree
+from tests.heads import fresh_ahead
 from tests.models import END, Shape, write_checkpoint
 
 SEQ = 16
@@ -138,3 +140,35 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code
     assert isinstance(result.exception, ConfigError | SystemExit)
+
+
+@torch.inference_mode()
+def test_look_ahead_rows_are_those_of_a_draft(target: Decoder) -> None:
+    """Behind each place of a text, the rows are what the target's pass makes of them in a draft."""
+    tokens = torch.randint(0, 250, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    inputs, places = torch.randn(3, target.hidden_size), torch.tensor([0, 4, 9])
+    made = look_ahead_states(target, tokens, places, inputs)
+    assert made.shape == (2, 3, 3, target.hidden_size)
+    for row, text in enumerate(tokens.tolist()):
+        for index, place in enumerate(places.tolist()):
+            expected = fresh_ahead(target, text[: place + 1], inputs)
+            torch.testing.assert_close(made[row, index], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_look_ahead_learns_what_comes_later(tmp_path: Path, target: Decoder, target_folder: str) -> None:
+    """Each row is compared with the target's state so many tokens on; the embeddings alone have gradients."""
+    save_texts(tmp_path, [torch.randint(0, 250, (SEQ,)).tolist() for _ in range(3)], SEQ, 0)
+    texts = open_texts(tmp_path, target)
+    objective = load_kind("pass").make(config_of(tmp_path, target_folder, "pass"), target)
+    objective.use(texts)
+    made, own = objective._predicted(torch.tensor([1]), 5)
+    states = texts.states_of(torch.tensor([1]))[0]
+    torch.testing.assert_close(own, torch.stack([states[[6, 14]], states[[7, 15]]]))
+    (inputs,) = objective.module.parameters()
+    for index, place in enumerate((5, 13)):
+        expected = fresh_ahead(target, texts.tokens[1, : place + 1].tolist(), inputs)
+        torch.testing.assert_close(made[:, index], expected, atol=2e-5, rtol=1e-4)
+    objective.loss(objective.module, texts.batch(0, 2), 0.5).backward()
+    assert inputs.grad is not None
+    assert inputs.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.parameters())

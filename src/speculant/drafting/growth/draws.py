@@ -55,12 +55,16 @@ def draw_trees(
     places = [(tree, -1) for tree in trees]
     while places:
         nodes = [Node(tree.request, tree.path(node), tree.request.shared_noise) for tree, node in places]
-        before = {id(tree): len(tree.tokens) for tree, _ in places}
+        before = {tree: len(tree.tokens) for tree, _ in places}
         for (tree, node), token_probs in zip(places, next_probs(nodes), strict=True):
             branch(tree, node, [token_probs], topology)
-        growing = {id(tree): tree for tree, _ in places if len(tree.tokens) < tree.limit}
-        newest = [(tree, node) for key, tree in growing.items() for node in range(before[key], len(tree.tokens))]
-        places = [(tree, node) for tree, node in newest if len(tree.path(node)) < topology.within(tree.limit).depth]
+        places = [
+            (tree, node)
+            for tree, size in before.items()
+            if len(tree.tokens) < tree.limit
+            for node in range(size, len(tree.tokens))
+            if len(tree.path(node)) < topology.within(tree.limit).depth
+        ]
     return [tree.draft() if tree.tokens else DraftTree.empty() for tree in trees]
 
 

@@ -114,10 +114,15 @@ class FutureDrafter(StatelessDrafter):
         ready = [
             (request, limit)
             for request, limit in zip(requests, limits, strict=True)
-            if limit > 0 and self._states.get(request.seq_id, (-1,))[0] == len(request.tokens) - 2
+            if limit > 0 and self._is_ready(request)
         ]
         made = self._draft(ready) if ready else {}
         return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether the state of the last token that the target has computed is known."""
+        known = self._states.get(request.seq_id)
+        return known is not None and known[0] == len(request.tokens) - 2
 
     def _draft(self, ready: Sequence[tuple[Request, int]]) -> dict[int, DraftTree]:
         shapes = [self._topology.within(limit) for _, limit in ready]

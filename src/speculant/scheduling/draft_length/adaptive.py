@@ -19,6 +19,7 @@ from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, most_nodes, scored
 from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly, choose_scored
+from speculant.scheduling.draft_length.limits import num_rows
 from speculant.scheduling.draft_length.trials import Longer, Lookups, PlainTrials, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
@@ -33,7 +34,7 @@ UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was meas
 
 
 class Adaptive:
-    """See the module's docstring. longest, trees: see `most_nodes`, for each method. costs: None = unknown."""
+    """See the module's docstring. longest, trees, own_rows: see `DraftLengthContext`. costs: None = unknown."""
 
     keeps_up = False
 
@@ -42,8 +43,9 @@ class Adaptive:
         longest: int | None = None,
         costs: StepCosts | None = None,
         trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
+        own_rows: Callable[[str], int] = lambda method: 0,
     ) -> None:
-        self._longest, self._trees = longest, trees
+        self._longest, self._trees, self._own_rows = longest, trees, own_rows
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
@@ -176,9 +178,9 @@ class Adaptive:
     def _observe_plain(self, timing: StepTiming) -> None:
         """Take in a step without drafts."""
         held = self._held
-        if self._undrafted and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL) and held.pure:
+        if self._undrafted and not held.awaits and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL) and held.pure:
             self._costs.observe_undrafted(held.rows, timing.verify_s)
-        self._undrafted = True
+        self._undrafted = not held.awaits
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
         """Remember whether a draft of a method that gives scores had some."""
@@ -187,7 +189,8 @@ class Adaptive:
             self._held.left = 0
 
     def _most(self, request: Request) -> int:
-        return most_nodes(request, self._longest, self._trees(str(request.drafter)))
+        method = str(request.drafter)
+        return most_nodes(request, self._longest, self._trees(method), self._own_rows(method))
 
     def _lengths(self, method: str, requests: Sequence[Request]) -> tuple[list[int], int]:
         """Choose the lengths of one method's sequences, and for how many steps they hold.
@@ -222,10 +225,11 @@ class Adaptive:
     def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
         """Choose the lengths of drafts without scores, and for how many steps they hold."""
         draft_s = cache(partial(self._costs.draft_s, method))  # asked for many times, while nothing changes
-        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, sum(most))
+        own, held = self._own_rows(method), self._held
+        pass_s = self._costs.steps_s(held.rows, held.plain_s, num_rows(sum(most), own, len(most)))
 
         def seconds(nodes: int, depth: int, sequences: int) -> float:
-            return pass_s[nodes] + draft_s(sequences, depth)
+            return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
 
         trials, count = self._trials.setdefault(method, Trials()), len(requests)
         counts = choose_jointly(self._offers(method, requests, most), count, count, seconds, LEAST_GAIN)
@@ -233,9 +237,9 @@ class Adaptive:
         if any(counts):
             trials.pays()
             if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
-                return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1
+                return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1 + bool(own)
         elif (trials.due(0) or not trials.doubt) and self._may_pay(method, most, seconds):
-            return trials.start(most), 1
+            return trials.start(most), 1 + bool(own)  # own rows are computed a step before their draft
         else:
             steps = min(LONGEST_REST, max(HOLDS, trials.wait - trials.since))
             trials.due(steps)
@@ -277,7 +281,7 @@ class Adaptive:
 
         doubted: it was a trial of costs alone, which can only show that they are lower.
         """
-        rows = self._held.rows + sum(sum(outcome.drafted) for outcome in outcomes)
+        rows = self._held.rows + sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
         if doubted and timing.verify_s > self._costs.passes.at(rows):
             return
         self._costs.passes.observe(rows, timing.verify_s)
@@ -292,4 +296,4 @@ def build(context: DraftLengthContext) -> Adaptive:
     """Make the policy; it has no options of its own."""
     for key in context.options:
         raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
-    return Adaptive(context.longest, context.costs(), context.trees)
+    return Adaptive(context.longest, context.costs(), context.trees, context.own_rows)

@@ -20,7 +20,8 @@ class DraftOutcome(NamedTuple):
     """The outcome of one sequence's draft. Each list has an entry per depth, from the root's children on.
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
-    rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf.
+    rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf. own_rows:
+    rows of the drafter's own in the target's pass.
     """
 
     request: Request
@@ -28,6 +29,7 @@ class DraftOutcome(NamedTuple):
     tested: Sequence[int]
     accepted: Sequence[int]
     path: Sequence[int] = ()
+    own_rows: int = 0
 
 
 class ScoredDraft(NamedTuple):
@@ -89,7 +91,7 @@ class DraftLengthContext:
 
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
     the configured length alone; None = the policy chooses. costs: measures those of this machine; None = can't. trees:
-    nodes and depth of the trees of methods that draft trees without scores.
+    nodes and depth of the trees of methods that draft trees without scores. own_rows: a method's `target_inputs`.
     """
 
     num_speculative_tokens: int
@@ -97,3 +99,4 @@ class DraftLengthContext:
     longest: int | None = None
     costs: Callable[[], StepCosts | None] = lambda: None
     trees: Callable[[str], tuple[int, int] | None] = lambda method: None
+    own_rows: Callable[[str], int] = lambda method: 0

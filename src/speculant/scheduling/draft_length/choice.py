@@ -26,6 +26,11 @@ class Choice:
     left: int
     asked: list[str] = field(default_factory=list)  # methods with scores that may draft
 
+    @property
+    def awaits(self) -> bool:
+        """Whether a drafter without scores was asked, and so has worked even if no draft came."""
+        return any(self.lengths) and not self.asked
+
     def rest(self, least: int, watched: int) -> int:
         """Skip the steps before the next one of which `left` is a multiple of `watched`; return their number.
 
@@ -41,13 +46,15 @@ def scored(method: str) -> str:
     return f"{method}, scored"
 
 
-def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None) -> int:
+def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None, own_rows: int = 0) -> int:
     """Return the most nodes of a draft: what the request or else the user asks for, a whole tree, or LONGEST.
 
-    tree: nodes and depth of the trees of a method that drafts whole ones.
+    tree: nodes and depth of the trees of a method that drafts whole ones. own_rows: of a method whose drafts come from
+    rows of its own; there are no more nodes than these.
     """
     asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else longest
-    return asked if asked is not None else tree[0] if tree else LONGEST
+    most = asked if asked is not None else tree[0] if tree else LONGEST
+    return min(most, own_rows) if own_rows else most
 
 
 def asked_length(request: Request) -> int | None:

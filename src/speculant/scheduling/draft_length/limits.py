@@ -14,11 +14,20 @@ class DraftBounds(NamedTuple):
 
     max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
+    own_rows: the most rows of its own below the root and each node, of which there are no more than nodes.
     """
 
     max_len: int
     max_nodes: int | None = None
     nodes_per_beam: int = 0
+    own_rows: int = 0
+
+    def within(self, nodes: int, rows: int) -> int:
+        """Return how many of these nodes fit into so many rows, with the drafter's own."""
+        nodes = max(0, min(nodes, rows))
+        while nodes and num_rows(nodes, self.own_rows) > rows:
+            nodes -= 1
+        return nodes
 
 
 NO_DRAFT = DraftBounds(max_len=0)  # of a sequence without a drafter
@@ -33,8 +42,8 @@ def draft_limits(
     at most `most_nodes` nodes. They use, in order, the budget and cache room that the step's tokens leave, and never
     cause preemption.
 
-    In a beam search a length counts rounds of nodes_per_beam nodes per beam. The nodes follow all live hypotheses,
-    including those that the step would otherwise not compute.
+    Rows of a drafter's own take budget and room as nodes do. In a beam search a length counts rounds of nodes_per_beam
+    nodes per beam. The nodes follow all live hypotheses, including those that the step would otherwise not compute.
     """
     limits, budget, plan = [], min(schedule.spare_tokens, most_nodes), schedule.plan
     for item, wanted, bound in zip(schedule.items, lengths, bounds, strict=True):
@@ -43,18 +52,25 @@ def draft_limits(
             nodes *= search.beams.width * bound.nodes_per_beam
         elif bound.max_nodes is not None:
             nodes = min(nodes, bound.max_nodes)
+        if bound.own_rows:
+            nodes = bound.within(nodes, bound.max_len - item.request.num_positions - 1)
         if nodes <= 0 or not item.decodes:
             limits.append(0)
             continue
-        taken = nodes + (0 if search is None else search.beams.live_tree.size - item.tree.size)
+        uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
+        taken = num_rows(nodes, bound.own_rows) + uncomputed
         if taken > budget or not plan.take(item.request.seq_id, taken):
-            uncomputed = taken - nodes
-            nodes = max(0, min(nodes, min(budget, plan.room(item.request.seq_id)) - uncomputed))
-            taken = nodes + uncomputed if nodes else 0
+            nodes = bound.within(nodes, min(budget, plan.room(item.request.seq_id)) - uncomputed)
+            taken = num_rows(nodes, bound.own_rows) + uncomputed if nodes else 0
             plan.take(item.request.seq_id, taken)
         limits.append(nodes)
         budget -= taken
     return limits
+
+
+def num_rows(nodes: int, own_rows: int, sequences: int = 1) -> int:
+    """Return the rows of drafts of so many nodes with the drafter's own: up to `own_rows` below each root and node."""
+    return nodes + (nodes + sequences) * min(nodes, own_rows)
 
 
 def room(request: Request, max_len: int) -> int:

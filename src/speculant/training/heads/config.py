@@ -60,6 +60,11 @@ class HeadTrainingConfig:
         _ = self.schedule
 
     @property
+    def target_name(self) -> str:
+        """The target's id, or the name of its folder."""
+        return Path(self.target).resolve().name if Path(self.target).is_dir() else self.target
+
+    @property
     def schedule(self) -> Schedule:
         """The length and the learning rates of the run."""
         return Schedule(self.steps, self.minutes, self.warmup)
@@ -71,11 +76,11 @@ class HeadTrainingConfig:
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
-        words = ["speculant train head"]
+        words, short = ["speculant train head"], {"out": self.out.name, "target": self.target_name}
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                text = f"{value:g}" if isinstance(value, float) else Path(value).name if field.name == "out" else value
+                text = f"{value:g}" if isinstance(value, float) else short.get(field.name, value)
                 words.append(f"--{field.name.replace('_', '-')} {text}")
         return " ".join(words)
 

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 from speculant.errors import ConfigError
 from speculant.models.decoder import Decoder
-from speculant.models.weights import load_model
 from speculant.training.checkpoint import FILE_NAME
 from speculant.training.heads import texts as texts_
 from speculant.training.heads.base import Acceptance, HeadInTraining
 from speculant.training.heads.config import HeadTrainingConfig, load_kind
-from speculant.training.heads.texts import Texts
+from speculant.training.heads.texts import Texts, TextsPlan
 from speculant.training.optimizer import Optimizer
+from speculant.training.passes import load_plain
 from speculant.training.trainer import Trainer
 
 PROMPT_SHARE = 8  # a prompt is the first of so many parts of a text
@@ -47,25 +47,17 @@ def check_folder(config: HeadTrainingConfig, resume: bool) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
 
 
-def needs_texts(config: HeadTrainingConfig) -> bool:
+def needs_texts(config: TextsPlan) -> bool:
     """Whether the target's texts are not there yet."""
     return not (config.out / texts_.FILE).exists()
 
 
 def load_target(config: HeadTrainingConfig) -> Decoder:
     """Load the target in float32. Raises ConfigError for one that this training can't compute."""
-    target = cast(Decoder, load_model(config.target, "float32").model)
-    own = target.config
-    if own.qk_norm or any(window is not None for window in own.windows):
-        raise ConfigError(
-            "targets with head norms or sliding windows are not supported here yet", "use another target."
-        )
-    return target
+    return load_plain(config.target)
 
 
-def cut_prompts(
-    documents: Sequence[Sequence[int]], config: HeadTrainingConfig, begin: int, count: int
-) -> list[list[int]]:
+def cut_prompts(documents: Sequence[Sequence[int]], config: TextsPlan, begin: int, count: int) -> list[list[int]]:
     """Return prompts from random places of documents, `begin` before each."""
     length = max(1, config.seq // PROMPT_SHARE - 1)
     long = [document for document in documents if len(document) >= length]
@@ -80,7 +72,7 @@ def cut_prompts(
     return prompts
 
 
-def save_texts(config: HeadTrainingConfig, found: Iterable[Sequence[int]]) -> None:
+def save_texts(config: TextsPlan, found: Iterable[Sequence[int]]) -> None:
     """Keep the target's texts in the run's folder."""
     texts_.save_texts(config.out, list(found), config.seq, config.seed)
 
@@ -138,10 +130,11 @@ def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
     return "\n".join([
         "---", "library_name: speculant", "pipeline_tag: text-generation", "---", "",
         f"# {config.out.name}", "",
-        f"A head of the kind {config.kind} for the model {config.target}: {outcome.parameters:,} weights in bfloat16,",
-        f"{outcome.bytes / 2**20:.2f} MiB. It drafts tokens, which that model verifies; it is of no use alone.", "",
+        f"A head of the kind {config.kind} for the model {config.target_name}: {outcome.parameters:,} weights in",
+        f"bfloat16, {outcome.bytes / 2**20:.2f} MiB. It drafts tokens, which that model verifies;",
+        "it is of no use alone.", "",
         (f"Trained on {outcome.texts:,} texts of {config.seq} tokens that the model wrote itself, at temperature"
-        f" {config.temperature:g}, behind prompts from the model's training text: {outcome.tokens:,} tokens in"
+        f" {config.temperature:g}, after prompts that were cut from text files: {outcome.tokens:,} tokens in"
         f" {outcome.steps:,} steps, {outcome.minutes:.0f} minutes on a CPU, by"), "",
         f"    {config.command()}", "",
         "## Measured", "",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,45 @@ from speculant.training.passes import hidden_states
 FILE, STATES = "texts.safetensors", "states.f16"
 HELD_OUT_SHARE = 0.05
 _AT_A_TIME = 16  # texts of a pass
+
+
+class TextsPlan(Protocol):
+    """What texts a target writes, and the folder that they are kept in: see `HeadTrainingConfig`."""
+
+    @property
+    def out(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """The target's folder or id."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all texts."""
+        ...
+
+    @property
+    def seq(self) -> int:
+        """Tokens in a text."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """Of the texts."""
+        ...
+
+    @property
+    def cache_gib(self) -> float:
+        """The most that hidden states may take on disk."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Chooses the prompts."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""`speculant train draft`: trains several drafts for one tree, each on what the ones before miss."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from speculant.cli.flags import FlagGroup, accepts_flags
+from speculant.cli.target_texts import write_texts
+from speculant.cli.terminal import examples, messages, print_json, progress
+from speculant.cli.training_progress import show_training, shown_progress
+from speculant.errors import ConfigError
+from speculant.training.boosted.config import BoostedConfig
+
+if TYPE_CHECKING:
+    from speculant.training.boosted.job import BoostedOutcome
+
+EXAMPLES = examples(
+    "speculant train draft --boosted 2 --target demo --out drafts --minutes 10",
+    "speculant train draft --boosted 3 --target demo --start demo --out drafts --minutes 5",
+    "speculant train draft --boosted 3 --target demo --start demo --out drafts --minutes 5 --resume",
+    """speculant generate "def" --model demo --speculative-config """
+    """'{"method": "specinfer", "model": "drafts/1", "models": ["drafts/2"]}'""",
+)
+
+
+class BoostedFlags(FlagGroup):
+    """The drafts, the texts and the length of the runs."""
+
+    sets = BoostedConfig
+
+    out: Annotated[Path, "The folder to write: a folder for each draft, and the target's texts."]
+    target: Annotated[str, "The target: a folder, a Hugging Face id or demo."]
+    boosted: Annotated[int, "Drafts to train, one after the other."]
+    minutes: Annotated[float, "End each draft's training after this many minutes."]
+    steps: Annotated[int, "End each draft's training after this many steps."]
+    start: Annotated[str, "The draft model to begin with: a folder, an id or demo. Without it, random weights."]
+    data: Annotated[list[Path], "A folder of texts for prompts; can be repeated. Without it, Python's library."]
+    suffix: Annotated[str, "How these texts' names end."]
+    known_share: Annotated[float, "Share of the tokens that earlier drafts predict which are trained on all the same."]
+    tokens: Annotated[int, "Tokens of texts that the target writes."]
+    seq: Annotated[int, "Tokens in a text."]
+    batch: Annotated[int, "Texts in a step."]
+    temperature: Annotated[float, "Of the target's texts."]
+    cache_gib: Annotated[float, "Most space on disk for hidden states, in GiB."]
+    hidden: Annotated[int, "Width of the residual stream."]
+    intermediate: Annotated[int, "Width inside the feed-forward blocks."]
+    layers: Annotated[int, "Number of layers."]
+    heads: Annotated[int, "Attention heads."]
+    kv_heads: Annotated[int, "Key heads, shared among the attention heads."]
+    warmup: Annotated[int, "Steps in which the learning rate rises."]
+    matrix_lr: Annotated[float, "Peak learning rate of the layers' matrices (Muon); a quarter for trained weights."]
+    embedding_lr: Annotated[float, "Peak learning rate of embeddings and norms (AdamW); likewise."]
+    seed: Annotated[int, "Fixes the first weights, the prompts and the order of the data."]
+    save_minutes: Annotated[float, "Minutes between checkpoints."]
+
+    def config(self) -> BoostedConfig:
+        """Return the training configuration."""
+        for name, example in (("out", "FOLDER"), ("target", "demo"), ("boosted", "2")):
+            if name not in self.given:
+                raise ConfigError(f"--{name} is missing", f"add --{name} {example}.")
+        return BoostedConfig(**{**self.given, "data": tuple(self.given.get("data", ()))})
+
+
+@accepts_flags
+def draft(
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    *,
+    flags: BoostedFlags,
+) -> None:
+    """Train small drafts that are used together in one tree, each on what the ones before miss.
+
+    The target continues prompts. The first draft learns its distributions at every token of these texts, the next ones
+    at those tokens whose likeliest one no draft before has. Each is a model of its own: the first is named as `model`
+    of the method specinfer, the others as `models`.
+    """
+    config = flags.config()
+    outcomes = _run(config, resume)
+    if as_json:
+        print_json({"drafts": [dataclasses.asdict(each) for each in outcomes]})
+    else:
+        _show(config, outcomes)
+
+
+def _run(config: BoostedConfig, resume: bool) -> list[BoostedOutcome]:
+    from speculant.training.boosted import job
+    from speculant.training.checkpoint import FILE_NAME
+    from speculant.training.heads.job import needs_texts
+    from speculant.training.heads.texts import open_texts
+    from speculant.training.passes import load_plain
+
+    job.check_folder(config, resume)
+    with progress("Loading the target"):
+        target = load_plain(config.target)
+    if needs_texts(config):
+        write_texts(config, config.data, config.suffix, target.hidden_size)
+    with shown_progress("Computing hidden states") as watch:
+        texts = open_texts(config.out, target, watch)
+    outcomes = []
+    for number in range(1, config.boosted + 1):
+        if job.is_done(config, number):
+            outcomes.append(job.read_outcome(config, number))
+            continue
+        trainer = job.new_trainer(config, target, texts, number)
+        if resume and (config.folder(number) / FILE_NAME).exists():
+            trainer.resume()
+        show_training(trainer)
+        with progress(f"Measuring draft {number}"):
+            outcomes.append(job.finish(config, target, trainer, number))
+    return outcomes
+
+
+def _show(config: BoostedConfig, outcomes: list[BoostedOutcome]) -> None:
+    console = messages()
+    for each in outcomes:
+        console.print(f"{config.folder(each.number)}: {each.parameters:,} weights, {each.steps:,} steps")
+        console.print(
+            f"  sum min(p, q) {each.alpha:.3f}, same likeliest token {each.agreement:.3f};"
+            f" drafts 1 to {each.number} have it for {each.covered:.3f} of the tokens,"
+            f" the {each.number} likeliest of draft 1 for {each.alone:.3f}"
+        )
