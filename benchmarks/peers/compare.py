@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError
@@ -90,6 +91,7 @@ class Comparison:
     def __init__(self, peers: Sequence[Peer], models: Pair, folder: Path, tokenizer: Tokenizer) -> None:
         """models: as Speculant reads them. folder: where conversions are kept."""
         self._peers, self._models, self._folder, self._tokenizer = peers, models, folder, tokenizer
+        self._prepared: dict[str, Pair | PeerError] = {}
 
     def run(self, plan: Plan, notify: Callable[[str], None]) -> Iterator[CaseResult]:
         """Yield the result of each case as soon as it is there. notify: gets the name of what runs next."""
@@ -118,19 +120,28 @@ class Comparison:
         for reason in dict.fromkeys(filter(None, refusals.values())):
             refused = ", ".join(mode.name for mode, refusal in refusals.items() if refusal == reason)
             notes.append(f"{name}, {refused}: {reason}")
-        try:
-            models = peer.prepare(self._models, weights, self._folder)
-        except PeerError as error:
-            notes.append(f"{name}: {error}")
+        models = self._prepare(peer, weights)
+        if isinstance(models, PeerError):
+            notes.append(f"{name}: {models}")
             return
-
-        def job(round_: int) -> Job:
-            first = (2 * round_ + 1) * case.batch
-            workload = make_workload(self._tokenizer, first, case.batch, case.prompt_tokens, plan.tokens)
-            return Job(models, weights, modes, workload, plan.threads)
-
         if modes:
-            subjects[name] = _Subject(peer, weights, job, self._tokenizer.decode)
+            make_job = partial(self._job, models, weights, modes, case, plan)
+            subjects[name] = _Subject(peer, weights, make_job, self._tokenizer.decode)
+
+    def _job(self, models: Pair, weights: str, modes: list[Mode], case: Case, plan: Plan, round_: int) -> Job:
+        first = (2 * round_ + 1) * case.batch
+        workload = make_workload(self._tokenizer, first, case.batch, case.prompt_tokens, plan.tokens)
+        return Job(models, weights, modes, workload, plan.threads)
+
+    def _prepare(self, peer: Peer, weights: str) -> Pair | PeerError:
+        """Convert the models once; what failed is not tried again."""
+        name = f"{peer.name} {weights}"
+        if name not in self._prepared:
+            try:
+                self._prepared[name] = peer.prepare(self._models, weights, self._folder)
+            except PeerError as error:
+                self._prepared[name] = error
+        return self._prepared[name]
 
 
 def _by_entry(

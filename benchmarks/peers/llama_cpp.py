@@ -30,14 +30,15 @@ class LlamaCpp:
 
     name = "llama.cpp"
     install = (
-        "pip download --no-deps --no-binary :all: llama-cpp-python && tar xf llama_cpp_python-*.tar.gz &&"
-        " cd llama_cpp_python-*/vendor/llama.cpp && cmake -B build -DLLAMA_CURL=OFF -DCMAKE_BUILD_TYPE=Release &&"
-        f" cmake --build build -j --target {' '.join(PROGRAMS)} && pip install gguf; then add --llama-cpp FOLDER"
+        "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xf llama_cpp_python-*.tar.gz &&"
+        " cd llama_cpp_python-*/vendor/llama.cpp && cmake -B build -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF &&"
+        f" cmake --build build -j --target {' '.join(PROGRAMS)}; then add --llama-cpp with this folder"
     )
     formats: Mapping[str, Sequence[str]] = {_UNROUNDED: (_UNROUNDED,), "int8": ("q8_0",), "int4": ("q4_0", "q4_k_m")}
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
+        self._helps: dict[str, str] = {}
 
     def missing(self) -> str | None:
         """Say why it can't run; None = it can."""
@@ -112,6 +113,8 @@ class LlamaCpp:
         if mode.kind == LOOKUP:
             return LOOK_UP, {"-n": tokens - 1, self._spelling(LOOK_UP, "n-max"): mode.length}
         drafting: dict[str, object] = {"-md": job.models.draft, "-td": job.threads, "-tbd": job.threads}
+        if "--spec-type" in self._help(SPECULATE):
+            drafting["--spec-type"] = "draft-simple"
         if mode.kind == DRAFT:
             fixed = {"n-max": mode.length, "n-min": 0, "p-min": 0}
             drafting |= {self._spelling(SPECULATE, name): value for name, value in fixed.items()}
@@ -119,9 +122,13 @@ class LlamaCpp:
 
     def _spelling(self, program: str, option: str) -> str:
         """Return how this version writes an option of drafts."""
-        said = execute([self._program(program), "--help"]).stdout
         spellings = f"--spec-draft-{option}", f"--draft-{option.removeprefix('n-')}"
-        return next((each for each in spellings if each in said), spellings[0])
+        return next((each for each in spellings if each in self._help(program)), spellings[0])
+
+    def _help(self, program: str) -> str:
+        if program not in self._helps:
+            self._helps[program] = execute([self._program(program), "--help"]).stdout
+        return self._helps[program]
 
     def _bench(self, job: Job) -> Measurement:
         workload, batch = job.workload, len(job.workload.prompts)

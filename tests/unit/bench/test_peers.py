@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.peers import compare
 from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Pair, PeerError, Progress
 from benchmarks.peers.base import Workload as PeerWorkload
-from benchmarks.peers.compare import Case, CaseResult, Entry, Run
+from benchmarks.peers.compare import Case, CaseResult, Entry, Plan, Run
 from benchmarks.peers.gguf_export import arrange, gguf_name
 from benchmarks.peers.hf_transformers import Transformers
 from benchmarks.peers.llama_cpp import (
@@ -29,6 +30,7 @@ from benchmarks.peers.llama_cpp import (
 from benchmarks.peers.models import DEMO, POSITIONS, canonical_prompt, make_pair, make_workload
 from benchmarks.peers.report import case_value, tables
 
+from speculant.cli.probes import Speeds
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import TensorFiles
 from speculant.text.tokenizer import Tokenizer
@@ -258,3 +260,67 @@ def test_tables_have_a_line_for_each_entry() -> None:
     assert "2 (1.5 to 2.5)" in first
     assert "| other | default, bfloat16 | draft 4 |" in second
     assert len({line.count("|") for line in first.splitlines()}) == 1
+
+
+class _Fake:
+    """A peer in this process. `broken`: the format that can't be converted; `failing`: the one that fails at a run."""
+
+    name, install, formats = "fake", "", {"bf16": ("whole", "broken", "failing")}
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.prepared: list[str] = []
+
+    def missing(self) -> None:
+        return None
+
+    def version(self) -> str:
+        return "1"
+
+    def refusal(self, mode: Mode, batch: int) -> str | None:
+        return "alone only" if batch > 1 and mode.kind != PLAIN else None
+
+    def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
+        self.prepared.append(weights)
+        if weights == "broken":
+            raise PeerError("no converter")
+        return models
+
+    def run(self, job: Job) -> dict[str, Measurement]:
+        if job.format == "failing":
+            raise PeerError("no memory")
+        self.jobs.append(job)
+        return {mode.name: _measured(1.0, outputs=[[65]] * len(job.workload.prompts)) for mode in job.modes}
+
+
+@pytest.fixture
+def compared(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[_Fake, list[CaseResult]]:
+    """Compare the fake in two cases of two rounds."""
+    monkeypatch.setattr(compare, "measure_speeds", lambda: Speeds(20.0, 10.0, None))
+    peer, cases = _Fake(), [Case(24, 1, "bf16"), Case(24, 2, "bf16")]
+    plan = Plan(cases, [Mode(PLAIN), Mode(DRAFT, 4)], 8, 2, 1)
+    comparison = compare.Comparison([peer], Pair("t", "d"), tmp_path, tokenizer)
+    return peer, list(comparison.run(plan, lambda line: None))
+
+
+def test_comparison_has_the_modes_that_a_peer_has(compared: tuple[_Fake, list[CaseResult]]) -> None:
+    alone, together = compared[1]
+    assert [(entry.format, entry.mode, len(runs)) for entry, runs in alone.runs.items()] == [
+        ("whole", "plain", 2),
+        ("whole", "draft 4", 2),
+    ]
+    assert [entry.mode for entry in together.runs] == ["plain"]
+    assert "fake whole, draft 4: alone only" in together.notes
+
+
+def test_comparison_notes_what_failed(compared: tuple[_Fake, list[CaseResult]]) -> None:
+    peer, [alone, together] = compared
+    assert "fake broken: no converter" in alone.notes
+    assert "fake failing failed: no memory" in together.notes
+    assert peer.prepared.count("broken") == 1
+
+
+def test_rounds_have_prompts_of_their_own(compared: tuple[_Fake, list[CaseResult]]) -> None:
+    workloads = [job.workload for job in compared[0].jobs if len(job.workload.prompts) == 2]
+    prompts = [tuple(prompt) for each in workloads for prompt in (*each.prompts, *each.warm_up)]
+    assert len(set(prompts)) == len(prompts) == 8
