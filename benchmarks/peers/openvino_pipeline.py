@@ -25,8 +25,8 @@ class OpenVINO(PythonPeer):
     name = "OpenVINO GenAI"
     package = "openvino-genai"
     install = (
-        "python -m venv openvino && openvino/bin/pip install -c constraints.txt torch openvino-genai"
-        ' "optimum-intel[openvino]"; then add --openvino-python openvino/bin/python'
+        "python -m venv openvino && openvino/bin/pip install torch==2.13.0 openvino-genai"
+        ' "optimum-intel>=2"; then add --openvino-python openvino/bin/python'
     )
     formats = {name: (name,) for name in _EXPORT}  # noqa: RUF012
 
