@@ -120,7 +120,7 @@ def test_a_sweep_has_both_curves(checkpoints: Checkpoints, tmp_path: Path) -> No
         assert {best["length"] for best in case["best"].values()} <= {0, 1, 4}
         assert case["outputs"]["identical"] == {"length 1": 4, "length 4": 4}
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert text.count("Speed by draft length") == 2
+    assert text.count("Speed by draft length") == text.count("predicted before the runs") == 2
 
 
 def test_a_sweeps_table_names_the_best_lengths(checkpoints: Checkpoints) -> None:

@@ -116,7 +116,7 @@ def _with_errors(spreads: Sequence[Mapping[str, float]]) -> tuple[Any, Any]:
 
 
 def _labels(names: Iterable[str]) -> list[str]:
-    return [name.replace("_", " ") for name in names]
+    return [name.replace("_", " ").replace(", ", "\n") for name in names]
 
 
 def timeline(tracks: Mapping[str, Sequence[Span]]) -> str:

@@ -30,16 +30,16 @@ class Setting:
     values: Mapping[str, Any]
 
 
-def settings(methods: Sequence[str], lengths: Sequence[int], others: Mapping[str, Mapping[str, Any]]) -> list[Setting]:
-    """Return every method at every length, then the others, which are settings by name.
+def settings(methods: Sequence[str], lengths: Sequence[int], others: Sequence[Mapping[str, Any]]) -> list[Setting]:
+    """Return every method at every length, then the others, which are the values of settings.
 
     Without methods the lengths are those of the usual one. Raises ConfigError for a name that occurs twice.
     """
     fixed = [{"num_speculative_tokens": length} for length in lengths]
     named = [{"method": method} for method in methods]
     crossed = itertools.product(named or ([{}] if lengths else []), fixed or [{}])
-    found = [Setting(_name(values), values) for values in ({**method, **length} for method, length in crossed)]
-    found += [Setting(name, values) for name, values in others.items()]
+    every = [*({**method, **length} for method, length in crossed), *others]
+    found = [Setting(_name(values), values) for values in every]
     names = [PLAIN, *(each.name for each in found)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"the way {twice[0]!r} is named twice", "name each once.")
@@ -47,9 +47,11 @@ def settings(methods: Sequence[str], lengths: Sequence[int], others: Mapping[str
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    length = values.get("num_speculative_tokens")
-    parts = [values.get("method"), None if length is None else f"length {length}"]
-    return ", ".join(part for part in parts if part is not None)
+    rest = dict(values)
+    method, length = rest.pop("method", None), rest.pop("num_speculative_tokens", None)
+    known = [] if method is None else [str(method)]
+    known += [] if length is None else [f"length {length}"]
+    return ", ".join([*known, *(f"{key}={value}" for key, value in rest.items())]) or DEFAULT
 
 
 def usual_settings(config: EngineConfig) -> list[Setting]:

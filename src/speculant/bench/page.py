@@ -103,7 +103,14 @@ def _gains(told: Mapping[str, Any]) -> list[list[str]]:
         [label, *("-" if name not in each else _spread(each[name], 1.0) for each in own)]
         for name, label in GAINS.items()
     ]
-    return [others[0], others[1], rates, *others[2:]]
+    return [others[0], *_predictions(told), others[1], rates, *others[2:]]
+
+
+def _predictions(told: Mapping[str, Any]) -> list[list[str]]:
+    """Return the row of what a sweep predicted before its runs; the first mode is plain decoding."""
+    if SWEPT not in told:
+        return []
+    return [["predicted before the runs", "-", *(f"{row['predicted_speed']:.4g}" for row in told[SWEPT])]]
 
 
 def _categories(told: Mapping[str, Any]) -> list[list[str]]:

@@ -123,7 +123,7 @@ def _build(
 ) -> tuple[list[Setting], dict[str, Way]]:
     from speculant.bench.compare import build_ways, settings, usual_settings
 
-    others = {text: parse_mapping("--setting", text) for text in given}
+    others = [parse_mapping("--setting", text) for text in given]
     chosen = settings(methods, lengths, others) or usual_settings(config)
     return chosen, build_ways(config, chosen, params, sequential=not together)
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from speculant import plugins
-from speculant.bench.compare import Setting, build_ways, configured, settings, usual_settings
+from speculant.bench.compare import (
+    Setting,
+    _conclusions,
+    _fastest,
+    build_ways,
+    configured,
+    settings,
+    usual_settings,
+)
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, SpeculantError
 from speculant.params import SamplingParams
@@ -17,18 +25,28 @@ PAIR = EngineConfig("target", "draft")
 
 
 def test_every_method_has_every_length_then_settings() -> None:
-    found = settings(["ngram", "suffix"], [2, 4], {"verification=block": {"verification": "block"}})
+    found = settings(
+        ["ngram", "suffix"], [2, 4], [{"verification": "block"}, {"method": "merge", "draft_quantization": "int8"}]
+    )
     assert [each.name for each in found] == [
         "ngram, length 2", "ngram, length 4", "suffix, length 2", "suffix, length 4", "verification=block",
+        "merge, draft_quantization=int8",
     ]  # fmt: skip
     assert found[1].values == {"method": "ngram", "num_speculative_tokens": 4}
-    assert settings(["ngram"], [], {}) == [Setting("ngram", {"method": "ngram"})]
-    assert settings([], [3], {}) == [Setting("length 3", {"num_speculative_tokens": 3})]
-    assert settings([], [], {}) == []
+    assert settings(["ngram"], [], []) == [Setting("ngram", {"method": "ngram"})]
+    assert settings([], [3], []) == [Setting("length 3", {"num_speculative_tokens": 3})]
+    assert settings([], [], []) == []
+    assert settings([], [], [{}]) == [Setting("default", {})]
 
 
 @pytest.mark.parametrize(
-    "named", [(["ngram", "ngram"], [], {}), ([], [2, 2], {}), (["ngram"], [], {"ngram": {}}), ([], [], {"plain": {}})]
+    "named",
+    [
+        (["ngram", "ngram"], [], []),
+        ([], [2, 2], []),
+        (["ngram"], [], [{"method": "ngram"}]),
+        ([], [], [{"method": "plain"}]),
+    ],
 )
 def test_a_way_that_is_named_twice_is_refused(named: tuple[Any, Any, Any]) -> None:
     with pytest.raises(ConfigError, match="named twice"):
@@ -70,7 +88,7 @@ def test_options_of_another_method_are_left_out() -> None:
 
 def test_ways_share_the_weights_and_nothing_else(checkpoints: Checkpoints) -> None:
     config = EngineConfig(checkpoints.target, checkpoints.near, dtype="float64", max_num_seqs=1)
-    ways = build_ways(config, settings(["suffix"], [], {}) + settings([], [2], {}), SamplingParams(), sequential=True)
+    ways = build_ways(config, settings(["suffix"], [], []) + settings([], [2], []), SamplingParams(), sequential=True)
     assert list(ways) == ["plain", "suffix", "length 2"]
     runtimes = [way.bench.runtime for way in ways.values()]
     assert len({id(runtime.checkpoint) for runtime in runtimes}) == 1
@@ -97,3 +115,27 @@ def test_a_setting_that_no_engine_has_is_explained(checkpoints: Checkpoints) -> 
     for values in ({"method": "sufix"}, {"method": "suffix", "tree": [1]}, {"verification": "exact"}):
         with pytest.raises(SpeculantError):
             build_ways(config, [Setting("wrong", values)], SamplingParams(), sequential=True)
+
+
+def a_case(**speeds: float) -> dict[str, Any]:
+    """Return a case of ways with these speeds between tokens, whose quartiles are 0.1 away."""
+    spreads = {way: {"q1": speed - 0.1, "median": speed, "q3": speed + 0.1} for way, speed in speeds.items()}
+    return {
+        "gains": {way: {"measured_speed": spread} for way, spread in spreads.items()},
+        "ratios": {f"{way}/plain": {"tokens_per_s": spread} for way, spread in spreads.items()},
+    }
+
+
+def test_the_fastest_way_is_named_with_those_close_to_it() -> None:
+    case = a_case(slow=1.1, fast=2.0, close=1.85)
+    assert _fastest(case) == "fast"
+    said = list(_conclusions(case))
+    assert said[0] == "fastest: fast, 2.00 (1.90-2.10) times the speed of plain decoding between tokens"
+    assert said[1] == "its quartiles overlap with those of close: the order is not certain"
+    assert len(list(_conclusions(a_case(slow=1.1, fast=2.0)))) == 1
+
+
+def test_nothing_is_fastest_if_plain_decoding_is() -> None:
+    case = a_case(one=0.9, other=0.99)
+    assert _fastest(case) == "plain"
+    assert list(_conclusions(case)) == ["no way is faster than plain decoding"]
