@@ -132,6 +132,10 @@ class DraftTree:
             return [node + 1] if node + 1 < self.size else []
         return [child for child, parent in enumerate(self.parent_list) if parent == node]
 
+    def child_tokens(self, node: int) -> list[int]:
+        """Return the tokens of a node's children in drawing order; -1 = the root."""
+        return [self.token_list[child] for child in self.children(node)]
+
     def has_children(self, node: int) -> bool:
         """Whether a node has children; -1 = the root."""
         return node + 1 < self.size if self.is_chain else node in self.parent_list

@@ -180,7 +180,12 @@ class StepOutput:
     drafted: bool  # an accepted draft token; False = correction, bonus or plain
     finish_reason: str | None = None
     acceptance_rate: float | None = None  # on the last one: accepted / drafted
-    corrected: bool = False  # the target's own token where a draft token was rejected
+    rejected: tuple[int, ...] = ()  # the draft tokens that were tested in its place and rejected
+
+    @property
+    def corrected(self) -> bool:
+        """Whether it is the target's own token where a draft token was rejected."""
+        return bool(self.rejected)
 
 
 @dataclass(frozen=True)

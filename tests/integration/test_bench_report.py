@@ -19,10 +19,11 @@ from tests.models import Checkpoints
 
 SMALL = ("--num-prompts", "2", "--max-tokens", "24", "--rounds", "2", "--dtype", "float64")
 CHARTS = ("Speed", "Acceptance per position", "Accepted tokens per draft", "Predicted and measured", "Steps of a run")
+KINDS = {"accepted", "rejected", "corrected", "plain"}
 
 
 class Page(HTMLParser):
-    """What a page holds: open tags, the links that leave it, and the text of drafted and of own tokens."""
+    """What a page holds: open tags, the links that leave it, and the text of tokens by where they come from."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Page(HTMLParser):
                 pass
 
     def handle_data(self, data: str) -> None:
-        if self._kind in ("drafted", "own"):
+        if self._kind in KINDS and "pre" in self.stack:
             self.tokens.append((self._kind, data))
 
 
@@ -74,7 +75,9 @@ def test_report_is_one_file_with_everything(checkpoints: Checkpoints, tmp_path: 
     assert page.stack == []
     assert text.count("<svg") == len(CHARTS)
     assert all(title in text for title in CHARTS)
-    assert {kind for kind, _ in page.tokens} == {"drafted", "own"}
+    assert {kind for kind, _ in page.tokens} >= {"accepted", "rejected", "corrected"}
+    for (kind, _), (following, _) in itertools.pairwise(page.tokens):
+        assert (kind == "rejected") <= (following == "corrected"), "of a chain one token is rejected, then corrected"
     for part in ("To repeat it", "processor", "acceptance rate", "tokens a burst", "Measured with"):
         assert part in text
 

@@ -31,6 +31,12 @@ def test_integers_and_tensors_make_the_same_tree(tokens: list[int], parents: lis
     assert made.probs is distributions
 
 
+def test_child_tokens_are_those_below_a_node() -> None:
+    tree, chain = DraftTree.of(TOKENS, PARENTS), DraftTree.chain(TOKENS)
+    assert [tree.child_tokens(node) for node in (-1, 1, 3, 4)] == [[7, 5], [7, 6], [9], []]
+    assert [chain.child_tokens(node) for node in (-1, 3, 4)] == [[7], [9], []]
+
+
 def test_a_chain_is_a_tree_of_integers() -> None:
     chain = DraftTree.chain(TOKENS)
     assert (chain.is_chain, chain.parents.tolist(), chain.probs) == (True, [-1, 0, 1, 2, 3], None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -38,11 +38,8 @@ def require_charts() -> None:
 def speeds(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """Draw tokens per second by mode, with quartiles; `runs` are those of a report's case."""
     axes = _axes("tokens/s")
-    names = [name.replace("_", " ") for name in runs]
-    figures = [run["tokens_per_s"] for run in runs.values()]
-    middle = np.array([figure["median"] for figure in figures])
-    errors = np.array([[figure["median"] - figure["q1"], figure["q3"] - figure["median"]] for figure in figures]).T
-    axes.barh(names, middle, xerr=errors, color="#4c8bd6", ecolor="#333333", capsize=4, height=0.5)
+    middle, errors = _with_errors([run["tokens_per_s"] for run in runs.values()])
+    axes.barh(_labels(runs), middle, xerr=errors, color="#4c8bd6", ecolor="#333333", capsize=4, height=0.5)
     axes.invert_yaxis()
     axes.set(xlabel="tokens/s, median and quartiles", ylabel="")
     return _svg(axes)
@@ -75,15 +72,51 @@ def accepted_per_draft(metrics: SpeculationMetrics) -> str:
     return _svg(axes)
 
 
-def predicted_and_measured(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Draw the speed between tokens over plain decoding, as the formula has it and as it was, with quartiles."""
-    axes = _axes("speed over plain decoding")
-    for place, (name, each) in enumerate((("predicted", predicted), ("measured", measured))):
-        below, above = each["median"] - each["q1"], each["q3"] - each["median"]
+def predicted_and_measured(gains: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Draw the speed between tokens over plain decoding by mode, as the formula has it and as it was, with quartiles.
+
+    gains: those of a report's case, by mode.
+    """
+    axes = _axes("")
+    for place, kind in enumerate(("predicted", "measured")):
+        spreads = [gain[f"{kind}_speed"] for gain in gains.values()]
+        rows = np.arange(len(spreads)) + 0.4 * place - 0.2
+        middle, errors = _with_errors(spreads)
         colour = ("#bbbbbb", "#4c8bd6")[place]
-        axes.bar(name, each["median"], yerr=[[below], [above]], color=colour, ecolor="#333333", capsize=4, width=0.5)
-    axes.axhline(1.0, color="#333333", linestyle="--", linewidth=1)
+        axes.barh(rows, middle, xerr=errors, color=colour, ecolor="#333333", capsize=3, height=0.38, label=kind)
+    axes.set(yticks=range(len(gains)), yticklabels=_labels(gains), xlabel="speed over plain decoding")
+    axes.axvline(1.0, color="#333333", linestyle="--", linewidth=1)
+    axes.invert_yaxis()
+    axes.legend()
     return _svg(axes)
+
+
+def speed_by_length(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the speed between tokens over plain decoding by draft length, as predicted and as measured, with quartiles.
+
+    rows: those of a sweep's case.
+    """
+    axes, lengths = _axes("speed over plain decoding"), [row["length"] for row in rows]
+    middle, errors = _with_errors([row["measured_speed"] for row in rows])
+    axes.errorbar(
+        lengths, middle, yerr=errors, fmt="o-", color="#4c8bd6", ecolor="#333333", capsize=3, label="measured"
+    )
+    predicted = [row["predicted_speed"] for row in rows]
+    axes.plot(lengths, predicted, "s--", color="#777777", linewidth=1, markersize=4, label="predicted")
+    axes.axhline(1.0, color="#333333", linestyle="--", linewidth=1)
+    axes.set(xlabel="drafted tokens", xticks=lengths)
+    axes.legend()
+    return _svg(axes)
+
+
+def _with_errors(spreads: Sequence[Mapping[str, float]]) -> tuple[Any, Any]:
+    """Return medians [n], and how far the quartiles are below and above them [2, n]."""
+    middle = np.array([each["median"] for each in spreads])
+    return middle, np.array([[each["median"] - each["q1"], each["q3"] - each["median"]] for each in spreads]).T
+
+
+def _labels(names: Iterable[str]) -> list[str]:
+    return [name.replace("_", " ").replace(", ", "\n") for name in names]
 
 
 def timeline(tracks: Mapping[str, Sequence[Span]]) -> str:
@@ -95,7 +128,7 @@ def timeline(tracks: Mapping[str, Sequence[Span]]) -> str:
         for phase, colour in COLOURS.items():
             bars = [(1e3 * (s.start - begin), 1e3 * (s.end - s.start)) for s in shown if s.phase == phase]
             axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=colour, label=None if row else phase)
-    axes.set(xlabel="ms", yticks=range(len(tracks)), yticklabels=[name.replace("_", " ") for name in tracks])
+    axes.set(xlabel="ms", yticks=range(len(tracks)), yticklabels=_labels(tracks))
     axes.invert_yaxis()
     axes.legend(ncols=len(COLOURS), fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.18), frameon=False)
     return _svg(axes)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-import numpy as np
-
 from speculant.bench.runs import Run
 from speculant.theory.curve import VerificationCurve
 from speculant.theory.speedup import best_length, expected_tokens, speedups, step_costs, survival
@@ -23,9 +21,9 @@ def gain(plain: Run, drafted: Run) -> dict[str, float]:
     """Return the gain of a run with drafts over one without, by name; {} if a run has no steps to compare.
 
     draft_length: mean nodes of a draft. cost_ratio: c, the time to draft one more token / plain decoding's step.
-    verification_ratio: V, the rest of a step with a draft / plain decoding's step. predicted_speed: by these, the
-    pooled acceptance rate and theorem 3.8 of arXiv 2211.17192. best_length, best_speed: the highest predicted speed, if
-    V grows linearly with the rows.
+    verification_ratio: V, the rest of a step / plain decoding's step. predicted_speed: by these, the pooled acceptance
+    rate, the length of each draft and theorem 3.8 of arXiv 2211.17192; a step without a draft gives one token.
+    best_length, best_speed: the highest predicted speed if every step has a draft, and V grows linearly with the rows.
 
     A step takes the time from one burst of tokens to the next. Prompts count in no time but that of drafting: a draft
     model reads the prompt when it drafts first. Of runs with a drafter that draws trees, the lengths are nodes.
@@ -40,15 +38,22 @@ def gain(plain: Run, drafted: Run) -> dict[str, float]:
     reached = survival(spec.acceptance_rate, LONGEST)
     speeds = speedups(reached, step_costs(cost_ratio, VerificationCurve((1, rows), (1.0, rest)), LONGEST))
     best = best_length(speeds)
-    tokens = float(np.interp(length, np.arange(LONGEST + 1), expected_tokens(reached)))
     return {
         "draft_length": length,
         "cost_ratio": cost_ratio,
         "verification_ratio": rest,
-        "predicted_speed": tokens / (length * cost_ratio + rest),
+        "predicted_speed": _tokens_per_step(drafted) / (length * cost_ratio + rest),
         "best_length": best,
         "best_speed": float(speeds[best]),
     }
+
+
+def _tokens_per_step(run: Run) -> float:
+    """Return the expected tokens of a step after a request's first token, by the length of each draft."""
+    spec = run.speculation
+    expected = expected_tokens(survival(spec.acceptance_rate, max(spec.per_step_drafted)))
+    steps = max(spec.num_spec_steps, sum(len(timing.pauses) for timing in run.timings))
+    return 1 + float(sum(expected[length] - 1 for length in spec.per_step_drafted)) / steps
 
 
 def gains(plain: Sequence[Run], drafted: Sequence[Run]) -> list[dict[str, float]]:

@@ -37,8 +37,16 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A mode, and the engine that runs it; several ways may share one `Bench`."""
+
+    bench: Bench
+    mode: Mode
+
+
+@dataclass(frozen=True)
 class Case:
-    """A workload and its runs by mode, one per round.
+    """A workload and its runs by mode (the name of a `Way`), one per round.
 
     The others are compared with the first mode. `params` are those of the speculative mode if there is one.
     """
@@ -89,17 +97,28 @@ def both_ways(params: SamplingParams, speculating: bool, sequential: bool = Fals
     return modes
 
 
+def base_of(mode: str) -> str:
+    """Return the plain mode that a mode is compared with: one at a time if that one is."""
+    return PLAIN + (ONE_AT_A_TIME if mode.endswith(ONE_AT_A_TIME) else "")
+
+
+def ways_of(bench: Bench, modes: Mapping[str, Mode]) -> dict[str, Way]:
+    """Return modes of one engine."""
+    return {name: Way(bench, mode) for name, mode in modes.items()}
+
+
 def one_at_a_time(modes: Mapping[str, Mode]) -> dict[str, Mode]:
     """Return the same modes, in which each prompt starts when the one before has finished."""
     return {name + ONE_AT_A_TIME: replace(mode, sequential=True) for name, mode in modes.items()}
 
 
-def measure(bench: Bench, workload: Workload, modes: Mapping[str, Mode], rounds: int, notify: Notify) -> Case:
-    """Run a workload in every mode once per round, after a short warm-up run of each that is not counted."""
-    for mode in modes.values():
-        bench.warm_up(workload, mode)
-    runs = interleave({name: partial(bench.run, workload, mode) for name, mode in modes.items()}, rounds, notify)
-    return Case(workload, modes.get(SPECULATIVE, modes[PLAIN]).params, runs)
+def measure(ways: Mapping[str, Way], workload: Workload, rounds: int, notify: Notify) -> Case:
+    """Run a workload in every way once per round, after a short warm-up run of each that is not counted."""
+    for way in ways.values():
+        way.bench.warm_up(workload, way.mode)
+    subjects = {name: partial(way.bench.run, workload, way.mode) for name, way in ways.items()}
+    runs = interleave(subjects, rounds, notify)
+    return Case(workload, ways.get(SPECULATIVE, ways[PLAIN]).mode.params, runs)
 
 
 def interleave(

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 from speculant.engine.profiling import check_trace_path
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Case
-    from speculant.bench.runs import Mode
-    from speculant.engine.build import Runtime
+    from speculant.bench.measuring import Case, Way
 
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """profile: of torch's profiler. report: HTML. trace: the phases of steps. None = not written.
+    """profile: of torch's profiler. report: HTML. trace: the phases of steps. history: gets a line. None = not written.
 
     Raises ConfigError for a file that can't be written, and for a report without matplotlib.
     """
@@ -25,33 +23,41 @@ class OutputFiles:
     profile: Path | None = None
     report: Path | None = None
     trace: Path | None = None
+    history: Path | None = None
 
     def __post_init__(self) -> None:
         check_trace_path(self.profile)
         check_trace_path(self.trace)
         check_trace_path(self.report, "report", "report.html")
+        check_trace_path(self.history, "history", "history.jsonl")
         if self.report is not None:
             from speculant.bench.charts import require_charts
 
             require_charts()
 
-    def write(
-        self, value: Mapping[str, Any], cases: Sequence[Case], runtime: Runtime, modes: Mapping[str, Mode]
-    ) -> list[Path]:
-        """Write the report and the trace, from one more run per case and mode; return what was written.
+    def write(self, value: Mapping[str, Any], cases: Sequence[Case], ways: Sequence[Mapping[str, Way]]) -> list[Path]:
+        """Write the report and the trace, from one more run per case and way, and the history; return the files.
 
-        value: `bench.report.document` of the cases.
+        value: `bench.report.document` of the cases. ways: for each case those of which tokens and steps are shown.
         """
-        if self.report is None and self.trace is None:
-            return []
-        from speculant.bench.samples import take_samples
-        from speculant.bench.timeline import write_trace
+        self.record(value)
+        if self.report is not None or self.trace is not None:
+            from speculant.bench.samples import take_samples
+            from speculant.bench.timeline import write_trace
 
-        samples = [take_samples(runtime, case.workload, modes) for case in cases]
-        if self.report is not None:
-            from speculant.bench.page import write_page
+            samples = [take_samples(case.workload, own) for case, own in zip(cases, ways, strict=True)]
+            if self.report is not None:
+                from speculant.bench.page import write_page
 
-            write_page(self.report, value, cases, samples)
-        if self.trace is not None:
-            write_trace(self.trace, {each.mode: each.spans for each in samples[0]})
-        return [path for path in (self.report, self.trace) if path is not None]
+                write_page(self.report, value, cases, samples)
+            if self.trace is not None:
+                write_trace(self.trace, {each.mode: each.spans for each in samples[0]})
+        return [path for path in (self.report, self.trace, self.history) if path is not None]
+
+    def record(self, value: Mapping[str, Any]) -> None:
+        """Append a document's ratios to the history."""
+        if self.history is not None:
+            from speculant.bench.history import append
+            from speculant.bench.machine import machine
+
+            append(self.history, value, machine())

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import torch
 
 from speculant import __version__
 from speculant.bench import charts
-from speculant.bench.measuring import PLAIN, SPECULATIVE, Case
+from speculant.bench.machine import machine
+from speculant.bench.measuring import ONE_AT_A_TIME, Case
 from speculant.bench.report import conclusions, heading
 from speculant.bench.samples import Sample
+from speculant.bench.tables import SWEPT, interval
 from speculant.errors import ConfigError, Converts
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -30,6 +31,13 @@ FIGURES = {
     "burst_p50_s": ("between bursts (ms)", 1e3),
     "burst_tokens": ("tokens a burst", 1.0),
     "mean_acceptance_length": ("tokens a draft commits", 1.0),
+}
+GAINS = {
+    "measured_speed": "speed between tokens over plain",
+    "predicted_speed": "the same by the formula",
+    "cost_ratio": "a drafted token, in plain steps",
+    "verification_ratio": "the verification, in plain steps",
+    "best_length": "best length by the formula",
 }
 
 
@@ -55,15 +63,15 @@ def page(value: Mapping[str, Any], cases: Sequence[Case], samples: Sequence[Sequ
 
 def environment(value: Mapping[str, Any]) -> dict[str, str]:
     """Return what the figures were measured with."""
-    memory = value["memory"]
+    memory, where = value["memory"], machine()
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "speculant": __version__,
-        "torch": torch.__version__,
+        "torch": where["torch"],
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": processor(),
-        "threads": str(torch.get_num_threads()),
+        "processor": where["processor"],
+        "threads": str(where["threads"]),
         "model": str(value["engine"]["model"]),
         "speculation": value["speculation"]["detail"],
         "memory of a draft model": (
@@ -72,24 +80,50 @@ def environment(value: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def processor() -> str:
-    """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def _case(told: Mapping[str, Any], case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
     return {
         "heading": heading(told),
         "conclusions": list(conclusions(told)),
         "modes": [name.replace("_", " ") for name in told["runs"]],
-        "rows": [_row(told["runs"], figure) for figure in FIGURES],
+        "drafting": [name.replace("_", " ") for name in told["gains"]],
+        "rows": [_row(told["runs"], figure) for figure in FIGURES] + _gains(told),
+        "categories": _categories(told),
         "charts": _charts(told, case, samples),
-        "samples": samples,
+        "samples": [each for each in samples if each.drafts and not each.mode.endswith(ONE_AT_A_TIME)],
     }
+
+
+def _gains(told: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of what drafting gained in each mode; plain ones gained nothing."""
+    if not told["gains"]:
+        return []
+    own = [told["gains"].get(mode, {}) for mode in told["runs"]]
+    rates = ["acceptance rate (95%)", *(interval(each.get("acceptance_rate")) for each in own)]
+    others = [
+        [label, *("-" if name not in each else _spread(each[name], 1.0) for each in own)]
+        for name, label in GAINS.items()
+    ]
+    return [others[0], *_predictions(told), others[1], rates, *others[2:]]
+
+
+def _predictions(told: Mapping[str, Any]) -> list[list[str]]:
+    """Return the row of what a sweep predicted before its runs; the first mode is plain decoding."""
+    if SWEPT not in told:
+        return []
+    return [["predicted before the runs", "-", *(f"{row['predicted_speed']:.4g}" for row in told[SWEPT])]]
+
+
+def _categories(told: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row for each category: its prompts, and by way the speed over plain decoding and the acceptance."""
+    return [
+        [name, str(each["prompts"]), *(_category(each["modes"][way]) for way in told["gains"])]
+        for name, each in told["categories"].items()
+    ]
+
+
+def _category(mode: Mapping[str, Any]) -> str:
+    speed, rate = mode.get("speed"), mode["acceptance_rate"]
+    return f"{_spread(speed, 1.0) if speed else '-'}; {interval(rate)}"
 
 
 def _row(runs: Mapping[str, Any], figure: str) -> list[str]:
@@ -104,19 +138,21 @@ def _spread(each: Mapping[str, float], scale: float) -> str:
 
 
 def _charts(told: Mapping[str, Any], case: Case, samples: Sequence[Sample]) -> list[tuple[str, str]]:
-    """Return titles and charts; those of drafts are left out if there were none."""
+    """Return titles and charts; those of drafts are left out if there were none, or if no tokens of them are shown."""
     found = [("Speed", charts.speeds(told["runs"]))]
-    for mode, gain in told["gains"].items():
-        if gain["acceptance_rate"] is None or "predicted_speed" not in gain:
-            continue
-        metrics, name = case.runs[mode][0].speculation, mode.replace("_", " ")
-        measured = case.ratios(mode.replace(SPECULATIVE, PLAIN), mode)["itl_mean_s"]
-        spread = {"q1": measured.q1, "median": measured.median, "q3": measured.q3}
-        found += [
-            (f"Acceptance per position, {name}", charts.acceptance_by_position(metrics)),
-            (f"Accepted tokens per draft, {name}", charts.accepted_per_draft(metrics)),
-            (f"Predicted and measured speed, {name}", charts.predicted_and_measured(gain["predicted_speed"], spread)),
-        ]
+    if SWEPT in told:
+        found.append(("Speed by draft length", charts.speed_by_length(told[SWEPT])))
+    elif gains := {
+        mode: gain for mode, gain in told["gains"].items() if {"predicted_speed", "measured_speed"} <= {*gain}
+    }:
+        found.append(("Predicted and measured speed", charts.predicted_and_measured(gains)))
+    for sample in samples:
+        metrics, name = case.runs[sample.mode][0].speculation, sample.mode.replace("_", " ")
+        if metrics.num_tested_tokens:
+            found += [
+                (f"Acceptance per position, {name}", charts.acceptance_by_position(metrics)),
+                (f"Accepted tokens per draft, {name}", charts.accepted_per_draft(metrics)),
+            ]
     found.append(("Steps of a run", charts.timeline({sample.mode: sample.spans for sample in samples})))
     return found
 

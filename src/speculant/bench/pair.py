@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speculant.bench.acceptance import Acceptance, Estimate, Reader, Text, estimate, measure_acceptance, pooled
-from speculant.bench.measuring import PLAIN, SPECULATIVE, Case, Spread, both_ways, measure
+from speculant.bench.measuring import PLAIN, SPECULATIVE, Case, Spread, both_ways, measure, ways_of
 from speculant.bench.runs import Bench, Mode
 from speculant.bench.sizes import Size
 from speculant.bench.step_costs import StepCosts, measure_steps
@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length 0 .. LONGEST.
+    """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length, from 0 on.
 
     correlation: of the acceptance of neighbours (`theory/correlation.py`); None = not known. rates: the probability
     that a node brings a token once those before it did, for drafts whose nodes differ in that.
@@ -202,26 +202,26 @@ def _costs(candidates: Sequence[Candidate], prompt: Sequence[int], params: Sampl
     return measure_steps(lengths, {each.name: each.runtime for each in candidates}, prompt, params, COST_SECONDS)
 
 
-def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts) -> Prediction:
-    """Predict speeds from the acceptance along texts and the costs of steps.
+def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts, longest: int = LONGEST) -> Prediction:
+    """Predict the speeds of lengths up to the longest from the acceptance along texts and the costs of steps.
 
     usual: the costs with the draft as it is, of which all but drafting is taken: it is the same for every draft.
     """
     texts = [each.given for each in acceptance]
-    passes = np.sum([expected_costs(text, np.ones(LONGEST + 1)) for text in texts], axis=0)
+    passes = np.sum([expected_costs(text, np.ones(longest + 1)) for text in texts], axis=0)
     num_tokens = sum(len(text) for text in texts)
     return Prediction(
         estimate([each.overlap for each in acceptance]),
         costs,
-        predicted_speeds(texts, costs, usual),
+        predicted_speeds(texts, costs, usual, longest),
         num_tokens / passes,
         correlation_of([each.overlap for each in acceptance]),
     )
 
 
-def predicted_speeds(texts: Sequence[Array], costs: StepCosts, usual: StepCosts) -> Array:
+def predicted_speeds(texts: Sequence[Array], costs: StepCosts, usual: StepCosts, longest: int = LONGEST) -> Array:
     """Return the speed over plain decoding by length, for texts with this acceptance at their tokens."""
-    lengths = np.arange(LONGEST + 1)
+    lengths = np.arange(longest + 1)
     times = np.interp(lengths, costs.lengths, costs.draft_s) + np.interp(lengths, usual.lengths, usual.other_s)
     total = np.sum([expected_costs(text, times / times[0]) for text in texts], axis=0)
     speeds: Array = sum(len(text) for text in texts) / total
@@ -257,7 +257,7 @@ def measure_speed(
     per_round = np.cumsum(seconds) * (1 + 1 / speed)
     count = max(1, int(np.searchsorted(per_round, SPEED_SECONDS / FEWEST_ROUNDS)))
     rounds = int(np.clip(SPEED_SECONDS / max(per_round[:count][-1], 1e-9), FEWEST_ROUNDS, MOST_ROUNDS))
-    part = replace(workload, prompts=workload.prompts[:count], arrivals=workload.arrivals[:count])
+    part = workload.first(count)
     speculative = replace(params, speculation={"num_speculative_tokens": length})
     modes = both_ways(speculative, speculating=True, sequential=True)
-    return measure(Bench(runtime), part, modes, rounds, lambda name: None)
+    return measure(ways_of(Bench(runtime), modes), part, rounds, lambda name: None)

@@ -36,7 +36,8 @@ class Run:
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
     largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times
     of all steps' drafting, and of their target passes with the verdicts. `drafted` tells for each token of the outputs
-    whether it was drafted. `speculation` is the sum of `by_request`.
+    whether it was drafted, `rejected` which draft tokens were rejected in its place. `speculation` is the sum of
+    `by_request`.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -51,6 +52,7 @@ class Run:
     prefix_hit_tokens: int
     peak_blocks: int
     drafted: Sequence[Sequence[bool]] = ()
+    rejected: Sequence[Sequence[tuple[int, ...]]] = ()
     by_request: Sequence[SpeculationMetrics] = ()
 
     def figures(self) -> dict[str, float]:
@@ -89,19 +91,20 @@ class Bench:
     """
 
     def __init__(self, runtime: Runtime, salt: str = "run") -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._salts = (f"{salt}-{number}" for number in itertools.count())
 
     def run(self, workload: Workload, mode: Mode) -> Run:
         """Run every prompt to its end; the first error of a request is raised."""
-        metrics = self._runtime.engine.metrics
+        metrics = self.runtime.engine.metrics
         before, started = replace(metrics), time.perf_counter()
-        delivery = _Delivery(self._runtime, mode, next(self._salts), started)
+        delivery = _Delivery(self.runtime, mode, next(self._salts), started)
         try:
             delivery.serve(workload)
         finally:
             delivery.stop()
         seconds, requests = time.perf_counter() - started, delivery.requests
+        committed = [delivery.committed[_key(request)] for request in requests]
         speculation = SpeculationMetrics()
         for request in requests:
             speculation.add(request.metrics.speculative_decoding)
@@ -117,15 +120,15 @@ class Bench:
             preemptions=metrics.preemptions - before.preemptions,
             prefix_hit_tokens=metrics.prefix_hit_tokens - before.prefix_hit_tokens,
             peak_blocks=delivery.peak_blocks,
-            drafted=[delivery.drafted[_key(request)] for request in requests],
+            drafted=[[output.drafted for output in outputs] for outputs in committed],
+            rejected=[[output.rejected for output in outputs] for outputs in committed],
             by_request=[request.metrics.speculative_decoding for request in requests],
         )
 
     def warm_up(self, workload: Workload, mode: Mode) -> None:
         """Run the first prompt, for a few tokens."""
         tokens = min(WARM_UP_TOKENS, mode.params.max_tokens or WARM_UP_TOKENS)
-        first = replace(workload, prompts=workload.prompts[:1], arrivals=[0.0])
-        self.run(first, replace(mode, params=replace(mode.params, max_tokens=tokens, min_tokens=0)))
+        self.run(workload.first(1), replace(mode, params=replace(mode.params, max_tokens=tokens, min_tokens=0)))
 
 
 class _Delivery:
@@ -136,7 +139,7 @@ class _Delivery:
         self._engine = runtime.engine
         self.requests: list[Request] = []
         self.timings: dict[tuple[str, int], TimingMetrics] = {}
-        self.drafted: dict[tuple[str, int], list[bool]] = {}
+        self.committed: dict[tuple[str, int], list[StepOutput]] = {}
         self.peak_blocks = 0
 
     def serve(self, workload: Workload) -> None:
@@ -172,14 +175,14 @@ class _Delivery:
         added = self._engine.add_request(prompt, params, request_id, stop_checker=checker, cache_salt=self._salt)
         self.requests += added
         self.timings.update({_key(request): TimingMetrics(arrival) for request in added})
-        self.drafted.update({_key(request): [] for request in added})
+        self.committed.update({_key(request): [] for request in added})
 
     def _record(self, outputs: Sequence[StepOutput]) -> None:
         now = time.perf_counter()
         self.peak_blocks = max(self.peak_blocks, self._engine.metrics.blocks_used)
         tokens = [output for output in outputs if output.token is not None]
         for output in tokens:
-            self.drafted[output.request_id, output.index].append(output.drafted)
+            self.committed[output.request_id, output.index].append(output)
         counts = Counter((output.request_id, output.index) for output in tokens)
         for key, count in counts.items():
             self.timings[key].record_tokens(now, count)

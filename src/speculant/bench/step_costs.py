@@ -1,4 +1,4 @@
-"""What a step of an engine costs by the length of its draft, for one sequence."""
+"""What a step of an engine costs by the length of its drafts, for one sequence or several that step together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from speculant.engine.build import Runtime
 from speculant.errors import RequestError
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
+from speculant.types import Request
 
 STEPS = 3  # that count, per request
 MOST_TURNS = 20  # of two rounds, forwards and backwards
@@ -72,14 +73,16 @@ def measure_steps(
     prompt: Sequence[int],
     params: SamplingParams,
     seconds: float,
+    batch: int = 1,
 ) -> dict[str, StepCosts]:
     """Measure all engines in turn, round by round, each at its own lengths, for about `seconds` or two rounds.
 
-    The engines must draft a fixed length. Raises RequestError where the context has no room for a draft.
+    The engines must draft a fixed length. batch: sequences that step together, each with a draft of that length. Raises
+    RequestError where the context has no room for a draft, or an engine runs fewer sequences at a time.
     """
     ids = (f"{SALT}-{number}" for number in itertools.count())
     subjects: dict[str, Callable[[], list[StepTime]]] = {
-        _key(name, length): partial(_sample, runtimes[name], prompt, params, length, ids)
+        _key(name, length): partial(_sample, runtimes[name], prompt, params, length, ids, batch)
         for name, own in lengths.items()
         for length in own
     }
@@ -115,13 +118,13 @@ def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]
 
 
 def _sample(
-    runtime: Runtime, prompt: Sequence[int], params: SamplingParams, length: int, ids: Iterator[str]
+    runtime: Runtime, prompt: Sequence[int], params: SamplingParams, length: int, ids: Iterator[str], batch: int = 1
 ) -> list[StepTime]:
-    """Run a prompt for a few steps and return the times of those with a draft of this length.
+    """Run a prompt `batch` times for a few steps; return the times of those in which all have a draft of this length.
 
     The prompt's steps and the first draft, for which the drafter reads the prompt, do not count.
     """
-    engine, request_id = runtime.engine, next(ids)
+    engine, named = runtime.engine, [next(ids) for _ in range(batch)]
     wanted = replace(
         params,
         speculation={"num_speculative_tokens": length} if length else False,
@@ -129,24 +132,31 @@ def _sample(
         min_tokens=0,
         ignore_eos=True,
     )
-    [request] = engine.add_request(prompt, wanted, request_id, cache_salt=SALT)
-    spec, times = request.metrics.speculative_decoding, list[StepTime]()
+    requests = [each for name in named for each in engine.add_request(prompt, wanted, name, cache_salt=SALT)]
+    times = list[StepTime]()
     try:
-        while not request.finished and len(times) <= STEPS:
-            before, drafted, started = replace(engine.metrics), spec.num_draft_tokens, bool(request.output)
+        while not any(request.finished for request in requests) and len(times) <= STEPS:
+            before, drafted = replace(engine.metrics), _drafted(requests)
+            started = all(request.output for request in requests)
             engine.step()
-            if started and spec.num_draft_tokens - drafted == length:
+            if started and _drafted(requests) == [count + length for count in drafted]:
                 times.append(_difference(before, engine.metrics))
     finally:
-        engine.abort(request_id)
-    if request.error is not None:
-        raise request.error
+        for name in named:
+            engine.abort(name)
+    for request in requests:
+        if request.error is not None:
+            raise request.error
     if len(times) < 2:
         raise RequestError(
             f"drafts of {length} tokens after a prompt of {len(prompt)} do not fit into the context, or are not found",
             "use a shorter prompt, a model with more positions, or a method that always drafts.",
         )
     return times[1:]
+
+
+def _drafted(requests: Sequence[Request]) -> list[int]:
+    return [request.metrics.speculative_decoding.num_draft_tokens for request in requests]
 
 
 def _difference(before: EngineMetrics, after: EngineMetrics) -> StepTime:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculant.bench.prompt_files import FilePrompt, read_prompts
 from speculant.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from speculant.text.tokenizer import Tokenizer
 
 USUAL_LENGTH = 128  # default tokens of a random prompt
+EDIT_LENGTH = 240  # the same of one to be edited
 OPENINGS = (
     "def {verb}_{noun}(path, {noun}=None):\n",
     "class {Noun}Reader:\n    def __init__(self, {noun}s):\n",
@@ -69,6 +70,7 @@ class BuiltIn(StrEnum):
     """The built-in sources of prompts; any other is a file."""
 
     CODE = auto()
+    EDIT = auto()
     RANDOM = auto()
 
 
@@ -77,7 +79,7 @@ CODE = BuiltIn.CODE.value
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """Which prompts to run. `prompts` is "code", "random" or a file; see `make_workload`.
+    """Which prompts to run. `prompts` is "code", "edit", "random" or a file; see `make_workload`.
 
     num_prompts None = all of the file, or the benchmark's default number. prompt_length: tokens per
     prompt; None = their own length. request_rate: Poisson arrivals per second; None = all prompts at once.
@@ -97,12 +99,25 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts as token ids, and the seconds from the start at which each arrives, in order."""
+    """Prompts as token ids, and the seconds from the start at which each arrives, in order.
+
+    categories: the kind of task of each prompt, by name; () = not known.
+    """
 
     source: str
     prompts: Sequence[Sequence[int]]
     arrivals: Sequence[float]
     request_rate: float | None = None
+    categories: Sequence[str] = ()
+
+    def first(self, number: int) -> Workload:
+        """Return the first prompts alone."""
+        return replace(
+            self,
+            prompts=self.prompts[:number],
+            arrivals=self.arrivals[:number],
+            categories=self.categories[:number],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures of the workload for a report."""
@@ -118,30 +133,42 @@ class Workload:
 def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -> Workload:
     """Make prompts for a model.
 
-    "code" prompts are openings of Python code, or prompt_length tokens of code that end with one. "random"
-    tokens are uniform over all but special and end tokens. Prompts of a file are cut at prompt_length.
+    "code" prompts are openings of Python code, or prompt_length tokens of code that end with one. Those of "edit" are
+    code and the beginning of the same code again, as if it were repeated with changes. "random" tokens are uniform over
+    all but special and end tokens. Prompts of a file are cut at prompt_length; all must have a category, or none does.
     """
-    number = config.num_prompts or usual_number
+    number, categories = config.num_prompts or usual_number, list[str]()
     if config.prompts == CODE:
         prompts = [code_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
+    elif config.prompts == BuiltIn.EDIT:
+        prompts = [edit_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
     elif config.prompts == BuiltIn.RANDOM:
         ids = ordinary_ids(runtime.tokenizer, runtime.checkpoint.eos_token_ids)
         prompts = [random_prompt(ids, index, config.prompt_length or USUAL_LENGTH) for index in range(number)]
     else:
-        prompts = [prompt[: config.prompt_length] for prompt in _prompts_of_file(config, runtime.tokenizer)]
-    return Workload(config.prompts, prompts, arrival_times(len(prompts), config.request_rate), config.request_rate)
+        found = _prompts_of_file(config)
+        prompts = [_tokens_of(each, runtime.tokenizer)[: config.prompt_length] for each in found]
+        categories = [each.category for each in found if each.category is not None]
+    return Workload(
+        config.prompts,
+        prompts,
+        arrival_times(len(prompts), config.request_rate),
+        config.request_rate,
+        categories if len(categories) == len(prompts) else (),
+    )
 
 
 def server_prompts(source: str, number: int) -> list[str | list[int]]:
     """Return prompts for a server, which has the tokenizer: openings of Python code for "code", else those of a file.
 
-    Raises RequestError for random tokens, which a client can't draw, and for a file that can't be read.
+    Raises RequestError for prompts that are made of tokens, which a client does not know, and for a file that can't be
+    read.
     """
-    if source == BuiltIn.RANDOM:
-        raise RequestError("random prompts need the vocabulary, which the server has", f'use "{CODE}" or a file.')
+    if source in (BuiltIn.RANDOM, BuiltIn.EDIT):
+        raise RequestError(f"{source} prompts need the vocabulary, which the server has", f'use "{CODE}" or a file.')
     if source == CODE:
         return [_opening(index, random.Random(f"code-{index}")) for index in range(number)]
-    return read_prompts(Path(source))
+    return [each.content for each in read_prompts(Path(source))]
 
 
 def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> None:
@@ -167,6 +194,14 @@ def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> 
     while len(body) < length:
         body = tokenizer.encode(_fill(generator.choice(bodies), generator), add_special_tokens=False) + body
     return start + body[len(body) - length + len(start) :]
+
+
+def edit_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
+    """Return the index-th piece of code and the first half of it again: `length` tokens together, or EDIT_LENGTH."""
+    length = length or EDIT_LENGTH
+    pause = tokenizer.encode("\n\n\n", add_special_tokens=False)
+    code = code_prompt(tokenizer, index, max(1, 2 * (length - len(pause)) // 3))
+    return [*code, *pause, *code[len(tokenizer.encode("")) :]][:length]
 
 
 def _opening(index: int, generator: random.Random) -> str:
@@ -205,39 +240,24 @@ def poisson_process(rate: float, seed: str) -> Iterator[float]:
         now += generator.expovariate(rate)
 
 
-def _prompts_of_file(config: WorkloadConfig, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts_of_file(config: WorkloadConfig) -> list[FilePrompt]:
     found = read_prompts(Path(config.prompts))
     number = config.num_prompts or len(found)
     if number > len(found):
         raise RequestError(
             f"{config.prompts} has {len(found)} prompts and {number} were asked for", "lower num_prompts or add some."
         )
-    return [tokenizer.encode(each) if isinstance(each, str) else each for each in found[:number]]
+    return _spread_out(found, number)
 
 
-def read_prompts(path: Path) -> list[str | list[int]]:
-    """Read one prompt per line. A line of a .jsonl file is a text, a list of token ids, or {"prompt": either}."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"the prompts {str(path)!r} can't be read: {error}",
-            f'use "{CODE}", "{BuiltIn.RANDOM}" or a UTF-8 file with one prompt a line.',
-        ) from error
-    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not filled:
-        raise RequestError(f"{path} has no prompts", "write one a line.")
-    return [_read_line(f"{path}:{number}", line) if path.suffix == ".jsonl" else line for number, line in filled]
+def _spread_out(found: Sequence[FilePrompt], number: int) -> list[FilePrompt]:
+    """Return so many prompts of all categories in turn, in the order of the file; the first ones if there are none."""
+    by_category: dict[str | None, list[int]] = {}
+    for place, each in enumerate(found):
+        by_category.setdefault(each.category, []).append(place)
+    in_turn = [place for turn in itertools.zip_longest(*by_category.values()) for place in turn if place is not None]
+    return [found[place] for place in sorted(in_turn[:number])]
 
 
-def _read_line(place: str, line: str) -> str | list[int]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{place} is not valid JSON: {error}", "write one JSON value a line.") from error
-    prompt = value.get("prompt") if isinstance(value, dict) else value
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return prompt
-    raise RequestError(f"{place} has no prompt", 'write a text, a list of token ids, or {"prompt": ...} of either.')
+def _tokens_of(prompt: FilePrompt, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(prompt.content) if isinstance(prompt.content, str) else prompt.content

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from speculant.bench.outputs import OutputFiles
 from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
-from speculant.cli import bench_serve
+from speculant.cli import bench_compare, bench_history, bench_serve, bench_sweep
+from speculant.cli.bench_flags import (
+    FEW,
+    MANY,
+    AsJson,
+    FewNumber,
+    History,
+    Lengths,
+    Number,
+    Prompts,
+    Report,
+    Rounds,
+    Trace,
+)
+from speculant.cli.bench_results import show, write_files
 from speculant.cli.flags import BenchSampling, EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.profile import Profile, profiling
-from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
+from speculant.cli.terminal import examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Case
-    from speculant.bench.runs import Mode
+    from speculant.bench.measuring import Case, Way
     from speculant.bench.workloads import Workload
     from speculant.engine.build import Runtime
 
@@ -37,12 +49,19 @@ LATENCY_EXAMPLES = examples(
     "speculant bench latency --model demo --draft-model demo",
     "speculant bench latency --model demo --draft-model demo --prompt-length 64 --prompt-length 512 --max-tokens 64",
     "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
+    "speculant bench latency --model ./llama --draft-model ./llama-small --prompts spec_bench.jsonl --num-prompts 26",
 )
-EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", "serve")))
-MANY, FEW = 32, 4  # default numbers of prompts of the two benchmarks
+OTHERS = {
+    "compare": (bench_compare.compare, bench_compare.EXAMPLES),
+    "sweep": (bench_sweep.sweep, bench_sweep.EXAMPLES),
+    "serve": (bench_serve.serve, bench_serve.EXAMPLES),
+    "history": (bench_history.history, bench_history.EXAMPLES),
+}
+EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", *OTHERS)))
 
 app = typer.Typer(no_args_is_help=True)
-app.command("serve", epilog=bench_serve.EXAMPLES)(accepts_log_level(bench_serve.serve))
+for _name, (_command, _examples) in OTHERS.items():
+    app.command(_name, epilog=_examples)(accepts_log_level(_command))
 
 
 @app.callback()
@@ -54,20 +73,8 @@ def bench() -> None:
     """
 
 
-Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
-Number = Annotated[int | None, typer.Option(help=f"How many prompts [default: {MANY}; all of a file].")]
-FewNumber = Annotated[int | None, typer.Option(help=f"How many prompts [default: {FEW}; all of a file].")]
-Lengths = Annotated[
-    list[int] | None, typer.Option("--prompt-length", help="Tokens per prompt; repeated, each is measured in turn.")
-]
 Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
-Rounds = Annotated[int, typer.Option(help="How often each way is run.")]
 Sequential = Annotated[bool, typer.Option("--sequential", help="Run the prompts one at a time too, to compare.")]
-Report = Annotated[Path | None, typer.Option("--report", help="Write the figures with charts here, as one HTML file.")]
-Trace = Annotated[
-    Path | None, typer.Option("--trace", help="Write the phases of the steps of one prompt here, for ui.perfetto.dev.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ def throughput(
     profile: Profile = None,
     report: Report = None,
     trace: Trace = None,
+    history: History = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -111,7 +119,7 @@ def throughput(
     the largest number of cache blocks in use. A figure is its median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
-    files = OutputFiles(profile, report, trace)
+    files = OutputFiles(profile, report, trace, history)
     _run(Plan("throughput", configs, MANY, rounds, files, alone_too=sequential), sampling, engine, as_json)
 
 
@@ -127,6 +135,7 @@ def latency(
     profile: Profile = None,
     report: Report = None,
     trace: Trace = None,
+    history: History = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -137,7 +146,7 @@ def latency(
     the text grows, the percentiles how evenly.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
-    files = OutputFiles(profile, report, trace)
+    files = OutputFiles(profile, report, trace, history)
     _run(Plan("latency", configs, FEW, rounds, files, alone=True), sampling, engine, as_json)
 
 
@@ -153,15 +162,11 @@ def _run(plan: Plan, sampling: SamplingFlags, engine: EngineFlags, as_json: bool
     workloads = [make_workload(each, runtime, plan.usual_number) for each in plan.workloads]
     for workload in workloads:
         require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
-    modes = _modes(plan, params, runtime.drafting)
-    cases = _measure(plan, runtime, workloads, modes)
+    ways = _ways(plan, params, runtime)
+    cases = _measure(plan, runtime, workloads, ways)
     value = _document(plan, config, runtime, cases)
-    for path in plan.files.write(value, cases, runtime, modes):
-        messages().print(f"written: {path}", style="dim")
-    if as_json:
-        print_json(value)
-    else:
-        _show(plan.benchmark, value)
+    write_files(plan.files, value, cases, [ways] * len(cases))
+    show(value, as_json=as_json)
 
 
 def _build(config: EngineConfig) -> Runtime:
@@ -170,21 +175,20 @@ def _build(config: EngineConfig) -> Runtime:
     return build_engine(config)
 
 
-def _modes(plan: Plan, params: SamplingParams, drafting: bool) -> dict[str, Mode]:
-    from speculant.bench.measuring import both_ways, one_at_a_time
-
-    modes = both_ways(params, drafting, sequential=plan.alone)
-    return {**modes, **one_at_a_time(modes)} if plan.alone_too else modes
-
-
-def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], modes: Mapping[str, Mode]) -> list[Case]:
-    from speculant.bench.measuring import measure
+def _ways(plan: Plan, params: SamplingParams, runtime: Runtime) -> dict[str, Way]:
+    from speculant.bench.measuring import both_ways, one_at_a_time, ways_of
     from speculant.bench.runs import Bench
 
-    bench = Bench(runtime)
-    num_runs = len(workloads) * len(modes) * plan.rounds
+    modes = both_ways(params, runtime.drafting, sequential=plan.alone)
+    return ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)
+
+
+def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: Mapping[str, Way]) -> list[Case]:
+    from speculant.bench.measuring import measure
+
+    num_runs = len(workloads) * len(ways) * plan.rounds
     with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as notify:
-        return [measure(bench, workload, modes, plan.rounds, notify) for workload in workloads]
+        return [measure(ways, workload, plan.rounds, notify) for workload in workloads]
 
 
 def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
@@ -194,19 +198,3 @@ def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequenc
     if plan.files.profile is not None:
         value["notes"].append("these figures were measured under the profiler, which slows steps down")
     return value
-
-
-def _show(benchmark: str, value: Mapping[str, Any]) -> None:
-    from speculant.bench.report import conclusions, heading, tables
-
-    console, speculation = results(), value["speculation"]
-    console.print(f"speculation is {'on' if speculation['on'] else 'off'}: {speculation['detail']}")
-    for case in value["cases"]:
-        console.print(f"\n{heading(case)}\n", style="bold")
-        for table in tables(benchmark, case):
-            console.print(table)
-            console.print()
-        for line in conclusions(case):
-            console.print(line)
-    for note in value["notes"]:
-        console.print(f"note: {note}", style="yellow")

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from speculant.bench.outputs import OutputFiles
 from speculant.bench.workloads import CODE, server_prompts
+from speculant.cli.bench_flags import AsJson, History
 from speculant.cli.flags import NEW_TOKENS, BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.partners import RemotePartner
-from speculant.cli.terminal import examples, print_json, progress, progress_of_runs, results
+from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 
@@ -38,7 +40,9 @@ ApiKey = Annotated[
     str | None,
     typer.Option(envvar="SPECULANT_API_KEY", help="The server's key. [env: SPECULANT_API_KEY]", show_envvar=False),
 ]
-Prompts = Annotated[str, typer.Option(help="code (built in), or a file with one prompt a line.")]
+Prompts = Annotated[
+    str, typer.Option(help="code (built in), or a file: a prompt a line, or JSON lines as those of Spec-Bench.")
+]
 Loads = Annotated[
     list[float] | None,
     typer.Option("--load", help="Arrivals as a multiple of the capacity; can be repeated. [default: 0.5, 1, 2]"),
@@ -53,7 +57,6 @@ Clients = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seeds the times at which requests come.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
 
 @accepts_flags
@@ -68,6 +71,7 @@ def serve(
     clients: Clients = None,
     arrival_seed: Seed = 0,
     as_json: AsJson = False,
+    history: History = None,
     *,
     sampling: BenchSampling,
     engine: EngineFlags,
@@ -83,6 +87,7 @@ def serve(
     from speculant.bench.http_load import Load, connector
     from speculant.bench.serving_load import LoadPlan, document, measure_serving
 
+    files = OutputFiles(history=history)
     engine.name_model(target)
     config = None if url else EngineConfig.from_arguments(**engine.values())
     named = engine.remote_model() if url else None
@@ -103,6 +108,9 @@ def serve(
         **document(measured, plan, comparable=_comparable(sampling)),
     }
     value["notes"] += [] if server.can_switch else [NO_SWITCH]
+    files.record(value)
+    if history is not None:
+        messages().print(f"written: {history}", style="dim")
     if as_json:
         print_json(value)
     else:
@@ -151,7 +159,8 @@ def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.bench.report import conclusions, tables
+    from speculant.bench.report import conclusions
+    from speculant.bench.tables import tables
 
     console, plan = results(), value["plan"]
     console.print(introduction)

@@ -53,7 +53,8 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
     request.metrics.timing.record_tokens(now, len(tokens))
     outputs = _outputs(request, tokens, len(verdict.path))
     if tree.size and len(outputs) > len(verdict.path):
-        outputs[-1].corrected = tree.has_children(verdict.path[-1] if verdict.path else -1)
+        parent = verdict.path[-1] if verdict.path else -1
+        outputs[-1].rejected = tuple(each for each in tree.child_tokens(parent) if each != verdict.token)
     return Committed(request, tokens, outputs, kept=kept, outcome=outcome)
 
 

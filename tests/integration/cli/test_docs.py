@@ -14,6 +14,7 @@ from speculant.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/profiling.md", "docs/structured.md")
+WITH_COMMANDS = (*DOCUMENTS, "docs/benchmarks.md")
 OTHERS = ("demo", "serve", "chat")  # which have tests of their own; the latter two do not end by themselves
 LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 
@@ -37,7 +38,7 @@ def test_python_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(compile(block, document, "exec"), scope)
 
 
-@pytest.mark.parametrize("command", [line for document in DOCUMENTS for line in _commands(document)])
+@pytest.mark.parametrize("command", [line for document in WITH_COMMANDS for line in _commands(document)])
 def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command, comments=True)[1:]

@@ -42,6 +42,26 @@ def test_costs_are_in_steps_of_plain_decoding() -> None:
     assert found["best_length"] in (2, 3)
 
 
+def test_steps_without_a_draft_give_one_token() -> None:
+    """Every other draft is left out: the formula then has half of the tokens beyond the first."""
+    metrics = SpeculationMetrics()
+    for _ in range(5):
+        metrics.record(DRAFTED, KEPT, KEPT + 1)
+    found = gain(PLAIN, dataclasses.replace(FAST, speculation=metrics))
+    tokens = sum((2 / 3) ** k for k in range(5))
+    assert found["predicted_speed"] == pytest.approx((1 + 5 / 9 * (tokens - 1)) / 1.5)
+
+
+def test_lengths_are_taken_as_they_were() -> None:
+    metrics = SpeculationMetrics()
+    for drafted in (1, 5) * 5:
+        metrics.record(drafted, min(drafted, 2), min(drafted, 3))
+    alpha = 15 / 20
+    tokens = sum(1 + sum(alpha**k for k in range(1, drafted + 1)) for drafted in (1, 5)) / 2
+    found = gain(PLAIN, dataclasses.replace(FAST, speculation=metrics))
+    assert found["predicted_speed"] == pytest.approx(tokens / 1.5)
+
+
 def test_runs_without_drafts_have_no_gain() -> None:
     assert gain(PLAIN, PLAIN) == {}
     assert gain(dataclasses.replace(PLAIN, timings=[TimingMetrics(0.0)]), FAST) == {}

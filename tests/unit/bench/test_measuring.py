@@ -15,6 +15,7 @@ from speculant.bench.measuring import (
     one_at_a_time,
     ratios,
     spreads,
+    ways_of,
 )
 from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload
@@ -91,7 +92,7 @@ def test_greedy_and_seeded_outputs_can_be_compared(params: SamplingParams, expec
 def test_a_case_has_every_mode_in_every_round(checkpoints: Checkpoints) -> None:
     runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))
     modes, told = both_ways(GREEDY, runtime.drafting), list[str]()
-    case = measure(Bench(runtime), WORKLOAD, {**modes, **one_at_a_time(modes)}, 2, told.append)
+    case = measure(ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)}), WORKLOAD, 2, told.append)
     assert {name: len(runs) for name, runs in case.runs.items()} == dict.fromkeys(told, 2)
     assert len(told) == 8
     assert all(case.num_identical(mode) == case.num_outputs == 4 for mode in case.compared)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from speculant.bench.measuring import Case, both_ways, measure, one_at_a_time
-from speculant.bench.report import ROWS, conclusions, document, heading, tables
+from speculant.bench.measuring import Case, both_ways, measure, one_at_a_time, ways_of
+from speculant.bench.report import conclusions, document, heading
 from speculant.bench.runs import Bench
+from speculant.bench.tables import ROWS, tables
 from speculant.bench.workloads import Workload
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
@@ -26,7 +27,7 @@ def _document(config: EngineConfig, params: SamplingParams = GREEDY, alone_too: 
     runtime = build_engine(config)
     modes = both_ways(params, runtime.drafting)
     every = {**modes, **one_at_a_time(modes)} if alone_too else modes
-    case = measure(Bench(runtime), WORKLOAD, every, 2, lambda name: None)
+    case = measure(ways_of(Bench(runtime), every), WORKLOAD, 2, lambda name: None)
     return dict(json.loads(json.dumps(document("throughput", config, runtime, [case]))))
 
 

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from speculant.bench.http_load import Exchange, Load, LoadRun
-from speculant.bench.report import conclusions, tables
+from speculant.bench.report import conclusions
 from speculant.bench.serving_load import Level, LoadPlan, document, measure_serving
+from speculant.bench.tables import tables
 from speculant.errors import ConfigError, ServerError
 from speculant.metrics import TimingMetrics
 

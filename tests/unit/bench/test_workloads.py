@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from speculant.bench.workloads import (
+    EDIT_LENGTH,
     OPENINGS,
     USUAL_LENGTH,
     Workload,
     WorkloadConfig,
     arrival_times,
     code_prompt,
+    edit_prompt,
     make_workload,
     ordinary_ids,
     random_prompt,
-    read_prompts,
     require_room,
+    server_prompts,
 )
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
@@ -101,21 +102,6 @@ def test_a_text_file_has_a_prompt_a_line(runtime: Runtime, tmp_path: Path) -> No
     assert [runtime.tokenizer.decode(prompt) for prompt in cut.prompts] == ["first"]
 
 
-def test_a_jsonl_file_has_texts_token_ids_or_objects(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    values: list[Any] = ["a\nb", [1, 2], {"prompt": "c", "id": 7}, {"prompt": [3]}]
-    path.write_text("\n".join(json.dumps(value) for value in values))
-    assert read_prompts(path) == ["a\nb", [1, 2], "c", [3]]
-
-
-@pytest.mark.parametrize("line", ["{", '""', "[]", "[true]", '[1, "a"]', '{"text": "a"}', "3", "null"])
-def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'"good"\n{line}\n')
-    with pytest.raises(RequestError, match="jsonl:2"):
-        read_prompts(path)
-
-
 def test_files_that_are_missing_empty_or_short_are_explained(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "two.txt").write_text("a\nb\n")
@@ -163,3 +149,40 @@ def test_a_workload_says_what_there_is() -> None:
         "prompt_tokens": {"min": 1, "median": 3, "max": 4},
         "request_rate": 2.0,
     }
+
+
+@pytest.mark.parametrize("length", [None, 1, 5, 60, 300])
+def test_code_to_be_edited_begins_again(runtime: Runtime, length: int | None) -> None:
+    prompts = [edit_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
+    assert {len(prompt) for prompt in prompts} == {length or EDIT_LENGTH}
+    if length not in (1, 5):
+        text = runtime.tokenizer.decode(prompts[0])
+        whole, again = text.rsplit("\n\n\n", 1)
+        assert whole.startswith(again)
+        assert 0.4 < len(again) / len(whole) < 0.6
+
+
+def write_categories(path: Path, *names: str) -> str:
+    lines = [{"question_id": 1, "category": name, "turns": [f"{name} {place}"]} for place, name in enumerate(names)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+def test_prompts_of_all_categories_are_taken_in_turn(runtime: Runtime, tmp_path: Path) -> None:
+    source = write_categories(tmp_path / "bench.jsonl", "a", "a", "a", "b", "b", "c")
+    workload = make_workload(WorkloadConfig(source, num_prompts=4), runtime, EIGHT)
+    assert [runtime.tokenizer.decode(prompt) for prompt in workload.prompts] == ["a 0", "a 1", "b 3", "c 5"]
+    assert workload.categories == ["a", "a", "b", "c"]
+    assert make_workload(WorkloadConfig(source), runtime, EIGHT).categories == ["a", "a", "a", "b", "b", "c"]
+    assert make_workload(WorkloadConfig(), runtime, EIGHT).categories == ()
+    first = workload.first(2)
+    assert (first.prompts, first.categories, first.arrivals) == (workload.prompts[:2], ["a", "a"], [0.0, 0.0])
+
+
+def test_a_server_gets_texts_alone(tmp_path: Path) -> None:
+    source = write_categories(tmp_path / "bench.jsonl", "a", "b")
+    assert server_prompts(source, EIGHT) == ["a 0", "b 1"]
+    assert len(set(map(str, server_prompts("code", EIGHT)))) == EIGHT
+    for built_in in ("random", "edit"):
+        with pytest.raises(RequestError, match=f"{built_in} prompts need the vocabulary"):
+            server_prompts(built_in, EIGHT)

@@ -100,6 +100,7 @@ def test_a_rejected_draft_leaves_the_correction_alone() -> None:
     committed = a.commit((), 7)
     assert a.request.tokens == [*PROMPT, 7]
     assert [(output.drafted, output.corrected) for output in committed.outputs] == [(False, True)]
+    assert committed.outputs[0].rejected == (10, 11), "both children of the root were tested, in this order"
     assert held(a) == [0, 1, 2]
 
 

@@ -1,0 +1,154 @@
+"""Speculant beside other engines: the same models, prompts, draft lengths and numbers of tokens, in one run.
+
+    python -m benchmarks.peers [--shape 1b] [--rounds 3] [--openvino-python PATH] [--llama-cpp FOLDER]
+
+Greedy decoding of a fixed number of tokens after prompts of code. Each job runs in a process of its own, with nothing
+beside it. Peers take turns, and each round has prompts of its own. A peer that is not installed is named and skipped.
+The models are the embedded pair, or the pair at the cost of a larger shape (`speculant inflate`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, PRECISIONS, ROOT, Mode, Peer
+from benchmarks.peers.compare import Case, Comparison, Plan
+from benchmarks.peers.hf_transformers import Transformers
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.models import CHOICES, DEMO, POSITIONS, conversions, make_pair
+from benchmarks.peers.openvino_pipeline import OpenVINO
+from benchmarks.peers.own_engine import OwnEngine
+from benchmarks.peers.report import case_value, tables
+from benchmarks.peers.vllm_cpu import VLLM
+
+from speculant.cli.machine import inspect_machine
+from speculant.files import cache_folder
+from speculant.text.tokenizer import Tokenizer
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def main() -> None:
+    """Measure, print the tables, and write everything as JSON."""
+    arguments = read_arguments()
+    peers = [peer for peer in make_peers(arguments) if peer.name in arguments.peers]
+    reasons = {peer.name: peer.missing() for peer in peers}
+    installed = [peer for peer in peers if reasons[peer.name] is None]
+    for peer in peers:
+        if reasons[peer.name] is not None:
+            tell(f"{peer.name} is skipped: {reasons[peer.name]}. To install it: {peer.install}")
+    folder = conversions(arguments.cache, arguments.shape)
+    models = make_pair(arguments.shape, folder)
+    comparison = Comparison(installed, models, folder, Tokenizer.from_folder(Path(models.target)))
+    value = describe(arguments, peers, reasons)
+    for result in comparison.run(make_plan(arguments), tell):
+        value["cases"].append(case_value(result, OwnEngine.name, arguments.tokens, arguments.threads))
+        arguments.json.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")  # a later case may fail
+    print(tables(value["cases"]))
+    show_notes(value)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--shape", choices=CHOICES, default=DEMO)
+    parser.add_argument("--prompts", nargs="+", type=int, default=[512, 4096], help="tokens of a prompt")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="prompts at once")
+    parser.add_argument("--tokens", type=int, default=128, help="new ones for each prompt")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4], help="tokens of a draft")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=threads)
+    names = [peer.name for peer in make_peers(argparse.Namespace())]
+    parser.add_argument("--peers", nargs="+", choices=names, default=names)
+    parser.add_argument("--transformers-python", help="an interpreter that has transformers, if not this one")
+    parser.add_argument("--openvino-python", help="an interpreter that has openvino-genai and optimum-intel")
+    parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--llama-cpp", type=Path, help="the folder of llama.cpp's programs, or of its sources")
+    parser.add_argument("--cache", type=Path, default=cache_folder("peers"), help="where converted models are kept")
+    parser.add_argument("--json", type=Path, help="the results; benchmarks/results/peers_SHAPE.json by default")
+    arguments = parser.parse_args()
+    if max(arguments.prompts) + arguments.tokens > POSITIONS:
+        parser.error(f"prompts and new tokens are more than {POSITIONS} positions")
+    arguments.json = arguments.json or RESULTS / f"peers_{arguments.shape}.json"
+    return arguments
+
+
+def make_peers(arguments: argparse.Namespace) -> list[Peer]:
+    """Make every peer, where the arguments say it is."""
+    pythons = {name: getattr(arguments, f"{name}_python", None) for name in ("transformers", "openvino", "vllm")}
+    here = sys.executable
+    return [
+        OwnEngine(),
+        Transformers(pythons["transformers"] or here),
+        OpenVINO(pythons["openvino"] or here),
+        LlamaCpp(getattr(arguments, "llama_cpp", None)),
+        VLLM(pythons["vllm"] or here),
+    ]
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """Return what to measure: every case in every mode."""
+    cases = [
+        Case(prompt, batch, precision)
+        for prompt in arguments.prompts
+        for batch in arguments.batches
+        for precision in arguments.precisions
+    ]
+    fixed = [Mode(kind, length) for kind in (DRAFT, LOOKUP) for length in arguments.lengths]
+    return Plan(cases, [Mode(PLAIN), *fixed, Mode(DEFAULT)], arguments.tokens, arguments.rounds, arguments.threads)
+
+
+def describe(arguments: argparse.Namespace, peers: Sequence[Peer], reasons: dict[str, str | None]) -> dict[str, Any]:
+    """Return everything but the cases."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    machine = asdict(inspect_machine())
+    return {
+        "command": " ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "revision": done.stdout.strip(),
+        "machine": {name: machine[name] for name in ("processor", "memory", "kernels")},
+        "shape": arguments.shape,
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        "peers": {
+            peer.name: {
+                "version": None if reasons[peer.name] else peer.version(),
+                "missing": reasons[peer.name],
+                "install": peer.install,
+            }
+            for peer in peers
+        },
+        "cases": [],
+    }
+
+
+def show_notes(value: dict[str, Any]) -> None:
+    """Print versions, what was skipped and how to install it, and what did not run."""
+    print()
+    for name, peer in value["peers"].items():
+        said = f"{peer['version']}" if peer["missing"] is None else f"skipped: {peer['missing']}. {peer['install']}"
+        print(f"- {name}: {said}")
+    for note in dict.fromkeys(note for case in value["cases"] for note in case["notes"]):
+        print(f"- {note}")
+
+
+def tell(line: str) -> None:
+    """Print progress, apart from the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Runs all peers in turn on the same prompts: one case after another, the rounds of a case side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError
+from benchmarks.peers.models import make_workload
+
+from speculant.bench.measuring import interleave
+from speculant.cli.probes import measure_speeds
+from speculant.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is the same for all peers: tokens of a prompt, prompts at once, precision of the weights."""
+
+    prompt_tokens: int
+    batch: int
+    precision: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. tokens: new ones for each prompt."""
+
+    cases: Sequence[Case]
+    modes: Sequence[Mode]
+    tokens: int
+    rounds: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the comparison: a peer, its format of the weights, and the name of a mode."""
+
+    peer: str
+    format: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement, the texts of its outputs, and what memory gave just before: GB/s that all threads read."""
+
+    measured: Measurement
+    texts: Sequence[str] | None
+    read_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The runs of a case by entry, one for each round; notes say what did not run, and why."""
+
+    case: Case
+    runs: Mapping[Entry, Sequence[Run]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+@dataclass
+class _Subject:
+    """A peer with weights of one format; each call is the next round, which has prompts of its own."""
+
+    peer: Peer
+    format: str
+    job: Callable[[int], Job]
+    decode: Callable[[Sequence[int]], str]
+    next_round: Iterator[int] = field(default_factory=itertools.count)
+
+    def __call__(self) -> dict[str, Run] | PeerError:
+        job, read = self.job(next(self.next_round)), measure_speeds().read
+        try:
+            found = self.peer.run(job)
+        except PeerError as error:
+            return error
+        return {mode: Run(each, self._texts(each), read) for mode, each in found.items()}
+
+    def _texts(self, measured: Measurement) -> Sequence[str] | None:
+        return measured.texts if measured.outputs is None else [self.decode(ids) for ids in measured.outputs]
+
+
+class Comparison:
+    """The peers that are installed, and the models as each of them reads them."""
+
+    def __init__(self, peers: Sequence[Peer], models: Pair, folder: Path, tokenizer: Tokenizer) -> None:
+        """models: as Speculant reads them. folder: where conversions are kept."""
+        self._peers, self._models, self._folder, self._tokenizer = peers, models, folder, tokenizer
+        self._prepared: dict[str, Pair | PeerError] = {}
+
+    def run(self, plan: Plan, notify: Callable[[str], None]) -> Iterator[CaseResult]:
+        """Yield the result of each case as soon as it is there. notify: gets the name of what runs next."""
+        for case in plan.cases:
+            notes, subjects = list[str](), dict[str, _Subject]()
+            for peer, weights in self._formats(case):
+                self._enter(subjects, notes, peer, weights, case, plan)
+
+            def tell(name: str, case: Case = case) -> None:
+                notify(f"{case.prompt_tokens} tokens, {case.batch} at once, {case.precision}: {name}")
+
+            rounds = interleave(subjects, plan.rounds, tell)
+            yield CaseResult(case, *_by_entry(subjects, rounds, notes))
+
+    def _formats(self, case: Case) -> Iterator[tuple[Peer, str]]:
+        for peer in self._peers:
+            for weights in peer.formats.get(case.precision, ()):
+                yield peer, weights
+
+    def _enter(
+        self, subjects: dict[str, _Subject], notes: list[str], peer: Peer, weights: str, case: Case, plan: Plan
+    ) -> None:
+        """Add a peer with one format to the subjects, or say why not."""
+        name, refusals = f"{peer.name} {weights}", {mode: peer.refusal(mode, case.batch) for mode in plan.modes}
+        modes = [mode for mode, refusal in refusals.items() if refusal is None]
+        for reason in dict.fromkeys(filter(None, refusals.values())):
+            refused = ", ".join(mode.name for mode, refusal in refusals.items() if refusal == reason)
+            notes.append(f"{name}, {refused}: {reason}")
+        models = self._prepare(peer, weights)
+        if isinstance(models, PeerError):
+            notes.append(f"{name}: {models}")
+            return
+        if modes:
+            make_job = partial(self._job, models, weights, modes, case, plan)
+            subjects[name] = _Subject(peer, weights, make_job, self._tokenizer.decode)
+
+    def _job(self, models: Pair, weights: str, modes: list[Mode], case: Case, plan: Plan, round_: int) -> Job:
+        first = (2 * round_ + 1) * case.batch
+        workload = make_workload(self._tokenizer, first, case.batch, case.prompt_tokens, plan.tokens)
+        return Job(models, weights, modes, workload, plan.threads)
+
+    def _prepare(self, peer: Peer, weights: str) -> Pair | PeerError:
+        """Convert the models once; what failed is not tried again."""
+        name = f"{peer.name} {weights}"
+        if name not in self._prepared:
+            try:
+                self._prepared[name] = peer.prepare(self._models, weights, self._folder)
+            except PeerError as error:
+                self._prepared[name] = error
+        return self._prepared[name]
+
+
+def _by_entry(
+    subjects: Mapping[str, _Subject], rounds: Mapping[str, Sequence[dict[str, Run] | PeerError]], notes: Sequence[str]
+) -> tuple[dict[Entry, list[Run]], list[str]]:
+    """Order the runs by entry; a peer that failed in any round has none, and a note."""
+    runs, failures = dict[Entry, list[Run]](), list[str]()
+    for name, results in rounds.items():
+        failed = [each for each in results if isinstance(each, PeerError)]
+        if failed:
+            failures.append(f"{name} failed: {failed[0]}")
+            continue
+        subject = subjects[name]
+        for result in results:
+            for mode, run in result.items() if isinstance(result, dict) else ():
+                runs.setdefault(Entry(subject.peer.name, subject.format, mode), []).append(run)
+    return runs, [*notes, *failures]

@@ -1,0 +1,100 @@
+"""Transformers on torch: plain, assisted generation, prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Progress, PythonPeer
+
+
+class Transformers(PythonPeer):
+    """Hugging Face transformers."""
+
+    name = "transformers"
+    package = "transformers"
+    install = 'pip install -c constraints.txt "speculant[bench]"'
+    formats = {"bf16": ("bfloat16",)}  # noqa: RUF012
+
+    def refusal(self, mode: Mode, batch: int) -> str | None:
+        """Refuse drafts for several sequences, as `generate` does."""
+        return "assisted generation takes one sequence" if batch > 1 and mode.kind != PLAIN else None
+
+
+def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
+    """Measure each mode; the models are loaded once."""
+    import torch
+
+    torch.set_num_threads(job.threads)
+    target, draft = _load(job.models.target), _load(job.models.draft)
+    for mode in job.modes:
+        arguments = _arguments(mode, draft)
+        _run(target, job.workload.warm_up, job.workload.tokens, arguments)
+        yield mode.name, _run(target, job.workload.prompts, job.workload.tokens, arguments)
+
+
+def _load(folder: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None  # outputs have a fixed length
+    return model
+
+
+def _arguments(mode: Mode, draft: Any) -> dict[str, Any]:
+    """Return what `generate` gets; a draft's length is a setting of the draft model."""
+    fixed = mode.kind == DRAFT
+    draft.generation_config.num_assistant_tokens = mode.length if fixed else None
+    draft.generation_config.num_assistant_tokens_schedule = "constant" if fixed else None
+    draft.generation_config.assistant_confidence_threshold = 0.0 if fixed else None
+    return {
+        PLAIN: {},
+        DRAFT: {"assistant_model": draft},
+        LOOKUP: {"prompt_lookup_num_tokens": mode.length},
+        DEFAULT: {"assistant_model": draft},
+    }[mode.kind]
+
+
+class _Watch:
+    """A streamer, which gets the prompts first and then the tokens of each pass."""
+
+    def __init__(self, sequences: int) -> None:
+        self._lengths, self._sequences = [0] * sequences, sequences
+        self.progress = Progress(sequences)
+        self.num_passes = 0
+        self._prompted = False
+
+    def put(self, value: Any) -> None:
+        if self._prompted:
+            self.num_passes += 1
+            self._lengths = [length + value.numel() // self._sequences for length in self._lengths]
+            self.progress.record(self._lengths)
+        self._prompted = True
+
+    def end(self) -> None:
+        pass
+
+
+def _run(model: Any, prompts: list[list[int]], tokens: int, arguments: dict[str, Any]) -> Measurement:
+    import torch
+
+    ids = torch.tensor(prompts)
+    widths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape[1]),
+        with_kwargs=True,
+    )
+    watch = _Watch(len(prompts))
+    with torch.inference_mode():
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            streamer=watch,
+            **arguments,
+        )
+    hook.remove()
+    drafted = sum(widths) - ids.shape[1] - (watch.num_passes - 1)  # a pass reads the last token and the draft
+    return watch.progress.end(made[:, ids.shape[1] :].tolist(), drafted * len(prompts))

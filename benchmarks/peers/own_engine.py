@@ -1,0 +1,71 @@
+"""Speculant: plain decoding, a draft model of a fixed length, prompt lookup, and what it does by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Progress, PythonPeer
+
+if TYPE_CHECKING:
+    from speculant.engine.build import Runtime
+
+_NO_ROUNDING = "bfloat16"
+
+
+class OwnEngine(PythonPeer):
+    """Speculant."""
+
+    name = "Speculant"
+    package = "speculant"
+    install = 'pip install -c constraints.txt -e ".[bench]"'
+    formats = {"bf16": (_NO_ROUNDING,), "int8": ("int8",), "int4": ("int4",)}  # noqa: RUF012
+
+
+def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
+    """Measure each mode; the target is loaded once."""
+    from speculant.engine.build import build_around
+    from speculant.models.weights import load_model
+
+    quantization = None if job.format == _NO_ROUNDING else job.format
+    target = load_model(job.models.target, "bfloat16", kernels="auto", quantization=quantization)
+    for mode in job.modes:
+        runtime = build_around(_config(job, mode), target)
+        _run(runtime, job.workload.warm_up, job.workload.tokens)
+        yield mode.name, _run(runtime, job.workload.prompts, job.workload.tokens)
+
+
+def _config(job: Job, mode: Mode) -> Any:
+    from speculant.config import EngineConfig
+
+    draft_weights = "none" if job.format == _NO_ROUNDING else job.format
+    speculation: dict[str, dict[str, Any]] = {
+        PLAIN: {"use_speculative_decoding": False},
+        DRAFT: {
+            "draft_model": job.models.draft,
+            "spec_length": mode.length,
+            "draft_quantization": draft_weights,
+        },
+        LOOKUP: {"speculative_config": {"method": "prompt_lookup", "num_speculative_tokens": mode.length}},
+        DEFAULT: {"draft_model": job.models.draft},
+    }
+    return EngineConfig.from_arguments(
+        model=job.models.target,
+        dtype="bfloat16",
+        max_num_seqs=len(job.workload.prompts),
+        max_model_len=job.workload.positions,
+        **speculation[mode.kind],
+    )
+
+
+def _run(runtime: Runtime, prompts: list[list[int]], tokens: int) -> Measurement:
+    from speculant.params import SamplingParams
+
+    engine, params = runtime.engine, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    before, progress = engine.metrics.steps, Progress(len(prompts))
+    requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(prompts)]
+    while engine.has_unfinished():
+        engine.step()
+        progress.record([len(request.output) for request in requests])
+    drafted = sum(request.metrics.speculative_decoding.num_draft_tokens for request in requests)
+    return progress.end([list(request.output) for request in requests], drafted)
