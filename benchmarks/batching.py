@@ -20,7 +20,7 @@ from typing import Any
 from measuring import write
 
 from speculant import SamplingParams
-from speculant.bench.measuring import both_ways, interleave, measure, one_at_a_time, ratios, spreads
+from speculant.bench.measuring import both_ways, interleave, measure, one_at_a_time, ratios, spreads, ways_of
 from speculant.bench.report import RATIOS
 from speculant.bench.runs import Bench, Mode, Run
 from speculant.bench.workloads import Workload, WorkloadConfig, code_prompt, make_workload
@@ -51,7 +51,8 @@ def batching(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
     runtime = build(arguments, draft_model=arguments.draft_model, spec_length=arguments.spec_length)
     together = both_ways(SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), runtime.drafting)
     workload = make_workload(WorkloadConfig(num_prompts=REQUESTS), runtime, REQUESTS)
-    case = measure(Bench(runtime), workload, {**together, **one_at_a_time(together)}, arguments.rounds, print)
+    ways = ways_of(Bench(runtime), {**together, **one_at_a_time(together)})
+    case = measure(ways, workload, arguments.rounds, print)
     pairs = [(over, under) for over, under in RATIOS if over in case.runs and under in case.runs]
     return {
         "drafter": runtime.speculation,
