@@ -1,13 +1,14 @@
 """Boosted drafts in one tree against as many draws of a single draft, at equal nodes (arXiv 2305.09781).
 
-    python benchmarks/boosted.py [--drafts FOLDER] [--minutes 0.7] [--known-share 0] [--prompts 24] [--tokens 96]
+    python benchmarks/boosted.py [--drafts FOLDER] [--steps 40] [--known-share 0] [--prompts 24] [--tokens 96]
 
 Without --drafts, three drafts are trained for the embedded target, from the embedded draft, with `speculant train
 draft`, on one thread. `held_out` are their figures: `covered`, the share of tokens whose likeliest one some draft up
 to this one has, and `alone`, the share for which it is among as many likeliest tokens of the first draft. Then trees of
 2 and 3 chains are drafted for the same prompts: a chain of each draft, or draws of the first draft alone. `first` is
 the share of passes in which a token is accepted. `gain`: tokens per pass of the boosted drafts over the other's by
-prompt, mean and 95% interval.
+prompt, mean and 95% interval. Drafts that agree share nodes, so that trees have fewer than they may: `single_cut` is
+the other tree, cut level by level to as many nodes as the boosted drafts' trees really have.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from speculant.cli.main import app
 from speculant.types import RequestOutput
 
 COUNTS, DEPTH, TEMPERATURES = (2, 3), 4, (0.0, 1.0)
-TRAINED, SEQ = 60_000, 256  # tokens of the target's texts, and in a text
+TRAINED, SEQ, WARMUP = 40_000, 256, 8  # tokens of the target's texts, in a text, and steps
 STUDENT = 2.07  # quantile of the interval, for about 24 prompts
 PREDICTED = (
     "After so short a training the second draft predicts 15% of what the first misses. The two likeliest tokens of the "
@@ -38,11 +39,11 @@ PREDICTED = (
 )
 
 
-def train(folder: Path, minutes: float, known_share: float) -> None:
+def train(folder: Path, steps: int, known_share: float) -> None:
     """Train the drafts into a folder."""
     torch.set_num_threads(1)
     arguments = {
-        "boosted": max(COUNTS), "target": "demo", "start": "demo", "out": folder, "minutes": minutes,
+        "boosted": max(COUNTS), "target": "demo", "start": "demo", "out": folder, "steps": steps, "warmup": WARMUP,
         "tokens": TRAINED, "seq": SEQ, "known-share": known_share,
     }  # fmt: skip
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
@@ -95,10 +96,15 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             boosted, single = (
                 generate(drafting(folder, count, each), arguments, temperature) for each in (True, False)
             )
+            nodes = round(figures(boosted)["nodes_per_pass"])
+            fewer = {**drafting(folder, count, False), "num_speculative_tokens": nodes}
+            cut = generate(fewer, arguments, temperature)
             seen["trees"][f"{count} chains of {DEPTH}, temperature {temperature:g}"] = {
                 "boosted": figures(boosted),
                 "single": figures(single),
+                "single_cut": figures(cut),
                 "gain": gain(boosted, single),
+                "gain_at_equal_nodes": gain(boosted, cut),
             }
     return seen
 
@@ -107,7 +113,7 @@ def main() -> None:
     """Measure and write results/boosted.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafts", type=Path)
-    parser.add_argument("--minutes", type=float, default=0.7)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--known-share", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
@@ -115,7 +121,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.drafts or Path(temporary)
         if not (folder / "1").exists():
-            train(folder, arguments.minutes, arguments.known_share)
+            train(folder, arguments.steps, arguments.known_share)
         write("boosted", PREDICTED, measure(folder, arguments))
 
 
