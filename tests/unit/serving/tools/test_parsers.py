@@ -211,7 +211,7 @@ def test_arguments_are_streamed_at_once() -> None:
     ]
 
 
-LONG = 100_000
+LONG = 50_000
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,8 @@ def test_time_is_linear(text: str) -> None:
         return time.thread_time() - start
 
     few = min(seconds(LONG // 10) for _ in range(3))
-    assert seconds(LONG) < 40 * few + 0.2  # 10 if linear, 100 if quadratic
+    most = 40 * few + 0.1  # it takes 10 if it is linear, 100 if it is quadratic
+    assert any(seconds(LONG) < most for _ in range(3)), "three times, as other programs only add"
 
 
 def test_ids_are_random() -> None:
