@@ -349,7 +349,7 @@ def plain(checkpoints: Checkpoints) -> LLM:
 TEXTS = ["def read(path):", "class A:", "hello world " * 4]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [1, 4])
 def test_text_is_that_of_plain_decoding(

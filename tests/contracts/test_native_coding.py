@@ -100,6 +100,7 @@ def test_coded_layer_is_plain_for_odd_shapes(isa: str, rows: int, n: int, k: int
     check(found, weights(n, k, seed), (rows,))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", [64, 333, DEEP])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e-40, -1e-40, 1e-45, 0.0, -0.0, 3.3e38])
 def test_coded_layer_keeps_special_weights(kernels: Kernels, value: float, k: int) -> None:

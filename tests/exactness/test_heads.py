@@ -80,31 +80,28 @@ def assert_exact(case: Case) -> float:
     return found.mean_accepted
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("method", WRITERS)
 def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
-    """The second step drafts from states that the first one observed."""
-    accepted, tree = 0.0, "chain" if method == "medusa" else None
-    for vocab_size, length in ((3, 2), (4, 2)):
-        for seed in range(examples(3, least=2)):
-            drafter = functools.partial(make, method, tree)
-            case = Case(
-                Pair(seed, vocab_size), length, verification=verifier, prompt=(0, 1), width=8, make_drafter=drafter
-            )
-            accepted += assert_exact(case)
-    assert accepted > 0.2
+    """States are the logits of tables; only those with full support are finite, as a model's are."""
+    tree = "chain" if method == "medusa" else None
+    for vocab_size in (3, 4):
+        for seed in range(examples(3, least=1)):
+            drafter, pair = functools.partial(make, method, tree), Pair(seed, vocab_size, FULL_SUPPORT)
+            case = Case(pair, 2, verification=verifier, prompt=(0, 1), width=8, make_drafter=drafter)
+            assert assert_exact(case) > 0.1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", BRANCHING)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
 def test_trees_keep_the_distribution(method: str, name: str, verifier: str) -> None:
-    accepted = 0.0
-    for seed in range(examples(3, least=2)):
-        drafter = functools.partial(make, method, TREES[name])
-        case = Case(Pair(seed, 4), 4, verification=verifier, prompt=(0, 1), width=8, make_drafter=drafter)
-        accepted += assert_exact(case)
-    assert accepted > 0.1
+    for seed in range(examples(3, least=1)):
+        drafter, pair = functools.partial(make, method, TREES[name]), Pair(seed, 4 if seed else 3, FULL_SUPPORT)
+        case = Case(pair, 4, verification=verifier, prompt=(0, 1), width=8, make_drafter=drafter)
+        assert assert_exact(case) > 0.1
 
 
 @pytest.mark.parametrize("method", WRITERS)
@@ -114,7 +111,7 @@ def test_transforms_and_several_steps(method: str) -> None:
     blocks = few_blocks(40, keep_prefixes=False)
     tree = "chain" if method == "medusa" else None
     drafter = functools.partial(make, method, tree, cache=blocks)
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         case = Case(
             Pair(seed, 2 if method != "eagle3" else 3, FULL_SUPPORT), 2, params, "block", prompt=(0, 1), steps=2,
             width=8, make_drafter=drafter, cache=blocks,
@@ -212,13 +209,13 @@ def test_a_tree_of_one_token_each_is_the_chain() -> None:
     """A tree's pass computes the whole tree again; a chain's goes on from its cache."""
     pair = Pair(2, 4, FULL_SUPPORT)
     case = functools.partial(
-        Case, pair, 3, SamplingParams(max_tokens=None, temperature=0.9), "multi_draft", prompt=(0, 1)
+        Case, pair, 2, SamplingParams(max_tokens=None, temperature=0.9), "multi_draft", prompt=(0, 1)
     )
     for method in ("eagle", "eagle3"):
         chain, tree = (
-            enumerate_case(case(make_drafter=functools.partial(make, method, shape))) for shape in (None, [1, 1, 1])
+            enumerate_case(case(make_drafter=functools.partial(make, method, shape))) for shape in (None, [1, 1])
         )
         assert chain.tokens.keys() == tree.tokens.keys()
         for text, probability in chain.tokens.items():
             assert tree.tokens[text] == pytest.approx(probability, abs=1e-12)
-    assert StaticTree.of_widths([1, 1, 1]).depth == 3
+    assert StaticTree.of_widths([1, 1]).depth == 2
