@@ -27,7 +27,7 @@ from speculant.bench.workloads import code_prompt
 from speculant.cli.main import app
 from speculant.types import RequestOutput
 
-NUM_HEADS, TRAINED, SEQ = 3, 60_000, 256
+NUM_HEADS, TRAINED, SEQ, RATE = 3, 40_000, 256, 0.01
 TEMPERATURES = (0.0, 1.0)
 PLAIN = "plain"
 PREDICTED = (
@@ -43,7 +43,7 @@ def train(folder: Path, minutes: float) -> None:
     torch.set_num_threads(1)
     arguments = {
         "kind": "pass", "target": "demo", "out": folder, "minutes": minutes, "tokens": TRAINED, "seq": SEQ,
-        "num-heads": NUM_HEADS,
+        "num-heads": NUM_HEADS, "batch": 4, "vector-lr": RATE,
     }  # fmt: skip
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     app(["train", "head", *words], standalone_mode=False)
