@@ -153,7 +153,7 @@ def check_survivors(size: int, backend: str, caching: bool, speculating: bool, w
 
 @pytest.mark.parametrize(
     ("backend", "caching", "speculating"),
-    [("paged", True, True), ("paged", False, True), ("slotted", True, True)],
+    [("paged", True, True), ("slotted", True, True)],
 )
 def test_survivors_say_what_they_say_alone(backend: str, caching: bool, speculating: bool) -> None:
     check_survivors(24, backend, caching, speculating)
