@@ -8,10 +8,12 @@ Memory: one state per sequence, and the heads' weights. Cost: the blocks and the
 
 from __future__ import annotations
 
+import torch
+
 from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
 from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
-from speculant.drafting.heads.future import FutureDrafter
+from speculant.drafting.heads.future import MOST_HEADS, FutureDrafter
 from speculant.models.base import CausalLM
 from speculant.models.fields import count
 from speculant.models.future_heads import FeedForwardHeads, FutureShape
@@ -34,11 +36,11 @@ def load(folder: HeadFolder, target: CausalLM) -> FeedForwardHeads:
     """Read the heads."""
     folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
-    config = folder.config
-    heads = FeedForwardHeads(
-        FutureShape(count(config, "num_heads"), target.hidden_size, inner=count(config, "inner_size"))
-    )
+    num_heads, inner = count(folder.config, "num_heads", most=MOST_HEADS), count(folder.config, "inner_size")
+    with torch.device("meta"):  # what does not fit takes no memory
+        heads = FeedForwardHeads(FutureShape(num_heads, target.hidden_size, inner=inner))
     Renamed(folder, {name: name for name in folder.names()}).check(heads.stored(), KIND)
+    heads.to_empty(device="cpu")
     heads.load({name: folder.read(name) for name in folder.names()})
     of = target.cache_shape
     return heads.to(of.device, of.dtype).requires_grad_(False).eval()

@@ -23,7 +23,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options, requir
 from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
-from speculant.drafting.heads.future import UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
+from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.fields import show
@@ -61,11 +61,13 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[ResidualHeads, OwnHeads 
     """Read the heads, and their own output heads if they have some."""
     folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
-    found = ResidualHeads(_shape_in(folder, target))
+    with torch.device("meta"):  # what does not fit takes no memory
+        found = ResidualHeads(_shape_in(folder, target))
     weights = Renamed(folder, {name: name for name in folder.names()})
     weights.check(found.stored(), KIND)
     of, shape = target.cache_shape, found.shape
     own = [f"{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)] if shape.vocab_size else []
+    found.to_empty(device="cpu")
     found.load({name: folder.read(name) for name in folder.names() if name not in own})
     matrices = [folder.read(name).to(of.device, of.dtype) for name in own]
     return found.to(of.device, of.dtype).requires_grad_(False).eval(), _own_heads(matrices) if own else None
@@ -81,6 +83,12 @@ def _shape_in(folder: HeadFolder, target: CausalLM) -> FutureShape:
             f"name the method that it was trained for; it is no head of the kind {KIND!r}.",
         )
     num_heads, num_layers = 1 + max(head for head, _ in pairs), 1 + max(layer for _, layer in pairs)
+    if max(num_heads, num_layers) > MOST_HEADS:
+        raise ModelError(
+            f"the weights in {folder.folder} are named as {num_heads} heads of {num_layers} layers, and the most is"
+            f" {MOST_HEADS}",
+            "download them again, or train a head.",
+        )
     for key, number in (("medusa_num_heads", num_heads), ("medusa_num_layers", num_layers)):
         said = folder.config.get(key, number)
         if said != number:

@@ -275,6 +275,18 @@ REFUSED: dict[str, tuple[str, Callable[[Path], str], type[SpeculantError], str]]
         PairError,
         r"layers \[0, 1, 7\], and the target has 0 to 2",
     ),
+    "heads without end": (
+        "medusa",
+        lambda at: write_head(at, {}, {**medusa_tensors(H), "9999.9999.linear.weight": torch.zeros(1)}),
+        ModelError,
+        "10000 heads of 10000 layers, and the most is 64",
+    ),
+    "width without end": (
+        "blockwise",
+        lambda at: write_head(at, {"num_heads": 64, "inner_size": 2**20}, medusa_tensors(H)),
+        ModelError,
+        "missing",
+    ),
     "said kind": (
         "medusa",
         lambda at: write_head(at, {"speculant_head": "eagle"}, medusa_tensors(H)),

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from speculant.sampling.distribution import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_NODES = 64
+MOST_HEADS = 64  # and layers of a head
 UNKNOWN = tuple(0.5 ** (1 + 2 * rank) for rank in range(8))  # shares of the ranks of a head that were not measured
 
 OwnHeads = Callable[[Tensor], Tensor]  # states [k, r, hidden] of the first k heads -> logits [k, r, V]
@@ -53,7 +55,7 @@ def product_tree(shares: Sequence[Sequence[float]], size: int = MOST_NODES) -> R
 
     shares[d][r]: how often the candidate of rank r at depth d is right; a rank counts as at most the one before.
     """
-    falling = [[min(own[: rank + 1]) for rank in range(len(own))] for own in shares]
+    falling = [list(accumulate(own, min)) for own in shares]
     waiting: list[tuple[float, Path]] = [(-falling[0][0], (0,))]
     ranked = list[Path]()
     while waiting and len(ranked) < size:
