@@ -199,9 +199,9 @@ static int64_t measure_panel(const char *plain, int64_t k, CodedPanel &entry) {
 // Make the index of a matrix whose plain panels are given. Returns the bytes of the coded matrix, the index included.
 static int64_t index_panels(int64_t panels, int64_t k, const void *plain, void *index, int threads) {
   CodedPanel *entries = (CodedPanel *)index;
-  WorkQueue queue = {0, 0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  queue.run(panels, [&](int64_t p) { entries[p].data = measure_panel((const char *)plain + p * panel_bytes(SP_BF16, k), k, entries[p]); });
+  share_out(panels, threads, [&](int64_t p) {
+    entries[p].data = measure_panel((const char *)plain + p * panel_bytes(SP_BF16, k), k, entries[p]);
+  });
   int64_t bytes = whole_lines(panels * (int64_t)sizeof(CodedPanel));
   for (int64_t p = 0; p < panels; p++) {
     const int64_t own = entries[p].data;
@@ -246,9 +246,7 @@ static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
 // Code the plain panels of a matrix behind its index, with which `coded` begins.
 static void code_panels(int64_t panels, int64_t k, const void *plain, void *coded, int threads) {
   CodedPanel *entries = (CodedPanel *)coded;
-  WorkQueue queue = {0, 0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  queue.run(panels, [&](int64_t p) {
+  share_out(panels, threads, [&](int64_t p) {
     const char *panel = (const char *)plain + p * panel_bytes(SP_BF16, k);
     if (entries[p].escapes)
       code_panel(panel, k, entries[p]);

@@ -17,9 +17,7 @@ static void pack_any(int type, int source, const void *weight, int64_t n, int64_
 
 static void pack(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads) {
   const int64_t bytes = bytes_of_panel(type, k) * step;
-  WorkQueue queue = {0, 0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  queue.run(panels_of(n), [&](int64_t panel) {
+  share_out(panels_of(n), threads, [&](int64_t panel) {
     pack_any(type, source, weight, n, k, panel, (char *)packed + panel * bytes);
   });
 }

@@ -1,10 +1,11 @@
 // Work queues for parallel threads, and scratch memory that outlives a run. No templates of the standard library: the linker would
 // merge them across translation units that are compiled for different processors.
 #pragma once
-#include <omp.h>
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
+
+#include "team.h"
 
 namespace SP_NAMESPACE {
 
@@ -33,6 +34,22 @@ struct alignas(64) WorkQueue {
     }
   }
 };
+
+// Call work() in up to `threads` threads, this one among them: see team.h.
+template <typename Work>
+static inline void run_together(int threads, Work work) {
+  if (threads > 1)
+    sp_run_together(threads, [](void *context) { (*(Work *)context)(); }, &work);
+  else
+    work();
+}
+
+// Run items of work in threads, as they become free.
+template <typename Work>
+static inline void share_out(int64_t count, int threads, Work work) {
+  WorkQueue queue = {0, 0};
+  run_together(threads, [&] { queue.run(count, work); });
+}
 
 // A growable array that keeps its memory when it shrinks.
 template <typename T>

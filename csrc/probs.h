@@ -356,8 +356,7 @@ static void probs(float *logits, int64_t rows, int64_t given, int64_t width, con
   for (int64_t row = 0; row < rows; row++) places[row] = out + row * width;
   const ProbsJob job = {logits, rows, given, width, by, edits, places.items, shares.items};
   WorkQueue stages[5] = {};
-#pragma omp parallel num_threads(threads) if (threads > 1 && rows * width > CHUNK)
-  make_probs(job, stages);
+  run_together(rows * width > CHUNK ? threads : 1, [&] { make_probs(job, stages); });
 }
 
 }  // namespace SP_NAMESPACE

@@ -6,6 +6,8 @@
 #include "table.h"
 #include "tiles.h"
 
+#include <time.h>
+
 namespace SP_NAMESPACE {
 
 static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan) {
@@ -45,12 +47,11 @@ struct Scratch {
 
 static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   static thread_local Scratch own;
-  Scratch &scratch = own;  // that of the calling thread, in every thread of the parallel region
+  Scratch &scratch = own;  // that of the calling thread, in every thread that works
   clear_stages(scratch.stages, 2 * count);
   plan_pass(ops, count, *pass, threads, scratch.plan);
   make_room(ops, count, pass->rows, scratch.x);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  run_ops(ops, count, *pass, scratch.plan, scratch.x, scratch.stages.items);
+  run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.x, scratch.stages.items); });
 }
 
 // A draft: steps of a pass, distributions and draws. All steps run in one parallel region: entering one is the largest cost while other
@@ -194,29 +195,30 @@ static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpP
   drafting.ops = ops, drafting.count = count, drafting.threads = threads;
   drafting.head = *head, drafting.first = first, drafting.draft = draft;
   drafting.begin();
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int64_t step = 0; step < draft->steps; step++) drafting.run_step(step);
+  run_together(threads, [&] {
+    for (int64_t step = 0; step < draft->steps; step++) drafting.run_step(step);
+  });
 }
 
 // Read memory with the access pattern of linear layers, and nothing else.
 static double read_all(const void *data, int64_t bytes, int threads) {
   const Steps steps(1023 * STREAMS);
   const int64_t size = steps.size();
-  const double started = omp_get_wtime();
-  WorkQueue pieces = {0, 0};
-  float total = 0.0f;
-#pragma omp parallel num_threads(threads) reduction(+ : total) if (threads > 1)
-  pieces.run(bytes / size, [&](int64_t piece) {
+  timespec started, ended;
+  clock_gettime(CLOCK_MONOTONIC, &started);
+  share_out(bytes / size, threads, [&](int64_t piece) {
     Vec sums[VECS];
     for (int v = 0; v < VECS; v++) sums[v] = zero();
     steps.each((const char *)data + piece * size, steps.count, [&](int64_t, const char *at) __attribute__((always_inline)) {
       prefetch_step(at, steps.ahead);
       for (int v = 0; v < VECS; v++) sums[v] = max(sums[v], load((const float *)at + v * LANES));
     });
-    for (int v = 0; v < VECS; v++) total += first_lane(sums[v]);
+    float largest = 0.0f;
+    for (int v = 0; v < VECS; v++) largest += first_lane(sums[v]);
+    asm volatile("" ::"x"(largest));  // it must be used, or nothing would be read
   });
-  const double seconds = omp_get_wtime() - started;
-  return total == -1.0f ? -seconds : seconds;  // the sum must be used, or nothing would be read
+  clock_gettime(CLOCK_MONOTONIC, &ended);
+  return (double)(ended.tv_sec - started.tv_sec) + (double)(ended.tv_nsec - started.tv_nsec) / 1e9;
 }
 
 }  // namespace SP_NAMESPACE

@@ -22,6 +22,8 @@ PROGRAMS = (COMPLETE, SPECULATE, LOOK_UP, BENCH, QUANTIZE, TOKENIZE)
 _PLACES = ("", "bin", "build/bin")
 _UNROUNDED = "bf16"
 _SPARE = 64  # positions beyond those of the workload
+_RESULT = '{"n_kv_max"'  # how the line of llama-batched-bench begins
+_TRIES = 3
 _BATCH = 2048  # tokens of a pass: more than a prompt's for the program that needs it
 
 
@@ -142,8 +144,14 @@ class LlamaCpp:
             "-tb": job.threads,
             "--output-format": "jsonl",
         }
-        done = execute([self._program(BENCH), *flatten(options)])
-        return read_bench(done.stdout + done.stderr)
+        command = [self._program(BENCH), *flatten(options)]
+        said = ""
+        for _ in range(_TRIES):  # it now and then ends well and prints nothing
+            done = execute(command)
+            said = done.stdout + done.stderr
+            if _RESULT in said:
+                break
+        return read_bench(said)
 
     def _check_tokens(self, job: Job, prompt: Path) -> None:
         text = prompt.with_name("exact.txt")
@@ -191,7 +199,7 @@ def read_speculation(said: str, text: str, prompt: str) -> Measurement:
 
 def read_bench(said: str) -> Measurement:
     """Read the line of llama-batched-bench; its tokens are made up, and cost what others do."""
-    line = next((line for line in said.splitlines() if line.startswith("{")), None)
+    line = next((line for line in said.splitlines() if line.startswith(_RESULT)), None)
     if line is None:
         raise PeerError(f"{BENCH} printed no result: {said.strip()[-200:]}")
     value = json.loads(line)

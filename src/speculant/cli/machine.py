@@ -201,7 +201,7 @@ def _kernel_finding(speeds: Speeds) -> Finding:
         "the native kernels were not built; everything runs on torch's",
         f"speed: torch's read bfloat16 weights at {speeds.torch_linear:.1f} GB/s, memory gives {speeds.read:.1f}; int8 "
         "and int4 weights; in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
-        "install a C++ compiler (g++ or clang++ with OpenMP) and install speculant again",
+        "install a C++ compiler (g++ or clang++) and install speculant again",
     )
 
 

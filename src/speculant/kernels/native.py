@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch  # before the library: both use the threads of torch's libgomp
+import torch
 from torch import Tensor
 
 from speculant.errors import ConfigError, Converts, suggest
