@@ -52,7 +52,7 @@ from speculant.theory.speedup import speedups, step_costs, survival
 PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 LENGTHS = (2, 4)
 COST_SECONDS = 2.0
-ROUNDS = {True: 16, False: 3}  # at the embedded shape, at others
+ROUNDS = {True: 32, False: 3}  # at the embedded shape, at others
 HEAD, DEFAULT = "a head", "default"
 STARTED = time.perf_counter()
 PREDICTED = (
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[HELD_OUT])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--heads-folder", type=Path)
-    parser.add_argument("--rounds", type=int, help="16 of the embedded models, 3 of larger ones")
+    parser.add_argument("--rounds", type=int, help="32 of the embedded models, 3 of larger ones")
     parser.add_argument("--prompts", type=int, default=1, help="of each kind of text, in a round")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
