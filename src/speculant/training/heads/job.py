@@ -104,6 +104,9 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
     file = config.out / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)
+    shares = [[round(share, 4) for share in own] for own in found.rank_shares]
+    written = {"speculant_head": config.kind, **head.config(), "rank_shares": shares, "training": _effort(trainer)}
+    (config.out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     outcome = HeadOutcome(
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         bytes=file.stat().st_size,
@@ -113,23 +116,13 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
         minutes=trainer.state.elapsed / 60,
         acceptance=found,
     )
-    written = {"speculant_head": config.kind, **head.config(), **measured(outcome)}
-    (config.out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     (config.out / "README.md").write_text(head_card(config, outcome), encoding="utf-8")
     return outcome
 
 
-def measured(outcome: HeadOutcome) -> dict[str, Any]:
-    """Return what config.json keeps of a run."""
-    return {
-        "training": {
-            "minutes": round(outcome.minutes, 2),
-            "steps": outcome.steps,
-            "tokens": outcome.tokens,
-            "alpha": [round(share, 4) for share in outcome.acceptance.alpha],
-        },
-        "rank_shares": [[round(share, 4) for share in own] for own in outcome.acceptance.rank_shares],
-    }
+def _effort(trainer: Trainer) -> dict[str, Any]:
+    """Return what a run took, for config.json."""
+    return {"minutes": round(trainer.state.elapsed / 60, 2), "steps": trainer.state.step}
 
 
 def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
