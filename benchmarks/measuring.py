@@ -73,6 +73,11 @@ def ratio(times: Mapping[str, list[float]], above: str, below: str) -> dict[str,
 
 def write(name: str, predicted: str, figures: Mapping[str, Any]) -> None:
     """Print figures and keep them in results/ with command, revision, versions and machine."""
+    print(keep(name, predicted, figures))
+
+
+def keep(name: str, predicted: str, figures: Mapping[str, Any]) -> str:
+    """Keep figures in results/ with command, revision, versions and machine; return what was written."""
     report = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
@@ -85,7 +90,7 @@ def write(name: str, predicted: str, figures: Mapping[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps(report, indent=2)
     (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    return text
 
 
 def _git(*arguments: str) -> str:

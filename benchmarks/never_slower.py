@@ -3,7 +3,8 @@
     python benchmarks/never_slower.py [--texts edit] [--methods suffix] [--rounds 5] [--batch 1] [--shape 1b]
 
 Texts, greedy: "edit" repeats a prompt of code with changes; "completion" continues openings of code; "unseen" continues
-random tokens. Engines run in turn, round by round, on prompts of the round's own, so that no store of finished requests
+random tokens; "held-out" continues pieces of those files of Python's standard library that no model or head was trained
+on. Engines run in turn, round by round, on prompts of the round's own, so that no store of finished requests
 knows the answers; the first rounds warm up. A round is short, so that what other programs do hits some rounds and not
 some engines: by default one batch. A figure is the median over rounds of tokens per second over those of plain
 decoding in the same round. `adaptive_over_best` is the adaptive length over the best fixed one, plain too. "default" is
@@ -14,6 +15,7 @@ text and acceptance stay, costs are those of the shape.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,7 +31,11 @@ from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
 from speculant.models.weights import Checkpoint, load_model
 from speculant.params import SamplingParams
+from speculant.text.tokenizer import Tokenizer
+from speculant.training.corpus import read_corpus, standard_library
 
+HELD_OUT = "held-out"
+TEXTS = ("edit", "completion", "unseen", HELD_OUT)
 LENGTHS = (1, 2, 4, 6, 8, 12)
 DRAFT, TARGET = "the draft", "the target"  # models, whose folders take these names' places
 METHODS: dict[str, dict[str, Any]] = {
@@ -87,11 +93,23 @@ def prompts(kind: str, runtime: Runtime, count: int) -> list[list[int]]:
         return [code_prompt(tokenizer, index) for index in range(count)]
     if kind == "unseen":
         return [[(7919 * (index + 1) * (place + 3)) % 900 + 20 for place in range(64)] for index in range(count)]
+    if kind == HELD_OUT:
+        return held_out(tokenizer, count)
     made = []
     for index in range(count):
         code = code_prompt(tokenizer, index, 160)
         made.append([*code, *tokenizer.encode("\n\n\n", add_special_tokens=False), *code[: len(code) // 2]])
     return made
+
+
+def held_out(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Return the beginnings of pieces of held-out files, each from another place."""
+    documents, found = read_corpus([standard_library()]).held_out, list[list[int]]()
+    for index in range(count):
+        lines = documents[index % len(documents)].text.splitlines(keepends=True)
+        first = random.Random(f"held-out-{index}").randrange(max(1, len(lines) - 20))
+        found.append(tokenizer.encode("".join(lines[first : first + 60]))[:64])
+    return found
 
 
 def run(runtime: Runtime, batch: Sequence[Sequence[int]], tokens: int) -> Outcome:
@@ -155,7 +173,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES))
-    parser.add_argument("--texts", nargs="+", default=["edit", "completion", "unseen"])
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=["edit", "completion", "unseen"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=20)

@@ -86,10 +86,10 @@ def require_lengths(config: EngineConfig) -> None:
     assert speculative is not None, "a method is named"
     method = str(speculative.method)
     facts: Method = plugins.load("speculant.drafting", method).METHOD
-    if facts.lookup_rank is not None or facts.learns or facts.reads_prediction or facts.accepts_model:
+    if facts.varies:
         raise ConfigError(
-            f"drafts of {method!r} are as long as it finds something, so that no length can be recommended",
-            "compare it with plain decoding: `speculant bench --help`.",
+            f"drafts of {method!r} are as long as what it finds in a text, so no length can be recommended",
+            f"compare it with plain decoding: `speculant bench compare {config.model} --method {method}`.",
         )
 
 

@@ -1,12 +1,14 @@
-"""The embedded pair at a larger shape, kept on disk between measurements."""
+"""The embedded models at a larger shape, kept on disk between measurements."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 from pathlib import Path
 
 from speculant import __version__
+from speculant.bench.inflated_head import head_kind, head_shape, inflate_head
 from speculant.bench.inflation import inflate, shape_of
 from speculant.bench.model_shapes import named_shape
 from speculant.errors import ConfigError, suggest
@@ -21,21 +23,33 @@ def inflated_pair(shape: str) -> tuple[Path, Path]:
 
     They lie in $XDG_CACHE_HOME/speculant/inflated, ~/.cache by default. Raises ConfigError for another shape.
     """
+    _check(shape)
+    target, draft = (resolve_source("demo", role) for role in ("target", "draft"))
+    return _kept(target, shape), _kept(draft, SHAPES[shape])
+
+
+def inflated_head(head: str | Path, shape: str) -> Path:
+    """Return the folder of a head of the embedded target, for that of `inflated_pair`; written as that is.
+
+    head: the method of an embedded head, or a folder. Raises SpeculantError for one that can't be inflated.
+    """
+    _check(shape)
+    return _kept(head if isinstance(head, Path) else resolve_source("demo", f"heads/{head}"), shape)
+
+
+def _check(shape: str) -> None:
     if shape not in SHAPES:
         raise ConfigError(f"there is no pair of the shape {shape!r}", suggest(shape, SHAPES))
-    return _kept("target", shape), _kept("draft", SHAPES[shape])
 
 
-def _kept(role: str, shape: str) -> Path:
+def _kept(source: Path, shape: str) -> Path:
     root = cache_folder("inflated")
-    folder = root / f"{__version__}-{role}-{shape}"
+    folder = root / f"{__version__}-{source.resolve().name}-{shape}-{_digest(source)}"
     if not (folder / "config.json").exists():
-        source = resolve_source("demo", role)
-        _, head_dim = shape_of(source)
         root.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=root))
         try:
-            inflate(source, made, named_shape(shape, head_dim))
+            _write(source, made, shape)
             made.rename(folder)
         except OSError as error:
             if not (folder / "config.json").exists():  # another process may have been faster
@@ -43,3 +57,17 @@ def _kept(role: str, shape: str) -> Path:
         finally:
             shutil.rmtree(made, ignore_errors=True)
     return folder
+
+
+def _digest(source: Path) -> str:
+    """Return a name of a model's weights and configuration."""
+    digest = hashlib.sha256()
+    for file in sorted([source / "config.json", *source.glob("*.safetensors")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _write(source: Path, folder: Path, shape: str) -> None:
+    is_head = head_kind(source) is not None
+    _, head_dim = head_shape(source) if is_head else shape_of(source)
+    (inflate_head if is_head else inflate)(source, folder, named_shape(shape, head_dim))

@@ -24,6 +24,7 @@ EXAMPLES = examples(
     "speculant demo --temperature 1 --top-p 1 --seed 7",
     "speculant demo --shape 1b --max-tokens 32",
     "speculant demo --method eagle",
+    "speculant demo --shape 1b --method eagle",
     "speculant demo --json",
 )
 PROMPTS = {  # prompt -> seed, chosen so that the text reads well
@@ -77,8 +78,8 @@ def demo(
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
     """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
-    from speculant.bench.inflated_pair import inflated_pair
-    from speculant.engine.drafters import uses_model
+    from speculant.bench.inflated_pair import inflated_head, inflated_pair
+    from speculant.engine.drafters import head_parts, uses_model
     from speculant.engine.llm import LLM
 
     target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
@@ -87,6 +88,8 @@ def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM
         return LLM(target, draft, spec_length=spec_length or SPEC_LENGTH, dtype=dtype, max_num_seqs=1)
     config = {"method": method, "draft_length": "fixed"}
     model = draft if uses_model(method) else None
+    if shape is not None and head_parts(method) is not None:
+        model = str(inflated_head(method, shape))
     return LLM(target, model, spec_length=spec_length, speculative_config=config, dtype=dtype, max_num_seqs=1)
 
 

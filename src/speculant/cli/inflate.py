@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,17 +19,21 @@ EXAMPLES = examples(
     "speculant inflate demo 1b-target --shape 1b",
     "speculant inflate demo 50m-draft --role draft --shape 50m",
     "speculant inflate demo wide --hidden-size 1024 --layers 12",
+    "speculant inflate my-eagle-head 1b-eagle --shape 1b",
 )
-ROLES = ("target", "draft")
 
 
 def inflate(
-    model: Annotated[str, typer.Argument(help="A Llama model: a folder, a Hugging Face id or demo.")],
+    model: Annotated[
+        str, typer.Argument(help="A Llama model: a folder, a Hugging Face id or demo. Or the folder of a head.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, a new or empty one.")],
     shape: Annotated[
         str | None, typer.Option(help="A shape by name: 50m, 1b or 3b. Left out: the model's own.")
     ] = None,
-    role: Annotated[str, typer.Option(help="Which model of the pair demo: target or draft.")] = "target",
+    role: Annotated[
+        str, typer.Option(help="Which of the embedded models: target, draft, or the method of a head.")
+    ] = "target",
     hidden_size: Annotated[int | None, typer.Option(help="In place of the shape's: a multiple of the model's.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="The rows of the MLP, in place of the shape's.")] = None,
     layers: Annotated[int | None, typer.Option(help="The layers, in place of the shape's.")] = None,
@@ -41,31 +45,47 @@ def inflate(
     """Write a model of a larger shape that computes the same function.
 
     Its text and acceptance are the small model's, its cost is that of the shape: for measurements, not for use. The
-    folder's README.md says so too.
+    folder's README.md says so too. A head of a model is written for that model at the same shape.
     """
-    from speculant.bench.inflation import inflate as write
-    from speculant.models.source import resolve_source
+    from speculant.bench.inflated_head import head_kind, inflate_head
+    from speculant.bench.inflation import inflate as inflate_model
+    from speculant.models.source import embedded_heads, resolve_source
 
-    if role not in ROLES:
-        raise ConfigError(f"the role {role!r} is unknown", suggest(role, ROLES))
+    heads = embedded_heads()
+    if role not in (roles := ["target", "draft", *heads]):
+        raise ConfigError(f"the role {role!r} is unknown", suggest(role, roles))
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": layers}
-    folder = resolve_source(model, role)
-    wanted = _shape(folder, shape, {name: size for name, size in sizes.items() if size is not None})
+    folder = resolve_source(model, f"heads/{role}" if role in heads else role)
+    is_head = head_kind(folder) is not None
+    wanted = _shape(folder, is_head, shape, {name: size for name, size in sizes.items() if size is not None})
     with progress(f"Writing {out}"):
-        write(folder, out, wanted, noise)
+        (inflate_head if is_head else inflate_model)(folder, out, wanted, noise)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if as_json:
-        print_json({"folder": str(out), "bytes": size, "noise": noise, **asdict(wanted)})
+        print_json({"folder": str(out), "bytes": size, "noise": noise, **_written_sizes(out)})
     else:
         messages().print(f"{out}: {size / 2**20:,.0f} MiB, the function of {model} at the cost of its shape")
 
 
-def _shape(folder: Path, name: str | None, sizes: Mapping[str, int]) -> Shape:
+def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, int]) -> Shape:
     """Return the named shape, or else the model's own, with other sizes."""
+    from speculant.bench.inflated_head import head_shape
     from speculant.bench.inflation import shape_of
     from speculant.bench.model_shapes import named_shape
 
-    small, head_dim = shape_of(folder)
+    if is_head and "num_hidden_layers" in sizes:
+        raise ConfigError("a head keeps its number of layers", "leave out --layers.")
+    small, head_dim = head_shape(folder) if is_head else shape_of(folder)
     if name is None and not sizes:
         raise ConfigError("no shape was named", "add --shape 1b, or sizes such as --layers 24.")
     return replace(small if name is None else named_shape(name, head_dim), **sizes)
+
+
+def _written_sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes that config.json has, with those of a head's blocks."""
+    from speculant.bench.model_shapes import Shape
+    from speculant.files import read_json
+
+    config = read_json(folder / "config.json")
+    names = [*(field.name for field in fields(Shape)), "inner_size"]
+    return {name: config[name] for name in names if name in config}

@@ -42,6 +42,7 @@ class Method:
     lookup_rank: a method that looks drafts up in text and needs no model has one. Methods that combine others take all
     of these unless the user names some, in ascending order; None = not among them.
     reads_prediction: it drafts from the request's own prediction and nothing else.
+    varies: how many tokens it drafts depends on what it finds, not only on how many are asked for.
     """
 
     default_length: int
@@ -53,6 +54,7 @@ class Method:
     accepts_model: bool = False
     lookup_rank: int | None = None
     reads_prediction: bool = False
+    varies: bool = False
 
 
 @dataclass(frozen=True)

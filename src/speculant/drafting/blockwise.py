@@ -14,12 +14,19 @@ from speculant.drafting.base import DrafterContext, Method, no_options, require_
 from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, FutureDrafter
+from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.models.base import CausalLM
 from speculant.models.fields import count
 from speculant.models.future_heads import FeedForwardHeads, FutureShape
 
 KIND = "blockwise"
 METHOD = Method(default_length=3, uses_model=True)
+HEAD = HeadParts({
+    r"heads\.\d+\.up\.weight": Part(Role.READER),
+    r"heads\.\d+\.up\.bias": Part(Role.READER_BIAS),
+    r"heads\.\d+\.down\.weight": Part(Role.WRITER),
+    r"heads\.\d+\.down\.bias": Part(Role.STATE),
+})  # fmt: skip
 
 
 def build(context: DrafterContext) -> FutureDrafter:

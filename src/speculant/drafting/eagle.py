@@ -22,6 +22,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.growth.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.folder import HeadFolder, require_target
 from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
+from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.models.base import CausalLM
 from speculant.models.heads import Entry, HeadConfig
 
@@ -67,3 +68,6 @@ def rename(name: str) -> str | None:
 def newest(hidden: Sequence[Tensor]) -> Tensor:
     """Return what the head takes in: the states after the target's final norm."""
     return hidden[0]
+
+
+HEAD = HeadParts({r"fc\.weight": Part(Role.BETWEEN, streams=2), r"fc\.bias": Part(Role.STATE), **LAYER_PARTS}, rename)

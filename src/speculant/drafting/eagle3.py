@@ -25,6 +25,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.growth.hidden_drafter import Encode, HiddenDrafter
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
+from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.errors import ModelError, PairError
 from speculant.models.base import CausalLM
 from speculant.models.fields import flag, is_whole, show
@@ -34,6 +35,8 @@ KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True)
 ENCODER = "encoder.weight"  # fc in the files
 NUM_STATES = 3
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+TOKEN_MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
 
 def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
     """Return the target's layers whose inputs the head takes in: those of config.json, else 2, L // 2 and L - 3."""
-    eagle = folder.config.get("eagle_config")
-    named = folder.config.get("eagle_aux_hidden_state_layer_ids")
-    if named is None and isinstance(eagle, dict):
-        named = eagle.get("eagle_aux_hidden_state_layer_ids")
-    size = target.num_layers
+    named, size = named_layers(folder), target.num_layers
     layers = [2, size // 2, size - 3] if named is None else named
     if (
         not isinstance(layers, list)
@@ -68,9 +67,24 @@ def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
     ):
         raise PairError(
             f"the head in {folder.folder} takes in the layers {show(layers)}, and the target has 0 to {size}",
-            "use a head of this target, or name its three layers as eagle_aux_hidden_state_layer_ids in config.json.",
+            f"use a head of this target, or name its three layers as {LAYERS} in config.json.",
         )
     return tuple(layers)
+
+
+def named_layers(folder: HeadFolder) -> Any:
+    """Return the layers that config.json names; None = it names none."""
+    eagle, named = folder.config.get("eagle_config"), folder.config.get(LAYERS)
+    return eagle.get(LAYERS) if named is None and isinstance(eagle, dict) else named
+
+
+def require_named_layers(folder: HeadFolder) -> None:
+    """Check that the layers do not depend on how many the target has. Raises ModelError."""
+    if named_layers(folder) is None:
+        raise ModelError(
+            f"config.json in {folder.folder} does not name the target's layers whose inputs the head takes in",
+            f"add them as {LAYERS}: 2, L // 2 and L - 3 of the L layers of its target.",
+        )
 
 
 def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
@@ -136,7 +150,7 @@ def read_tokens(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
 
 
 RENAMED: Mapping[str, str | None] = {
-    "fc.weight": ENCODER, "embed_tokens.weight": "embed_tokens", "d2t": None, "t2d": None,
+    "fc.weight": ENCODER, "embed_tokens.weight": "embed_tokens", **dict.fromkeys(TOKEN_MAPS),
     "midlayer.hidden_norm.weight": "hidden_norm.weight", "layers.0.hidden_norm.weight": "hidden_norm.weight",
 }  # fmt: skip
 
@@ -146,3 +160,18 @@ def rename(name: str) -> str | None:
     if name in RENAMED:
         return RENAMED[name]
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+HEAD = HeadParts(
+    {
+        r"encoder\.weight": Part(Role.BETWEEN, NUM_STATES),
+        r"layers\.0\.self_attn\.[qkv]_proj\.weight": Part(Role.READER, streams=2),
+        r"embed_tokens": Part(Role.TABLE),
+        r"lm_head\.weight": Part(Role.OUTPUT),
+        r"(hidden_)?norm\.weight": Part(Role.STATE),
+        "|".join(TOKEN_MAPS): Part(Role.TOKENS),
+        **LAYER_PARTS,
+    },
+    lambda name: name if name in TOKEN_MAPS else rename(name),
+    require_named_layers,
+)

@@ -23,7 +23,7 @@ from speculant.drafting.checks import Proposals
 from speculant.drafting.members import CompositeDrafter, Member, build_members
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=8, accepts_model=True, default=True)
+METHOD = Method(default_length=8, accepts_model=True, default=True, varies=True)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
+from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.fields import show
@@ -32,6 +33,11 @@ from speculant.models.future_heads import FutureShape, ResidualHeads
 KIND = "medusa"
 CHAIN = "chain"
 METHOD = Method(default_length=8, uses_model=True)
+HEAD = HeadParts({
+    r"\d+\.\d+\.linear\.weight": Part(Role.BETWEEN),
+    r"\d+\.\d+\.linear\.bias": Part(Role.STATE),
+    r"\d+\.\d+\.weight": Part(Role.OUTPUT),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

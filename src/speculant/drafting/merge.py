@@ -24,7 +24,7 @@ from speculant.drafting.members import CompositeDrafter, Member, build_members
 from speculant.tree import depths_of
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=8, accepts_model=True)
+METHOD = Method(default_length=8, accepts_model=True, varies=True)
 UNKNOWN_SCORE = 0.5  # of a node whose drafter gives none
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from speculant.drafting.recent_match import LookupDrafter, LookupOptions
 from speculant.errors import ConfigError
 from speculant.types import DraftTree
 
-METHOD = Method(default_length=4)  # docs/references.md, n-gram tables
+METHOD = Method(default_length=4, varies=True)  # docs/references.md, n-gram tables
 _FNV_OFFSET = 14695981039346656037
 _FNV_PRIME = 1099511628211
 _MASK = (1 << 64) - 1

@@ -30,6 +30,7 @@ from speculant.drafting.base import DrafterContext, Method, no_options, require_
 from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import FutureDrafter
+from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
@@ -40,6 +41,7 @@ from speculant.types import CommittedRows, DraftTree, Request
 KIND = "pass"
 TENSOR = "look_ahead.weight"
 METHOD = Method(default_length=2, uses_model=True)
+HEAD = HeadParts({r"look_ahead\.weight": Part(Role.TABLE)})
 
 
 class OwnStates:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=8, reads_prediction=True)
+METHOD = Method(default_length=8, reads_prediction=True, varies=True)
 LONGEST_MATCH = 16
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.recent_match import LookupDrafter, LookupOptions
 
-METHOD = Method(default_length=5, lookup_rank=20)
+METHOD = Method(default_length=5, lookup_rank=20, varies=True)
 
 
 def build(context: DrafterContext) -> LookupDrafter:

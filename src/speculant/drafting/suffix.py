@@ -25,7 +25,7 @@ from speculant.kernels.suffix_index import Continuation, SuffixIndex, SuffixSett
 from speculant.kernels.suffix_indexes import open_suffix_index
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=8, learns=True, lookup_rank=10)
+METHOD = Method(default_length=8, learns=True, lookup_rank=10, varies=True)
 FINISHED = ("stop", "length")  # reasons; what was aborted or failed is not learnt
 
 

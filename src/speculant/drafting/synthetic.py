@@ -15,7 +15,7 @@ from speculant.errors import ConfigError
 from speculant.sampling.chance import mix
 from speculant.types import CommittedRows, DraftTree, Request
 
-METHOD = Method(default_length=5, learns=True, on_request=False)
+METHOD = Method(default_length=5, learns=True, on_request=False, varies=True)
 
 
 @dataclass(frozen=True)

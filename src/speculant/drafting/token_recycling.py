@@ -30,7 +30,7 @@ from speculant.errors import ConfigError
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request
 
-METHOD = Method(default_length=8, learns=True)
+METHOD = Method(default_length=8, learns=True, varies=True)
 MOST_COST = 9  # of a path, the sum of (1 + 2 rank) along it; there are 88 such paths
 PRIOR, PRIOR_WEIGHT, MEMORY = 0.4, 8, 256  # of an acceptance rate: at first, in observations; observations that count
 

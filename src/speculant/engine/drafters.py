@@ -13,6 +13,7 @@ from speculant.drafting.checks import Proposals
 from speculant.drafting.checks import check_draft as check_draft
 from speculant.drafting.checks import check_extends as check_extends
 from speculant.drafting.guarded import GuardedDrafter
+from speculant.drafting.heads.parts import HeadParts
 from speculant.errors import Guard
 from speculant.metrics import EngineMetrics
 from speculant.types import CommittedRows, DraftTree, Request
@@ -152,3 +153,9 @@ def uses_model(method: str) -> bool:
     """Whether a drafting method needs a model. Raises ConfigError for an unknown one."""
     facts: Method = plugins.load("speculant.drafting", method).METHOD
     return facts.uses_model
+
+
+def head_parts(method: str) -> HeadParts | None:
+    """Return the parts of the heads that a method drafts with; None = it has none. Raises ConfigError if unknown."""
+    parts: HeadParts | None = getattr(plugins.load("speculant.drafting", method), "HEAD", None)
+    return parts

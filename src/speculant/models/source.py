@@ -8,6 +8,7 @@ from pathlib import Path
 from speculant.errors import ModelError
 from speculant.files import read_json as read_json
 
+_DEMO = Path(__file__).parents[1] / "assets" / "demo"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
@@ -36,9 +37,19 @@ def resolve_source(source: str, role: str = "target", revision: str | None = Non
     return _download(source, revision)
 
 
+def embedded_heads() -> list[str]:
+    """Return the methods that the embedded target has a head for."""
+    return sorted(folder.name for folder in (_DEMO / "heads").glob("*/"))
+
+
 def _demo(role: str) -> Path:
-    folder = Path(__file__).parents[1] / "assets" / "demo" / role
+    folder = _DEMO / role
     if not folder.is_dir():
+        if role.startswith("heads/"):
+            raise ModelError(
+                f"there is no embedded head for the method {role.removeprefix('heads/')!r}",
+                f"use one of {', '.join(embedded_heads())}, or train a head by `speculant train head`.",
+            )
         raise ModelError(
             f"this installation has no embedded {role} model ({folder} is missing)",
             "reinstall speculant, or name a folder or a Hugging Face id.",

@@ -31,6 +31,15 @@ def test_inflate_writes_a_model_of_other_sizes(tmp_path: Path) -> None:
     assert len(output.outputs[0].token_ids) == 8
 
 
+def test_inflate_writes_a_head(tmp_path: Path) -> None:
+    said = inflate("demo", str(tmp_path / "wide"), "--role", "medusa", "--hidden-size", "512")
+    assert said["hidden_size"] == 512
+    assert "num_hidden_layers" not in said
+    again = inflate(str(tmp_path / "wide"), str(tmp_path / "wider"), "--shape", "50m", "--hidden-size", "1024")
+    assert again["hidden_size"] == 1024
+    assert again["bytes"] > 3.9 * said["bytes"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -38,6 +47,7 @@ def test_inflate_writes_a_model_of_other_sizes(tmp_path: Path) -> None:
         (("--shape", "2b"), "the shape '2b' is unknown"),
         (("--layers", "1"), "num_hidden_layers 1 is below"),
         (("--shape", "50m", "--role", "both"), "the role 'both' is unknown"),
+        (("--shape", "50m", "--role", "medusa", "--layers", "2"), "a head keeps its number of layers"),
     ],
 )
 def test_inflate_says_what_is_wrong(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -126,6 +126,9 @@ def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder
     assert len(found[0]["acceptance"]["alpha"]) == 2
     assert all(0 <= share <= 1 for share in found[0]["acceptance"]["alpha"])
     assert "Measured" in (out / "README.md").read_text()
+    training = json.loads((out / "config.json").read_text())["training"]
+    assert training["steps"] == 6
+    assert training["minutes"] == pytest.approx(found[1]["minutes"], abs=0.01)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
     llm = LLM(target_folder, speculative_config={"method": kind, "model": str(out), "num_speculative_tokens": 2})

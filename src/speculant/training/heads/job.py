@@ -105,7 +105,7 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)
     shares = [[round(share, 4) for share in own] for own in found.rank_shares]
-    written: dict[str, Any] = {"speculant_head": config.kind, **head.config(), "rank_shares": shares}
+    written = {"speculant_head": config.kind, **head.config(), "rank_shares": shares, "training": _effort(trainer)}
     (config.out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     outcome = HeadOutcome(
         parameters=sum(tensor.numel() for tensor in tensors.values()),
@@ -118,6 +118,11 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
     )
     (config.out / "README.md").write_text(head_card(config, outcome), encoding="utf-8")
     return outcome
+
+
+def _effort(trainer: Trainer) -> dict[str, Any]:
+    """Return what a run took, for config.json."""
+    return {"minutes": round(trainer.state.elapsed / 60, 2), "steps": trainer.state.step}
 
 
 def head_card(config: HeadTrainingConfig, outcome: HeadOutcome) -> str:
