@@ -12,6 +12,7 @@ NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_nati
 	tests/exactness/test_native_decoder.py tests/exactness/test_native_chains.py
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+ORACLE := speculators hs-connectors # tests compare heads with them; their own dependencies exclude pinned versions
 FAST_TESTS := tests/architecture tests/unit tests/contracts
 CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
@@ -77,4 +78,5 @@ $(VENV)/.installed: $(INPUTS) | $(VENV)/.created
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
 	@echo "Installing speculant with its development tools (once, a few minutes)"
 	@$(INSTALL) -e '.[dev]'
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/oracle $(ORACLE)
 	@touch $@ $(VENV)/.installed

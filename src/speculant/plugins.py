@@ -13,8 +13,10 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import os
 import pkgutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Mapping
 from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -55,10 +57,23 @@ def load(package: str, name: str) -> Any:
     return _load_entry_point(others[name], attribute)
 
 
-def _built_in(package: str, attribute: str) -> Iterator[str]:
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if _defines(f"{package}.{module.name}", attribute):
-            yield module.name
+Folders = tuple[tuple[str, int], ...]  # paths, and when each was changed last
+
+
+def _folders(paths: Iterable[str]) -> Folders:
+    """Return what an engine's start, which asks for the same plugins again and again, can remember them by."""
+    return tuple((path, os.stat(path).st_mtime_ns if os.path.isdir(path) else 0) for path in paths)
+
+
+def _built_in(package: str, attribute: str) -> frozenset[str]:
+    return _defining(package, attribute, _folders(importlib.import_module(package).__path__))
+
+
+@functools.lru_cache(maxsize=64)
+def _defining(package: str, attribute: str, folders: Folders) -> frozenset[str]:
+    """Return the modules of a package, which is in these folders, that define an attribute."""
+    modules = pkgutil.iter_modules([path for path, _ in folders])
+    return frozenset(module.name for module in modules if _defines(f"{package}.{module.name}", attribute))
 
 
 def _defines(module: str, attribute: str) -> bool:
@@ -71,7 +86,7 @@ def _defines(module: str, attribute: str) -> bool:
     return attribute in _bound_in(source)
 
 
-@functools.lru_cache(maxsize=256)  # an engine's start asks for the same modules again and again
+@functools.lru_cache(maxsize=256)
 def _bound_in(source: str) -> frozenset[str]:
     return frozenset(name for statement in ast.parse(source).body for name in _bound_names(statement))
 
@@ -87,8 +102,14 @@ def _bound_names(statement: ast.stmt) -> list[str]:
     return []
 
 
-def _entry_points(package: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=package)}
+def _entry_points(package: str) -> Mapping[str, EntryPoint]:
+    return _installed(package, _folders(sys.path))
+
+
+@functools.lru_cache(maxsize=64)
+def _installed(group: str, folders: Folders) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group, of the packages in these folders."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def _load_entry_point(point: EntryPoint, attribute: str) -> Any:

@@ -76,7 +76,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeBackend], FakeBac
         vars(module)["open_backend"] = lambda: fake
         monkeypatch.setitem(sys.modules, FAKE, module)
         point = EntryPoint("fake", FAKE, KIND)
-        monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == KIND else [])
+        monkeypatch.setattr(plugins, "_entry_points", lambda kind: {point.name: point} if kind == KIND else {})
         return fake
 
     return add

@@ -61,7 +61,7 @@ def test_another_attribute_can_be_asked_for(package: str) -> None:
 def entry_point(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def add(value: str) -> None:
         point = EntryPoint("theirs", value, "speculant.models")
-        monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+        monkeypatch.setattr(plugins, "_entry_points", lambda kind: {point.name: point} if kind == point.group else {})
 
     return add
 

@@ -13,7 +13,7 @@ from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
-from speculant.models.config import DecoderConfig, read_decoder
+from speculant.models.config import DecoderConfig, read_decoder, read_windows
 from speculant.models.heads import HeadConfig, attach, head_shapes
 
 SPECULATORS = "speculators_model_type"  # a key of the `speculators` package's configs
@@ -31,6 +31,7 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
     filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
     return read_decoder(
         filled,
+        windows=read_windows(filled),
         qkv_bias="layers.0.self_attn.q_proj.bias" in names,
         output_bias="layers.0.self_attn.o_proj.bias" in names,
         mlp_bias="layers.0.mlp.up_proj.bias" in names,

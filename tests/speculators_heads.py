@@ -1,0 +1,125 @@
+"""Random EAGLE-3 heads in the `speculators` package's own module, and what that module predicts.
+
+`make test` installs the package without its dependencies, in .venv/oracle: its limits on versions exclude some of those
+in constraints.txt. Of what is missing it imports `datasets` alone, which the module does not use.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from tests.heads import LAYER, Random
+
+FOLDER = Path(sys.prefix) / "oracle"
+
+
+class StandIn(ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+
+@functools.cache
+def package() -> Any:
+    """Return `speculators`, or None where it is not installed."""
+    if FOLDER.is_dir():
+        sys.path.append(str(FOLDER))
+    if find_spec("speculators") is None:
+        return None
+    stands_in = find_spec("datasets") is None
+    if stands_in:
+        sys.modules["datasets"] = StandIn("datasets")
+    try:
+        import speculators.proposals.greedy
+    finally:
+        if stands_in:
+            del sys.modules["datasets"]
+    return speculators
+
+
+def make_module(
+    family: str,
+    vocab_size: int,
+    known: Sequence[int] | None,
+    layers: Sequence[int] | None,
+    window: int | None = None,
+    **flags: bool,
+) -> PreTrainedModel:
+    """Make a random head, its embedding and output head included.
+
+    known: the tokens of its output head, None = all. window: of its attention; Qwen's alone can have one.
+    """
+    speculators = package()
+    if speculators is None:
+        pytest.skip(f"the package `speculators` is not in {FOLDER}, where `make test` installs it")
+    sizes = {**LAYER, "vocab_size": vocab_size, "num_hidden_layers": 1, "attn_implementation": "eager"}
+    sliding = {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"]}
+    config = speculators.Eagle3SpeculatorConfig(
+        transformer_layer_config=AutoConfig.for_model(family, **sizes, **(sliding if window else {})),
+        draft_vocab_size=vocab_size if known is None else len(known),
+        eagle_aux_hidden_state_layer_ids=None if layers is None else list(layers),
+        speculators_config=speculators.SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[speculators.proposals.greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=speculators.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+        ),
+        **flags,
+    )
+    module: PreTrainedModel = speculators.Eagle3DraftModel(config).eval()
+    random = Random()
+    for parameter in module.parameters():
+        size = tuple(parameter.shape)
+        parameter.data = random.norm(*size) if len(size) == 1 else random.matrix(*size)
+    if known is not None:
+        knows = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(known), True)
+        module.load_vocab_mappings(knows, torch.tensor(known) - torch.arange(len(known)))
+    return module
+
+
+def read_into(module: PreTrainedModel, folder: str, target: PreTrainedModel) -> None:
+    """Read the files of a head as on the hub into a module; what they lack is the target's."""
+    tensors = load_file(f"{folder}/model.safetensors")
+    state = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    state.setdefault("embed_tokens.weight", target.get_input_embeddings().weight)
+    state.setdefault("lm_head.weight", target.get_output_embeddings().weight)
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    assert all(name.startswith("verifier_") for name in missing), missing
+    assert not unexpected
+
+
+@torch.inference_mode()
+def predicted(module: PreTrainedModel, states: Tensor, text: Sequence[int], draft: Sequence[int]) -> Tensor:
+    """Return the logits [len(draft), V] of each token of a draft behind a text, by the module's own `forward`.
+
+    states [len(text) - 1, 3 * hidden]: the target's. The module is made for training with teacher forcing: at step s
+    each row goes on with its own state of the step before and the input token s places further on, and attends to the
+    rows up to its own in step 0 and to itself in later ones. So the last row of a text that the draft continues is the
+    chain of drafts.
+    """
+    logits, last = list[Tensor](), len(text) - 2
+    tokens = torch.tensor([[*text[1:], *draft[:-1]]])
+    padded = nn.functional.pad(states, (0, 0, 0, len(draft) - 1))[None]
+    hook = module.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0, last]))
+    module(padded, tokens, torch.zeros_like(tokens), ttt_steps=len(draft))
+    hook.remove()
+    own = torch.stack(logits)
+    if module.d2t is None:
+        return own
+    everything = own.new_full((len(own), len(module.t2d)), -torch.inf)
+    return everything.index_copy(1, torch.arange(len(module.d2t)) + module.d2t, own)
