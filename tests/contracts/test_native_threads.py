@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -27,7 +28,7 @@ def run_layers(threads: int, layers: int = 20) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     packed = kernels.pack(Type.F32, torch.randn(96, 96, generator=generator) / 96**0.5)
     rows = [torch.randn(5, 96, generator=generator), *(torch.empty(5, 96) for _ in range(layers))]
-    ops = [linear(packed, x, out) for x, out in zip(rows, rows[1:], strict=False)]
+    ops = [linear(packed, x, out) for x, out in itertools.pairwise(rows)]
     for _ in range(3):
         kernels.run((Op * layers)(*ops), Pass(rows=5))
     return rows[-1]
