@@ -28,7 +28,7 @@ from speculant.drafting.heads.layers import load_layers, make_drafter, read_size
 from speculant.errors import ModelError, PairError
 from speculant.models.base import CausalLM
 from speculant.models.fields import flag, is_whole, show
-from speculant.models.heads import Entry, HeadConfig
+from speculant.models.heads import Entry, HeadConfig, usual_taps
 
 KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True)
@@ -60,7 +60,7 @@ def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
     if named is None and isinstance(eagle, dict):
         named = eagle.get("eagle_aux_hidden_state_layer_ids")
     size = target.num_layers
-    layers = [2, size // 2, size - 3] if named is None else named
+    layers = list(usual_taps(size)) if named is None else named
     if (
         not isinstance(layers, list)
         or len(layers) != NUM_STATES
