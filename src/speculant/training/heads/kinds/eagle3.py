@@ -2,6 +2,9 @@
 
 It is trained in rounds (training/heads/rounds.py) on distributions alone: its states need not be near the target's. It
 predicts by the target's output head, or by a learned one of fewer tokens.
+
+A target's states grow from layer to layer, to many times the size of what a new layer adds to them. In training they
+are divided by their size; the weights that are written have these divisors in them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from speculant.training.heads.config import HeadTrainingConfig
 from speculant.training.heads.distance import OutputHead
 from speculant.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
 from speculant.training.heads.texts import Texts
+
+_MEASURED = 16  # texts that tell the size of states
 
 
 class Network(nn.Module):
@@ -39,10 +44,12 @@ class Eagle3Objective(RoundsObjective):
         self.layers = layers
         self._fc = network.fc
         self._tokens: Tensor | None = None
+        self._sizes = torch.ones(network.fc.in_features)
 
     def use(self, texts: Texts) -> None:
         """See `HeadInTraining.use`; a short output head begins with the target's rows of its tokens."""
         super().use(texts)
+        self._sizes = state_sizes(texts, len(self.layers))
         if self._head.config.own_head:
             self._tokens = frequent_tokens(texts, len(self._head.lm_head.weight), self._target.vocab_size)
             with torch.no_grad():
@@ -51,7 +58,7 @@ class Eagle3Objective(RoundsObjective):
     def tensors(self) -> dict[str, Tensor]:
         """See `HeadInTraining.tensors`; d2t is in int64, t2d in bool."""
         found = {_hub_name(name): tensor for name, tensor in super().tensors().items()}
-        found["fc.weight"] = self._fc.weight.detach()
+        found["fc.weight"] = self._fc.weight.detach() / self._sizes
         if self._tokens is not None:
             found["d2t"] = self._tokens - torch.arange(len(self._tokens))
             found["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool).index_fill(0, self._tokens, True)
@@ -62,8 +69,14 @@ class Eagle3Objective(RoundsObjective):
 
     def _entering(self, places: Tensor) -> Tensor:
         assert self._texts is not None
-        out: Tensor = self._fc(self._texts.taps_of(places))
+        out: Tensor = self._fc(self._texts.taps_of(places) / self._sizes)
         return out
+
+
+def state_sizes(texts: Texts, num_layers: int) -> Tensor:
+    """Return the root mean square of each layer's states, for each of their numbers: [layers * hidden]."""
+    taps = texts.taps_of(torch.arange(min(_MEASURED, texts.num_training))).unflatten(-1, (num_layers, -1))
+    return taps.square().mean((0, 1, 3)).sqrt().clamp(min=1e-6).repeat_interleave(taps.shape[-1])
 
 
 def frequent_tokens(texts: Texts, count: int, vocab_size: int) -> Tensor:
