@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20",
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20 --resume",
+    "speculant train head --kind eagle3 --target demo --out eagle3-head --draft-vocab 2048 --minutes 20",
     "speculant train head --kind medusa --target demo --out medusa-head --num-heads 4 --steps 2000",
 )
 
