@@ -19,8 +19,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1), "save_minutes": (1e-6, 1e7), "warmup": (1, 10**9),
 }  # fmt: skip
 
-OWN_OUTPUT_HEADS = ("eagle3",)  # the kinds that can have one
-
 
 @dataclass(frozen=True)
 class HeadTrainingConfig:
@@ -61,10 +59,11 @@ class HeadTrainingConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name}={value!r} is not from {least:g} to {most:g}", f"change {name}.")
-        if self.draft_vocab is not None and self.kind not in OWN_OUTPUT_HEADS:
+        if self.draft_vocab is not None and not may_have_output_head(self.kind):
+            able = [name for name in known if may_have_output_head(name)]
             raise ConfigError(
                 f"heads of the kind {self.kind} have no output head of their own",
-                f"leave out --draft-vocab, or train one of the kind {' or '.join(OWN_OUTPUT_HEADS)}.",
+                f"leave out --draft-vocab, or train one of the kind {' or '.join(able)}.",
             )
         _ = self.schedule
 
@@ -97,6 +96,11 @@ class HeadTrainingConfig:
 def kind_names() -> list[str]:
     """Return the names of all kinds."""
     return sorted(module.name for module in pkgutil.iter_modules(kinds.__path__))
+
+
+def may_have_output_head(name: str) -> bool:
+    """Whether a kind's heads can have an output head of their own, which its module announces."""
+    return bool(getattr(load_kind(name), "OWN_OUTPUT_HEAD", False))
 
 
 def load_kind(name: str) -> Any:

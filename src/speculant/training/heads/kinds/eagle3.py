@@ -23,6 +23,7 @@ from speculant.training.heads.distance import OutputHead
 from speculant.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
 from speculant.training.heads.texts import Texts
 
+OWN_OUTPUT_HEAD = True  # see `may_have_output_head`
 _MEASURED = 16  # texts that tell the size of states
 
 
@@ -75,8 +76,10 @@ class Eagle3Objective(RoundsObjective):
 
 def state_sizes(texts: Texts, num_layers: int) -> Tensor:
     """Return the root mean square of each layer's states, for each of their numbers: [layers * hidden]."""
-    taps = texts.taps_of(torch.arange(min(_MEASURED, texts.num_training))).unflatten(-1, (num_layers, -1))
-    return taps.square().mean((0, 1, 3)).sqrt().clamp(min=1e-6).repeat_interleave(taps.shape[-1])
+    taps = texts.taps_of(torch.arange(min(_MEASURED, texts.num_training)))
+    width = taps.shape[-1] // num_layers
+    sizes = taps.view(*taps.shape[:2], num_layers, width).square().mean((0, 1, 3)).sqrt()
+    return sizes.clamp(min=1e-6).repeat_interleave(width)
 
 
 def frequent_tokens(texts: Texts, count: int, vocab_size: int) -> Tensor:
