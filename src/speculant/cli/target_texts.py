@@ -18,13 +18,16 @@ _AT_A_TIME = 64  # prompts of a call
 _MOST_DOCUMENTS = 400  # that prompts are cut from
 
 
-def write_texts(plan: TextsPlan, data: Sequence[Path], suffix: str, hidden_size: int) -> None:
-    """Let the target continue prompts; the last ones are of files that it was not trained on, if it was made here."""
+def write_texts(plan: TextsPlan, data: Sequence[Path], suffix: str, width: int) -> None:
+    """Let the target continue prompts; the last ones are of files that it was not trained on, if it was made here.
+
+    width: numbers that are kept of a token's hidden states.
+    """
     from speculant.engine.llm import LLM
     from speculant.training.heads import job
     from speculant.training.heads.texts import HELD_OUT_SHARE, most_texts
 
-    count = most_texts(plan.tokens, plan.seq, hidden_size, plan.cache_gib)
+    count = most_texts(plan.tokens, plan.seq, width, plan.cache_gib)
     num_held_out = max(1, round(HELD_OUT_SHARE * count))
     llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=8, seed=plan.seed)
     with progress("Reading files for prompts"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20",
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20 --resume",
+    "speculant train head --kind eagle3 --target demo --out eagle3-head --draft-vocab 2048 --minutes 20",
     "speculant train head --kind medusa --target demo --out medusa-head --num-heads 4 --steps 2000",
 )
 
@@ -44,6 +45,9 @@ def head(
     num_layers: Annotated[int | None, typer.Option(help="Residual blocks in each of these.")] = None,
     inner: Annotated[int | None, typer.Option(help="Width of feed-forward blocks.")] = None,
     depth: Annotated[int | None, typer.Option(help="Rows in a row that a layer continues from its own states.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Tokens of an output head of its own [default: the target's output head].")
+    ] = None,
     matrix_lr: Annotated[float | None, typer.Option(help="Peak learning rate of matrices (Muon).")] = None,
     vector_lr: Annotated[float | None, typer.Option(help="Peak learning rate of all else (AdamW).")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the first weights and the prompts.")] = None,
@@ -59,8 +63,8 @@ def head(
 
     given: dict[str, Any] = {
         "tokens": tokens, "seq": seq, "batch": batch, "temperature": temperature, "cache_gib": cache_gib,
-        "num_heads": num_heads, "num_layers": num_layers, "inner": inner, "depth": depth, "matrix_lr": matrix_lr,
-        "vector_lr": vector_lr, "seed": seed,
+        "num_heads": num_heads, "num_layers": num_layers, "inner": inner, "depth": depth,
+        "draft_vocab": draft_vocab, "matrix_lr": matrix_lr, "vector_lr": vector_lr, "seed": seed,
     }  # fmt: skip
     config = HeadTrainingConfig(
         out, target, kind, minutes, steps, **{name: value for name, value in given.items() if value is not None}
@@ -78,10 +82,11 @@ def _run(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, resume
     job.check_folder(config, resume)
     with progress("Loading the target"):
         model = job.load_target(config)
+    new = job.new_head(config, model)
     if job.needs_texts(config):
-        write_texts(config, data, suffix, model.hidden_size)
+        write_texts(config, data, suffix, model.hidden_size * (1 + len(new.layers)))
     with shown_progress("Computing hidden states") as watch:
-        trainer = job.new_trainer(config, model, watch)
+        trainer = job.new_trainer(config, model, new, watch)
     if resume:
         trainer.resume()
     show_training(trainer)

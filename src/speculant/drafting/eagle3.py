@@ -29,7 +29,7 @@ from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.errors import ModelError, PairError
 from speculant.models.base import CausalLM
 from speculant.models.fields import flag, is_whole, show
-from speculant.models.heads import Entry, HeadConfig
+from speculant.models.heads import Entry, HeadConfig, usual_taps
 
 KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True)
@@ -59,7 +59,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
 def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
     """Return the target's layers whose inputs the head takes in: those of config.json, else 2, L // 2 and L - 3."""
     named, size = named_layers(folder), target.num_layers
-    layers = [2, size // 2, size - 3] if named is None else named
+    layers = list(usual_taps(size)) if named is None else named
     if (
         not isinstance(layers, list)
         or len(layers) != NUM_STATES

@@ -71,6 +71,11 @@ class Truncatable(Protocol):
         ...
 
 
+def usual_taps(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers of a target whose inputs EAGLE-3 heads take in where a head names none."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> CausalLM:
     """Return a head of a target, on the target's kernels if they compute heads, else on torch's."""
     if isinstance(target, HeadHost):

@@ -6,6 +6,7 @@ need no masks, and causal attention skips the half of the scores that no row see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -31,13 +32,21 @@ def load_plain(source: str, role: str = "target") -> Decoder:
 
 def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
     """Run token sequences [B, n] through a model without sliding windows or head norms: [B * n, hidden]."""
+    return states_of_layers(model, tokens, [model.num_layers + 1])[0].flatten(0, 1)
+
+
+def states_of_layers(model: Decoder, tokens: Tensor, layers: Sequence[int]) -> list[Tensor]:
+    """Return the states [B, n, hidden] of such sequences, for layers as `DrafterNeeds.hidden_layers` counts them."""
     x: Tensor = model.model.embed_tokens(tokens)
     angles = model._rotary.angles(torch.arange(tokens.shape[1]), x.dtype)
-    for layer in cast(list[Layer], model.model.layers):
+    found = {0: x}
+    for index, layer in enumerate(cast(list[Layer], model.model.layers), 1):
         x = x + _attention(layer.self_attn, layer.input_layernorm(x), angles)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    out: Tensor = model.model.norm(x)
-    return out.flatten(0, 1)
+        if index in layers:
+            found[index] = x
+    found[model.num_layers + 1] = model.model.norm(x)
+    return [found[layer] for layer in layers]
 
 
 def _attention(module: Attention, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

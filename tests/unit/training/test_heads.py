@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -14,18 +15,22 @@ from typer.testing import CliRunner
 from speculant import LLM, SamplingParams
 from speculant.cache.factory import slotted_cache
 from speculant.cli.main import app
+from speculant.drafting import eagle3
+from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import ConfigError
-from speculant.models.base import SequenceInput, build_batch
+from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.decoder import Decoder
-from speculant.models.heads import HeadDecoder
 from speculant.models.weights import load_model
+from speculant.training.heads import job
 from speculant.training.heads.config import HeadTrainingConfig, kind_names, load_kind
-from speculant.training.heads.distance import distances, overlaps
-from speculant.training.heads.kinds.eagle import EagleObjective
+from speculant.training.heads.distance import OutputHead, distances, overlaps
 from speculant.training.heads.look_ahead import look_ahead_states
-from speculant.training.heads.texts import most_texts, open_texts, save_texts
+from speculant.training.heads.rounds import RoundsObjective
+from speculant.training.heads.texts import Texts, most_texts, open_texts, save_texts
+from speculant.training.optimizer import Optimizer
+from speculant.training.trainer import Trainer
 from speculant.types import DraftTree
-from tests.heads import fresh_ahead
+from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
 
 SEQ = 16
@@ -63,33 +68,148 @@ def test_distance_is_that_of_the_distributions() -> None:
     assert shares[0, 0] == (q[0].argmax(-1) == p.argmax(-1)).sum()
 
 
-@torch.inference_mode()
-def test_rounds_are_drafts_from_every_row(tmp_path: Path, target: Decoder, target_folder: str) -> None:
-    """What round m makes of a row is what the head makes of it as the m-th row of a draft."""
-    save_texts(tmp_path, [torch.randint(0, 250, (SEQ,)).tolist() for _ in range(3)], SEQ, 0)
-    texts = open_texts(tmp_path, target)
-    objective = load_kind("eagle").make(config_of(tmp_path, target_folder, "eagle", depth=3), target)
-    assert isinstance(objective, EagleObjective)
+def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
+    """The divergence is that from p among the head's tokens; what is missed of p counts in the total variation."""
+    torch.manual_seed(0)
+    states, own, matrix = torch.randn(2, 300, 5, requires_grad=True), torch.randn(300, 5), torch.randn(11, 5)
+    head = OutputHead(torch.randn(4, 5, requires_grad=True), torch.tensor([1, 4, 5, 9]))
+    weights = torch.tensor([1.0, 0.3])
+    for progress in (0.0, 0.3, 1.0):
+        found = distances(states, own, matrix, progress, head)
+        q, p = (states @ head.matrix.T).softmax(-1), (own @ matrix.T).softmax(-1)[:, head.tokens]
+        among = p / p.sum(-1, keepdim=True)
+        divergence = (among * (among.log() - q.log())).sum(-1)
+        plain = ((1 - progress) * divergence + 4 * progress * (1 - torch.minimum(p, q).sum(-1))).mean(-1)
+        torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+        learned = [states, head.matrix]
+        for one, other in zip(
+            torch.autograd.grad((found * weights).sum(), learned),
+            torch.autograd.grad((plain * weights).sum(), learned),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+    alpha, shares = overlaps(states.detach(), own, matrix, 8, OutputHead(head.matrix.detach(), head.tokens))
+    torch.testing.assert_close(alpha, torch.minimum(p, q).sum((1, 2)).detach(), atol=1e-3, rtol=1e-4)
+    best = (own @ matrix.T).argmax(-1)
+    assert shares[1].sum() == torch.isin(best, head.tokens).sum()
+    assert shares[1, 0] == (head.tokens[q[1].argmax(-1)] == best).sum()
+
+
+def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> tuple[RoundsObjective, Texts]:
+    """Return an untrained head that continues its own states, and three texts."""
+    save_texts(folder, torch.randint(0, 250, (3, SEQ), generator=torch.Generator().manual_seed(0)).tolist(), SEQ, 0)
+    objective = load_kind(kind).make(config_of(folder, "target", kind, **changes), target)
+    assert isinstance(objective, RoundsObjective)
+    texts = open_texts(folder, target, layers=objective.layers)
     objective.use(texts)
+    return objective, texts
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
+    """What round m makes of a row is what the head makes of it as the m-th row of a draft."""
+    objective, texts = new_objective(kind, tmp_path, target, depth=3)
     made, own = objective._rounds(torch.tensor([1]), texts.tokens[[1]])
-    states, head = texts.states_of(torch.tensor([1]))[0], cast(HeadDecoder, objective.module)
-    torch.testing.assert_close(own, states[3:])
+    torch.testing.assert_close(own, texts.states_of(torch.tensor([1]))[0, 3:])
+    states = objective._entering(torch.tensor([1]))[0]
     for row in range(2, SEQ - 1):
         for depth in range(3):
-            expected = draft_state(head, texts.tokens[1], states, row - depth, depth)
+            expected = draft_state(objective._head, texts.tokens[1], states, row - depth, depth)
             torch.testing.assert_close(made[depth, row - 2], expected, atol=2e-5, rtol=1e-4)
 
 
-def draft_state(head: HeadDecoder, tokens: Tensor, states: Tensor, root: int, depth: int) -> Tensor:
+def draft_state(head: CausalLM, tokens: Tensor, states: Tensor, root: int, depth: int) -> Tensor:
     """Return what the head makes `depth` rows behind a root row, in a cache, each from what the row before made."""
     cache = slotted_cache(head.cache_shape, 1, SEQ)
     fed, hidden = tokens[1 : root + 2].tolist(), states[: root + 1]
     for place in range(depth + 1):
         batch = build_batch([SequenceInput(0, fed, DraftTree.empty(), hidden=hidden)], cache, torch.device("cpu"))
-        carried = head.forward(batch, cache.storage).carried
-        assert carried is not None
-        fed, hidden = [int(tokens[root + 2 + place])] if place < depth else [], carried[-1:]
-    return hidden[0]
+        out = head.forward(batch, cache.storage)
+        assert out.carried is not None
+        fed, hidden = [int(tokens[root + 2 + place])] if place < depth else [], out.carried[-1:]
+    return out.last[-1]
+
+
+@torch.inference_mode()
+def test_kept_states_are_those_that_a_drafter_sees(tmp_path: Path, target: Decoder) -> None:
+    """Layers of any number, also the same one twice, as a pass with a cache computes them."""
+    save_texts(tmp_path, torch.randint(0, 250, (3, SEQ)).tolist(), SEQ, 0)
+    layers = (2, 0, 1, 1)
+    texts = open_texts(tmp_path, target, layers=layers)
+    for row in range(3):
+        *taps, last = fresh_states(target, texts.tokens[row].tolist(), (*layers, target.num_layers + 1))
+        torch.testing.assert_close(texts.taps_of(torch.tensor([row]))[0], torch.cat(taps, -1), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(texts.states_of(torch.tensor([row]))[0], last, atol=1e-3, rtol=1e-3)
+    assert sorted(path.name for path in tmp_path.glob("*.f16")) == [
+        "states-0.f16", "states-1.f16", "states-2.f16", "states.f16",
+    ]  # fmt: skip
+
+
+def test_an_eagle3_head_learns(tmp_path: Path, target: Decoder) -> None:
+    """The loss falls on texts that it sees again; all of the head is learned, and nothing of the target."""
+    objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=40)
+    optimizer, losses = Optimizer(objective.module, 0.01, 0.002), list[float]()
+    before = [parameter.detach().clone() for parameter in objective.module.parameters()]
+    for _ in range(12):
+        loss = objective.loss(objective.module, texts.batch(0, 2), 0.0)
+        losses.append(loss.item())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(1.0)
+    assert losses[-1] < 0.7 * losses[0]
+    after = list(objective.module.parameters())
+    assert not any(torch.equal(*both) for both in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path, target: Decoder) -> None:
+    config = config_of(tmp_path, "target", kind, draft_vocab=40 if kind == "eagle3" else None)
+
+    def new_trainer() -> Trainer:
+        return job.new_trainer(config, target, new_objective(kind, tmp_path, target, draft_vocab=config.draft_vocab)[0])
+
+    whole, first, second = new_trainer(), new_trainer(), new_trainer()
+    assert len(list(whole.run())) == 4
+    assert len(list(itertools.islice(first.run(), 2))) == 2
+    first.save()
+    second.resume()
+    assert len(list(second.run())) == 2
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+def test_a_folder_drafts_as_it_was_measured(
+    draft_vocab: int | None, tmp_path: Path, target: Decoder, target_folder: str
+) -> None:
+    """The drafter's head has the measured sum min(p, q) on the same texts, up to the rounding of its weights."""
+    config = config_of(tmp_path, target_folder, "eagle3", depth=2, draft_vocab=draft_vocab)
+    objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=draft_vocab)
+    measured = job.finish(config, job.new_trainer(config, target, objective)).acceptance
+    folder = HeadFolder.open(str(tmp_path), "eagle3")
+    assert eagle3.read_layers(folder, target) == objective.layers == (2, 1, 0)
+    model, encode = eagle3.load(folder, target)
+    tokens = texts.tokens[2]
+    states = encode(fresh_states(target, tokens.tolist(), objective.layers))
+    p = target.logits(fresh_states(target, tokens.tolist(), [target.num_layers + 1])[0]).softmax(-1)
+    for depth in range(2):
+        made = [draft_state(model, tokens, states, row - depth, depth) for row in range(1, SEQ - 1)]
+        q = model.logits(torch.stack(made)).softmax(-1)
+        assert float(torch.minimum(p[2:], q).sum(-1).mean()) == pytest.approx(measured.alpha[depth], abs=0.01)
+    known = eagle3.read_tokens(folder, target)
+    counts = texts.tokens[:2].flatten().bincount(minlength=target.vocab_size)
+    assert len(known) == (draft_vocab or 0)
+    if known:
+        assert int(counts[list(known)].sum()) == int(counts.sort(descending=True).values[:40].sum())
+        assert folder.read("t2d").nonzero()[:, 0].tolist() == list(known)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("eagle", 40), ("eagle3", 10**6)])
+def test_a_short_output_head_has_its_limits(kind: str, size: int, tmp_path: Path, target: Decoder) -> None:
+    with pytest.raises(ConfigError, match="draft_vocab|output head"):
+        load_kind(kind).make(config_of(tmp_path, "target", kind, draft_vocab=size), target)
 
 
 def test_texts_stay_within_the_bound() -> None:
@@ -115,6 +235,8 @@ def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder
     ]  # fmt: skip
     suffix = next(path.suffix for path in corpus_folder.rglob("*") if path.is_file())
     arguments[arguments.index(".txt")] = suffix
+    if kind == "eagle3":
+        arguments += ["--draft-vocab", "100"]
     found = []
     for name, sessions in (("once", [["--steps", "6"]]), ("twice", [["--steps", "3"], ["--steps", "6", "--resume"]])):
         out = tmp_path / name

@@ -23,9 +23,13 @@ class Acceptance:
 
 
 class HeadInTraining(Protocol):
-    """A head that is trained on a target's states. It is an `Objective` for its own module."""
+    """A head that is trained on a target's states. It is an `Objective` for its own module.
+
+    layers: those whose states it takes in beside the ones after the final norm, as `DrafterNeeds.hidden_layers` counts.
+    """
 
     name: str
+    layers: tuple[int, ...]
     module: nn.Module
 
     def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:

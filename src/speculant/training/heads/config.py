@@ -15,8 +15,8 @@ from speculant.training.schedule import Schedule
 _RANGES: dict[str, tuple[float, float]] = {
     "minutes": (1e-6, 1e7), "steps": (1, 10**9), "tokens": (1, 10**12), "seq": (8, 10**6), "batch": (1, 10**6),
     "temperature": (0, 100), "cache_gib": (1e-6, 1e6), "num_heads": (1, 64), "num_layers": (1, 64), "inner": (1, 10**6),
-    "depth": (1, 16), "matrix_lr": (1e-12, 1e3), "vector_lr": (1e-12, 1e3), "seed": (0, 2**63 - 1),
-    "save_minutes": (1e-6, 1e7), "warmup": (1, 10**9),
+    "depth": (1, 16), "draft_vocab": (1, 10**7), "matrix_lr": (1e-12, 1e3), "vector_lr": (1e-12, 1e3),
+    "seed": (0, 2**63 - 1), "save_minutes": (1e-6, 1e7), "warmup": (1, 10**9),
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ class HeadTrainingConfig:
     tokens: of the target's output and the prompts before it, in texts of `seq` tokens. temperature: of that output.
     cache_gib: the most that the hidden states of these texts may take on disk; fewer texts are used where they don't
     fit. num_heads: predicted tokens of heads on one state; depth: rows in a row that a layer is trained to continue
-    from its own states. inner: the width of feed-forward blocks; None = the kind's usual one.
+    from its own states. inner: the width of feed-forward blocks; None = the kind's usual one. draft_vocab: how many
+    tokens an output head of its own knows; None = it shares the target's.
     """
 
     out: Path
@@ -44,6 +45,7 @@ class HeadTrainingConfig:
     num_layers: int = 1
     inner: int | None = None
     depth: int = 3
+    draft_vocab: int | None = None
     warmup: int = 50
     matrix_lr: float = 0.02
     vector_lr: float = 0.002
@@ -57,6 +59,12 @@ class HeadTrainingConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name}={value!r} is not from {least:g} to {most:g}", f"change {name}.")
+        if self.draft_vocab is not None and not may_have_output_head(self.kind):
+            able = [name for name in known if may_have_output_head(name)]
+            raise ConfigError(
+                f"heads of the kind {self.kind} have no output head of their own",
+                f"leave out --draft-vocab, or train one of the kind {' or '.join(able)}.",
+            )
         _ = self.schedule
 
     @property
@@ -88,6 +96,11 @@ class HeadTrainingConfig:
 def kind_names() -> list[str]:
     """Return the names of all kinds."""
     return sorted(module.name for module in pkgutil.iter_modules(kinds.__path__))
+
+
+def may_have_output_head(name: str) -> bool:
+    """Whether a kind's heads can have an output head of their own, which its module announces."""
+    return bool(getattr(load_kind(name), "OWN_OUTPUT_HEAD", False))
 
 
 def load_kind(name: str) -> Any:

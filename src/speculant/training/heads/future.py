@@ -22,6 +22,7 @@ class FutureObjective:
     """See `HeadInTraining`; for each row s the heads predict from the states of rows s - 1, s - 2, ..."""
 
     name = "distance to the target"
+    layers: tuple[int, ...] = ()
 
     def __init__(self, heads: ResidualHeads | FeedForwardHeads, target: Decoder, extra: dict[str, Any]) -> None:
         self.module: nn.Module = heads

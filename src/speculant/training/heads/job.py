@@ -77,11 +77,18 @@ def save_texts(config: TextsPlan, found: Iterable[Sequence[int]]) -> None:
     texts_.save_texts(config.out, list(found), config.seq, config.seed)
 
 
-def new_trainer(config: HeadTrainingConfig, target: Decoder, watch: Watch | None = None) -> Trainer:
-    """Make a new head, and its trainer; states of texts that are missing are computed."""
+def new_head(config: HeadTrainingConfig, target: Decoder) -> HeadInTraining:
+    """Make a new head."""
     torch.set_flush_denormal(True)
-    texts = texts_.open_texts(config.out, target, watch)
     head: HeadInTraining = load_kind(config.kind).make(config, target)
+    return head
+
+
+def new_trainer(
+    config: HeadTrainingConfig, target: Decoder, head: HeadInTraining, watch: Watch | None = None
+) -> Trainer:
+    """Make the trainer of a head; states of texts that are missing are computed."""
+    texts = texts_.open_texts(config.out, target, watch, head.layers)
     head.use(texts)
     return Trainer(
         model=head.module,
@@ -100,7 +107,10 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
     """Measure the head on the held-out texts; write its folder and its card."""
     head, texts = cast(HeadInTraining, trainer.objective), cast(Texts, trainer.windows)
     found = head.acceptance(torch.arange(texts.num_training, len(texts.tokens)))
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in head.tensors().items()}
+    tensors = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in head.tensors().items()
+    }
     file = config.out / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)
@@ -108,7 +118,7 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
     written = {"speculant_head": config.kind, **head.config(), "rank_shares": shares, "training": _effort(trainer)}
     (config.out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     outcome = HeadOutcome(
-        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
         bytes=file.stat().st_size,
         tokens=trainer.state.step * config.batch * config.seq,
         texts=texts.num_training,

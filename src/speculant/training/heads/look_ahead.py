@@ -38,6 +38,7 @@ class LookAheadObjective:
     """See `HeadInTraining`."""
 
     name = "distance to the target"
+    layers: tuple[int, ...] = ()
 
     def __init__(self, module: LookAhead, target: Decoder, seed: int = 0) -> None:
         self.module: nn.Module = module
