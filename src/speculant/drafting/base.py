@@ -78,6 +78,7 @@ class DrafterNeeds:
     reads_prediction: it drafts from `Request.prediction`; a request with a prediction and another drafter is refused.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
+    asks_judge: it asks a judge, the draft-length policy, which of several drafters' drafts to take (arms.py).
     """
 
     max_nodes: int | None = None
@@ -92,6 +93,7 @@ class DrafterNeeds:
     target_top_k: int = 0
     reads_prediction: bool = False
     nodes_per_beam: int | None = None
+    asks_judge: bool = False
 
 
 class Drafter(Protocol):

@@ -14,7 +14,7 @@ sequence and drafter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant.drafting.arms import Arms
@@ -45,6 +45,7 @@ class FallbackDrafter(CompositeDrafter):
         follows = [any(models[place + 1 :]) for place in range(len(models))]
         self._stages = list(zip(self.members, models, follows, strict=True))
         self._arms = arms or Arms()
+        self.needs = replace(self.needs, asks_judge=any(follows))
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""

@@ -197,7 +197,8 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    context = DraftLengthContext(length, options, longest, measured.costs, drafters.tree, drafters.own_rows)
+    facts = drafters.tree, drafters.own_rows, drafters.has_cache, drafters.asks_judge
+    context = DraftLengthContext(length, options, longest, measured.costs, *facts)
     policy: DraftLength = plugin.build(context)
     return policy
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from weakref import WeakSet
 
 from speculant.errors import ConfigError, suggest
 from speculant.metrics import StepTiming
 from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
+from speculant.scheduling.draft_length.backlog import Backlogs
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, most_nodes, scored
-from speculant.scheduling.draft_length.joint import Offer, Seconds, chain_offers, choose_jointly, choose_scored
+from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choose_jointly, choose_scored, offers_of
 from speculant.scheduling.draft_length.limits import num_rows
 from speculant.scheduling.draft_length.trials import Longer, Lookups, PlainTrials, Trials
 from speculant.scheduling.scheduler import Schedule
@@ -34,7 +36,7 @@ UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was meas
 
 
 class Adaptive:
-    """See the module's docstring. longest, trees, own_rows: see `DraftLengthContext`. costs: None = unknown."""
+    """See the module's docstring; for the arguments `DraftLengthContext`. costs: None = unknown."""
 
     keeps_up = False
 
@@ -44,9 +46,12 @@ class Adaptive:
         costs: StepCosts | None = None,
         trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
         own_rows: Callable[[str], int] = lambda method: 0,
+        has_cache: Callable[[str], bool] = lambda method: False,
+        asks_judge: Callable[[str], bool] = lambda method: False,
     ) -> None:
-        self._longest, self._trees, self._own_rows = longest, trees, own_rows
+        self._longest, self._trees, self._own_rows, self._asks_judge = longest, trees, own_rows, asks_judge
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
+        self._backlogs = Backlogs(self._costs, has_cache)
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
         self._longer: dict[str, Longer] = {}
@@ -115,28 +120,30 @@ class Adaptive:
                 counts[place] = len(draft.scores)
             elif self._scored[str(draft.request.drafter)].keep(counts[place]):
                 self._held.left = 0
-            counts[place] = counts[place] or self._trials_of(draft).probe(len(draft.scores))
+            trials = self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
+            counts[place] = counts[place] or trials.probe(len(draft.scores))
         return counts
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """See `Judge.prefers`: the draft with the more expected tokens per second is taken."""
         method, tokens = str(request.drafter), len(self._held.lengths)
+        self._arm(method)
+        if asked_length(request) is not None:
+            return True
+        length = self._unscored_lengths.get(request.seq_id, 0)
+        gain = sum(self._acceptance[method].survivals(request, length))
+        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, max(length, len(scores)))
+        other = (tokens + gain) / (pass_s[length] + self._costs.draft_s(method, 1, length))
+        expected = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)), initial=float(tokens))
+        return any(each >= other * pass_s[nodes] for nodes, each in enumerate(expected) if nodes)
+
+    def _arm(self, method: str) -> None:
+        """Note that a method asks which of several drafters' drafts to take."""
         if method not in self._armed:
             self._armed.add(method)
             self._scored.setdefault(method, Lookups())
             self._unscored.clear()
             self._held.left = 0
-        if asked_length(request) is not None:
-            return True
-        length = self._unscored_lengths.get(request.seq_id, 0)
-        gain = sum(self._acceptance[method].survivals(request, length))
-        other = (tokens + gain) / (self._pass_s(length) + self._costs.draft_s(method, 1, length))
-        expected = float(tokens)
-        for nodes, survival in enumerate(self._scored_survivals(ScoredDraft(request, scores, parents)), 1):
-            expected += survival
-            if expected >= other * self._pass_s(nodes):
-                return True
-        return False
 
     def longest_unscored(self, request: Request) -> int | None:
         """See `Judge.longest_unscored`."""
@@ -150,6 +157,7 @@ class Adaptive:
             return
         for outcome in outcomes:
             method = str(outcome.request.drafter)
+            self._backlogs.note(outcome.request)
             tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request.seq_id)
             self._note_scores(outcome.request, method, draft is not None)
@@ -198,7 +206,8 @@ class Adaptive:
         Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
         """
         most = [self._most(request) for request in requests]
-        if method in self._armed:
+        if method in self._armed or self._asks_judge(method):
+            self._arm(method)
             lengths, holds = self._joint_lengths(method, requests, most)
             self._unscored_lengths |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
             if any(lengths):
@@ -207,7 +216,8 @@ class Adaptive:
         if method not in self._scored:
             return self._joint_lengths(method, requests, most)
         lookups = self._scored[method]
-        is_dear = lookups.gain * self._pass_s(0) < len(requests) * lookups.seconds  # a token takes a share of its pass
+        plain_s = self._costs.rest_s + self._held.plain_s
+        is_dear = lookups.gain * plain_s < len(requests) * lookups.seconds  # a token takes a share of its pass
         if is_dear and (rest := lookups.rest()):
             return [0] * len(requests), rest
         steps = 1 if is_dear else HOLDS
@@ -215,8 +225,8 @@ class Adaptive:
         most = [min(each, lookups.reach) for each in most]
         unscored = [place for place, request in enumerate(requests) if request in self._unscored]
         if unscored:
-            own = [requests[place] for place in unscored], [most[place] for place in unscored]
-            lengths, holds = self._joint_lengths(method, *own)
+            own = [requests[place] for place in unscored]
+            lengths, holds = self._joint_lengths(method, own, [most[place] for place in unscored])
             steps = min(steps, holds)
             for place, length in zip(unscored, lengths, strict=True):
                 most[place] = length
@@ -232,14 +242,20 @@ class Adaptive:
             return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
 
         trials, count = self._trials.setdefault(method, Trials()), len(requests)
-        counts = choose_jointly(self._offers(method, requests, most), count, count, seconds, LEAST_GAIN)
+        offers = offers_of(self._acceptance[method], requests, most, self._trees(method), LEAST_GAIN)
+        chosen = choose_jointly(offers, count, count, seconds, LEAST_GAIN)
+        counts = self._backlogs.drop(method, requests, chosen, offers, seconds)
         steps = HOLDS
         if any(counts):
             trials.pays()
             if self._longer.setdefault(method, Longer()).due(steps, sum(counts)):
                 return [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)], 1 + bool(own)
-        elif (trials.due(0) or not trials.doubt) and self._may_pay(method, most, seconds):
-            return trials.start(most), 1 + bool(own)  # own rows are computed a step before their draft
+        elif (
+            (trials.due(0) or not trials.doubt)
+            and any(tried := self._backlogs.affordable(method, requests, most, seconds(0, 0, 0)))
+            and self._may_pay(method, most, seconds)
+        ):
+            return trials.start(tried), 1 + bool(own)  # own rows are computed a step before their draft
         else:
             steps = min(LONGEST_REST, max(HOLDS, trials.wait - trials.since))
             trials.due(steps)
@@ -256,25 +272,8 @@ class Adaptive:
             return trials.hopes()
         return trials.doubts(self._costs.draft_s(method, len(most), 1) < CHEAP * self._held.plain_s)
 
-    def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> list[Offer]:
-        acceptance, tree = self._acceptance[method], self._trees(method)
-        if tree is None or min(most) < tree[0]:
-            pairs = zip(requests, most, strict=True)
-            return chain_offers([acceptance.survivals(request, longest, LEAST_GAIN) for request, longest in pairs])
-        nodes, depth = tree
-        gains = [sum(acceptance.survivals(request, depth)) for request in requests]
-        return [Offer(gain, nodes, depth, owner) for owner, gain in enumerate(gains)]
-
-    def _trials_of(self, draft: ScoredDraft) -> Trials:
-        return self._trials.setdefault(scored(str(draft.request.drafter)), Trials())
-
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
         return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
-
-    def _pass_s(self, nodes: int) -> float:
-        """Return the seconds of a step with so many nodes, without the time to draft them: at least that of none."""
-        costs, held = self._costs, self._held
-        return costs.rest_s + (max(costs.passes.at(held.rows + nodes), held.plain_s) if nodes else held.plain_s)
 
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, doubted: bool) -> None:
         """Let the curves follow a step with drafts in which every sequence decodes.
@@ -296,4 +295,5 @@ def build(context: DraftLengthContext) -> Adaptive:
     """Make the policy; it has no options of its own."""
     for key in context.options:
         raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
-    return Adaptive(context.longest, context.costs(), context.trees, context.own_rows)
+    own = context.trees, context.own_rows, context.has_cache, context.asks_judge
+    return Adaptive(context.longest, context.costs(), *own)

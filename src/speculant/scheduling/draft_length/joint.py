@@ -7,7 +7,9 @@ from itertools import accumulate, count, islice, repeat
 from operator import truediv
 from typing import NamedTuple
 
+from speculant.scheduling.draft_length.acceptance import MethodAcceptance
 from speculant.tree import depths_of
+from speculant.types import Request
 
 Seconds = Callable[[int, int, int], float]
 
@@ -31,6 +33,26 @@ def chain_offers(survivals: Sequence[Sequence[float]]) -> list[Offer]:
     for owner, gains in enumerate(survivals):
         offers += map(Offer, gains, repeat(1), count(1), repeat(owner))
     return offers
+
+
+def offers_of(
+    acceptance: MethodAcceptance,
+    requests: Sequence[Request],
+    most: Sequence[int],
+    tree: tuple[int, int] | None,
+    least: float,
+) -> list[Offer]:
+    """Return the offers of a method's drafts without scores.
+
+    most: nodes of each sequence. tree: nodes and depth of a method that drafts whole trees. least: chains end before
+    the first token that is less likely to be accepted with all before it.
+    """
+    if tree is None or min(most) < tree[0]:
+        pairs = zip(requests, most, strict=True)
+        return chain_offers([acceptance.survivals(request, longest, least) for request, longest in pairs])
+    nodes, depth = tree
+    gains = [sum(acceptance.survivals(request, depth)) for request in requests]
+    return [Offer(gain, nodes, depth, owner) for owner, gain in enumerate(gains)]
 
 
 def choose_scored(

@@ -1,0 +1,73 @@
+"""What it costs to begin: a drafter with a cache of its own first computes all tokens that it has not seen.
+
+Before the first draft behind a long prompt that can take longer than the drafts of a short answer save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+from speculant.scheduling.costs import StepCosts
+from speculant.scheduling.draft_length.joint import Offer, Seconds
+from speculant.types import Request
+
+MANY = 64  # rows of a pass that computes a backlog, in which a row takes the least time
+TRIAL_SHARE = 0.05  # of the time that a request needs without drafts: what its backlog may take for a trial
+
+
+class Backlogs:
+    """Follows how much of each request was computed. has_cache: whether a method's drafter has a cache of its own."""
+
+    def __init__(self, costs: StepCosts, has_cache: Callable[[str], bool]) -> None:
+        self._costs, self._has_cache = costs, has_cache
+        self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def note(self, request: Request) -> None:
+        """Record that a request was drafted for."""
+        self._seen[request] = len(request.tokens)
+
+    def seconds(self, method: str, request: Request) -> float:
+        """Return what the request's backlog takes, as if a drafter's pass grew with its rows as the target's does."""
+        missing = len(request.tokens) - self._seen.get(request, 0)
+        if missing < MANY or not self._has_cache(method):
+            return 0.0
+        passes = self._costs.passes
+        return missing * self._costs.draft_s(method, 1, 1) * passes.at(MANY) / passes.at(1) / MANY
+
+    def drop(
+        self, method: str, requests: Sequence[Request], counts: list[int], offers: Sequence[Offer], seconds: Seconds
+    ) -> list[int]:
+        """Return `counts` without those of sequences whose drafts save less, to their end, than their backlog takes.
+
+        offers, seconds: those that the numbers of nodes were chosen from; see `choose_jointly`.
+        """
+        waits = [self.seconds(method, request) if each else 0.0 for request, each in zip(requests, counts, strict=True)]
+        if not any(waits):
+            return counts
+        left, gain, depth = list(counts), 0.0, 0
+        for offer in offers:
+            if offer.nodes <= left[offer.owner]:
+                left[offer.owner] -= offer.nodes
+                gain, depth = gain + offer.gain, max(depth, offer.depth)
+        tokens, drafted = len(counts), sum(map(bool, counts))
+        saved_s = seconds(0, 0, 0) - seconds(sum(counts), depth, drafted) * tokens / (tokens + gain)
+        return self._within(requests, counts, waits, saved_s / tokens)
+
+    def affordable(self, method: str, requests: Sequence[Request], most: Sequence[int], plain_s: float) -> list[int]:
+        """Return the nodes that a trial may have: none where the backlog takes much of the time that is left."""
+        waits = [self.seconds(method, request) for request in requests]
+        return self._within(requests, most, waits, TRIAL_SHARE * plain_s / len(requests))
+
+    def _within(
+        self, requests: Sequence[Request], counts: Sequence[int], waits: Sequence[float], token_s: float
+    ) -> list[int]:
+        """Return counts, 0 where a wait is longer than `token_s` for each token that a request may still get."""
+        pairs = zip(requests, counts, waits, strict=True)
+        return [count if wait <= token_s * _left(request) else 0 for request, count, wait in pairs]
+
+
+def _left(request: Request) -> float:
+    """Return the most tokens that a request may still get."""
+    most = request.params.max_tokens
+    return float("inf") if most is None else most - (request.num_positions - len(request.prompt))
