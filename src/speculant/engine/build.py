@@ -197,9 +197,8 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    facts = drafters.tree, drafters.own_rows, drafters.has_cache, drafters.asks_judge
-    context = DraftLengthContext(length, options, longest, measured.costs, *facts)
-    policy: DraftLength = plugin.build(context)
+    own = drafters.tree, drafters.own_rows, drafters.has_cache, drafters.asks_judge
+    policy: DraftLength = plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own))
     return policy
 
 
