@@ -30,6 +30,7 @@ constexpr int COMMON = 15;                                // entries of a table;
 constexpr uint32_t END = 0xffffffff;
 constexpr int64_t MOST_WEIGHTS = (1 << 24) - LOW_BYTES;   // of a panel: a place has 24 bits
 constexpr int64_t LEAST_PER_ESCAPE = 128;                 // weights: a panel with more escapes is stored plain
+constexpr int64_t SAMPLED = 4, LEAST_SAMPLED = 512;       // steps: the table of a panel with so many is chosen from one in SAMPLED
 
 struct CodedPanel {
   int64_t data, escapes;  // bytes from this entry to the panel, and to its escapes; escapes 0 = the panel is plain
@@ -167,11 +168,12 @@ static void read_coded_row(const CodedPanel &coded, int64_t i, int64_t width, fl
   }
 }
 
-// Take the commonest high bytes of a plain panel into a table. Returns how many weights have none of them.
-static int64_t choose_common(const char *plain, int64_t k, uint8_t *table) {
+// Take the commonest high bytes of a plain panel into a table. Those of a large panel are estimated from one step in SAMPLED.
+static void choose_common(const char *plain, int64_t k, uint8_t *table) {
   const Steps steps = steps_of(SP_BF16, k);
-  int64_t counts[4][256] = {{0}}, escapes = steps.count * STEP_WEIGHTS;  // four: consecutive weights often have the same high byte
-  for (int64_t j = 0; j < steps.count; j++) {
+  const int64_t apart = steps.count < LEAST_SAMPLED ? 1 : SAMPLED;
+  int64_t counts[4][256] = {{0}};  // four: consecutive weights often have the same high byte
+  for (int64_t j = 0; j < steps.count; j += apart) {
     const uint8_t *bytes = (const uint8_t *)plain + steps.at(j);
     for (int64_t i = 0; i < STEP_WEIGHTS; i++) counts[i % 4][bytes[2 * i + 1]]++;
   }
@@ -180,9 +182,46 @@ static int64_t choose_common(const char *plain, int64_t k, uint8_t *table) {
     int best = 0;
     for (int high = 1; high < 256; high++)
       if (counts[0][high] > counts[0][best]) best = high;
-    table[i] = (uint8_t)best, escapes -= counts[0][best], counts[0][best] = 0;
+    table[i] = (uint8_t)best, counts[0][best] = 0;
   }
   table[COMMON] = 0;
+}
+
+// Finds the index of high bytes, that of the first entry with their value; COMMON = an escape.
+struct Codes {
+  uint8_t table[16], places[256];
+
+  explicit Codes(const uint8_t *from) {
+    memcpy(table, from, sizeof table);
+    memset(places, COMMON, sizeof places);
+    for (int t = COMMON - 1; t >= 0; t--) places[table[t]] = (uint8_t)t;
+  }
+  inline __attribute__((always_inline)) Ints of(Ints highs) const { return find_bytes(highs, table, places, COMMON); }
+};
+
+// Call work(b, its plain steps, whose number is in `some`) for all blocks of a plain panel, in order.
+template <typename Work>
+static inline __attribute__((always_inline)) void each_plain_block(const char *plain, int64_t k, uint8_t padding, Work work) {
+  const Steps steps = steps_of(SP_BF16, k), blocks = blocks_of(k);
+  uint8_t weights[2 * LOW_BYTES];
+  for (int64_t b = 0; b < blocks.count; b++) {
+    const int64_t first = b * BLOCK_STEPS, some = steps.count - first < BLOCK_STEPS ? steps.count - first : BLOCK_STEPS;
+    for (int64_t s = 0; s < some; s++) memcpy(weights + s * STEP, plain + steps.at(first + s), STEP);
+    for (int64_t e = some * STEP_WEIGHTS; e < LOW_BYTES; e++) weights[2 * e] = 0, weights[2 * e + 1] = padding;
+    work(b, weights);
+  }
+}
+
+static int64_t count_escapes(const char *plain, int64_t k, const uint8_t *table) {
+  const Codes codes(table);
+  int64_t escapes = 0;
+  each_plain_block(plain, k, table[0], [&](int64_t, const uint8_t *weights) __attribute__((always_inline)) {
+    for (int64_t p = 0; p < PAIRS; p++) {
+      const char *pair = (const char *)weights + 2 * p * VECTOR;
+      const Ints indices = codes.of(unzip_second(load_ints(pair), load_ints(pair + VECTOR)));
+      escapes += count_equal(indices, splat_byte(COMMON));
+    }
+  });
   return escapes;
 }
 
@@ -191,61 +230,58 @@ static inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64
 // Fill an entry of the index, except for its offsets. Returns the panel's bytes; escapes = 1 unless it stays plain.
 static int64_t measure_panel(const char *plain, int64_t k, CodedPanel &entry) {
   const int64_t weights = steps_of(SP_BF16, k).count * STEP_WEIGHTS, own = panel_bytes(SP_BF16, k);
-  const int64_t escapes = choose_common(plain, k, entry.table), bytes = blocks_of(k).size() + whole_lines(4 * (escapes + 1));
+  choose_common(plain, k, entry.table);
+  const int64_t escapes = count_escapes(plain, k, entry.table), bytes = blocks_of(k).size() + whole_lines(4 * (escapes + 1));
   entry.escapes = bytes < own && escapes * LEAST_PER_ESCAPE <= weights && weights <= MOST_WEIGHTS;
   return entry.escapes ? bytes : whole_lines(own);
 }
 
-// Make the index of a matrix whose plain panels are given. Returns the bytes of the coded matrix, the index included.
-static int64_t index_panels(int64_t panels, int64_t k, const void *plain, void *index, int threads) {
+// Make the index of some panels, whose plain ones are given. data: bytes from their first entry to where the first of them goes. Returns
+// the bytes to behind the last one.
+static int64_t index_panels(int64_t panels, int64_t k, const void *plain, void *index, int64_t data, int threads) {
   CodedPanel *entries = (CodedPanel *)index;
   share_out(panels, threads, [&](int64_t p) {
     entries[p].data = measure_panel((const char *)plain + p * panel_bytes(SP_BF16, k), k, entries[p]);
   });
-  int64_t bytes = whole_lines(panels * (int64_t)sizeof(CodedPanel));
   for (int64_t p = 0; p < panels; p++) {
     const int64_t own = entries[p].data;
-    entries[p].data = bytes - p * (int64_t)sizeof(CodedPanel);
+    entries[p].data = data - p * (int64_t)sizeof(CodedPanel);
     if (entries[p].escapes) entries[p].escapes = entries[p].data + blocks_of(k).size();
-    bytes += own;
+    data += own;
   }
-  return bytes;
+  return data;
 }
 
 // Code LOW_BYTES weights. Returns whether there are escapes among them; `indices` are in the order of the low bytes.
-static bool code_block(const uint8_t *weights, const uint8_t *table, uint8_t *block, uint8_t *indices) {
-  uint8_t highs[LOW_BYTES], escaped = 0;
-  for (int64_t e = 0; e < LOW_BYTES; e += 8) {
-    const int64_t to = low_place(e);
-    for (int64_t i = 0; i < 8; i++) block[to + i] = weights[2 * (e + i)], highs[to + i] = weights[2 * (e + i) + 1];
+static inline __attribute__((always_inline)) bool code_block(const uint8_t *weights, const Codes &codes, uint8_t *block, uint8_t *indices) {
+  int escaped = 0;
+  for (int64_t p = 0; p < PAIRS; p++) {
+    const char *pair = (const char *)weights + 2 * p * VECTOR;
+    const Ints first = load_ints(pair), second = load_ints(pair + VECTOR), found = codes.of(unzip_second(first, second));
+    store_ints(block + p * VECTOR, unzip_first(first, second)), store_ints(indices + p * VECTOR, found);
+    escaped += count_equal(found, splat_byte(COMMON));
   }
-  memset(indices, COMMON, LOW_BYTES);
-  for (int t = COMMON - 1; t >= 0; t--)
-    for (int64_t i = 0; i < LOW_BYTES; i++) indices[i] = highs[i] == table[t] ? (uint8_t)t : indices[i];
   for (int64_t i = 0; i < INDEX_BYTES; i++) block[LOW_BYTES + i] = (uint8_t)(indices[i] | indices[INDEX_BYTES + i] << 4);
-  for (int64_t i = 0; i < LOW_BYTES; i++) escaped |= indices[i] == COMMON;
   return escaped;
 }
 
 static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
-  const Steps steps = steps_of(SP_BF16, k), blocks = blocks_of(k);
-  uint8_t weights[2 * LOW_BYTES], indices[LOW_BYTES], *data = (uint8_t *)&entry + entry.data;
+  const Steps blocks = blocks_of(k);
+  const Codes codes(entry.table);
+  uint8_t indices[LOW_BYTES], *data = (uint8_t *)&entry + entry.data;
   uint32_t *escape = (uint32_t *)((char *)&entry + entry.escapes);
   memset(data, 0, blocks.size());
-  for (int64_t b = 0; b < blocks.count; b++) {
-    const int64_t first = b * BLOCK_STEPS, some = steps.count - first < BLOCK_STEPS ? steps.count - first : BLOCK_STEPS;
-    for (int64_t s = 0; s < some; s++) memcpy(weights + s * STEP, plain + steps.at(first + s), STEP);
-    for (int64_t e = some * STEP_WEIGHTS; e < LOW_BYTES; e++) weights[2 * e] = 0, weights[2 * e + 1] = entry.table[0];  // padding
-    if (!code_block(weights, entry.table, data + blocks.at(b), indices)) continue;
+  each_plain_block(plain, k, codes.table[0], [&](int64_t b, const uint8_t *weights) __attribute__((always_inline)) {
+    if (!code_block(weights, codes, data + blocks.at(b), indices)) return;
     for (int64_t e = 0; e < LOW_BYTES; e++)
       if (indices[low_place(e)] == COMMON) *escape++ = (uint32_t)(b * LOW_BYTES + e) << 8 | weights[2 * e + 1];
-  }
+  });
   *escape = END;
 }
 
-// Code the plain panels of a matrix behind its index, with which `coded` begins.
-static void code_panels(int64_t panels, int64_t k, const void *plain, void *coded, int threads) {
-  CodedPanel *entries = (CodedPanel *)coded;
+// Code plain panels to where their entries of an index say.
+static void code_panels(int64_t panels, int64_t k, const void *plain, void *index, int threads) {
+  CodedPanel *entries = (CodedPanel *)index;
   share_out(panels, threads, [&](int64_t p) {
     const char *panel = (const char *)plain + p * panel_bytes(SP_BF16, k);
     if (entries[p].escapes)

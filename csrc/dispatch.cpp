@@ -43,7 +43,7 @@ static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
 extern "C" {
 
-int sp_version(void) { return 10; }
+int sp_version(void) { return 11; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -55,12 +55,12 @@ void sp_pack(int set, int threads, int type, int source, const void *weight, int
   SETS[set].table->pack(type, source, weight, n, k, step, packed, threads);
 }
 
-int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index) {
-  return SETS[set].table->index_panels(panels, k, plain, index, threads);
+int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data) {
+  return SETS[set].table->index_panels(panels, k, plain, index, data, threads);
 }
 
-void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *coded) {
-  SETS[set].table->code_panels(panels, k, plain, coded, threads);
+void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index) {
+  SETS[set].table->code_panels(panels, k, plain, index, threads);
 }
 
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }
@@ -79,5 +79,7 @@ int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uin
 }
 
 double sp_read(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->read(data, bytes, threads); }
+
+uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes) { return SETS[set].table->checksum(data, bytes, threads); }
 
 }  // extern "C"

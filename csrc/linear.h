@@ -253,13 +253,14 @@ static inline uint16_t to_bf16(float value) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Pack a whole panel of bfloat16 weights of even depth: dwords are moved as they are, LANES rows by LANES steps at once.
+// Pack a whole panel of bfloat16 weights of even depth: dwords are moved as they are, LANES rows by LANES steps at once. LANES rows are
+// read to their end before the next ones: prefetchers do not follow many more streams.
 static void move_panel(const uint16_t *rows, int64_t k, char *packed) {
   alignas(64) float moved[LANES * LANES];
   const Steps steps = steps_of(SP_BF16, k);
-  memset(packed, 0, steps.size());
-  for (int64_t j = 0; j < steps.count; j += LANES)
-    for (int64_t i = 0; i < WIDTH; i += LANES) {
+  for (int64_t j = steps.count; j < steps.streams * steps.length; j++) memset(packed + steps.at(j), 0, STEP);
+  for (int64_t i = 0; i < WIDTH; i += LANES)
+    for (int64_t j = 0; j < steps.count; j += LANES) {
       const int64_t first = steps.count - j < LANES ? steps.count - LANES : j;  // the last ones overlap
       const float *from[LANES];
       for (int64_t r = 0; r < LANES; r++) from[r] = (const float *)(rows + (i + r) * k) + first;

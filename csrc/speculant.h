@@ -120,11 +120,12 @@ int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
  * which are interleaved, else 1. Each panel holds the same number of rows; the last is padded with zeros. Memory is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
 /* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or as they are where that does not fit them (coded.h).
- * The first function fills an index of SP_INDEX_BYTES a panel and returns the bytes of the whole. The second one writes the panels behind
- * the index, with which `coded` must begin. Both are given the matrix as packed, with all its panels, and k. */
+ * It begins with an index, SP_INDEX_BYTES a panel, and may be made in parts, some panels after the others. The first function fills the
+ * entries of a part from its packed panels and k. data: bytes from the part's first entry to where its first panel goes, a multiple of 64
+ * behind the whole index and the parts before. It returns the bytes to behind the last panel. The second function writes the panels. */
 enum { SP_INDEX_BYTES = 32 };
-int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index);
-void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *coded);
+int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data);
+void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with
  * each sequence's newest token at its next position until all have drawn up to their limits. */
@@ -137,6 +138,7 @@ void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, 
  * random bits that select a share of the sum. 0 if all weights are 0. */
 int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uint64_t chance);
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read the memory once; returns seconds */
+uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes); /* the same on every set; another word = another sum */
 
 /* A suffix automaton with counts: src/speculant/kernels/suffix_index.py says what it computes. It belongs to one thread at a time.
  * Token ids are below 2^31. After a call that ran out of memory (NULL or 0) an index may only be deleted. */

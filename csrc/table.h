@@ -6,11 +6,12 @@ struct SpTable {
   void (*run)(const SpOp *ops, int count, const SpPass *pass, int threads);
   void (*pack)(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads);
   int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
-  int64_t (*index_panels)(int64_t panels, int64_t k, const void *plain, void *index, int threads);
-  void (*code_panels)(int64_t panels, int64_t k, const void *plain, void *coded, int threads);
+  int64_t (*index_panels)(int64_t panels, int64_t k, const void *plain, void *index, int64_t data, int threads);
+  void (*code_panels)(int64_t panels, int64_t k, const void *plain, void *index, int threads);
   void (*draft)(const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft, int threads);
   void (*probs)(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
                 const SpEdits *const *edits, double *out, int threads);
   int64_t (*draw)(const double *weights, int64_t n, int shared_noise, uint64_t chance);
   double (*read)(const void *data, int64_t bytes, int threads);
+  uint64_t (*checksum)(const void *data, int64_t bytes, int threads);
 };

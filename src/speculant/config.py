@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from speculant.errors import ConfigError, suggest
+from speculant.files import cache_folder
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
@@ -39,6 +41,8 @@ class EngineConfig:
     expected to be fastest here (engine/draft_precision.py); "none" or None leaves the draft's weights unchanged.
     weight_packing: how bfloat16 weights of target and draft are stored; both ways give the same bits. "12bit" takes
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.
+    weight_cache: where packed weights are kept, so that the next start maps them: a folder, "auto" (or True) for one in
+    $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it, for models of 64 MiB or more.
     scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue: at
     most max_num_seqs + max_waiting sequences are there, and those that find no room in memory wait.
     """
@@ -63,6 +67,7 @@ class EngineConfig:
     quantization: str | None = None
     draft_quantization: str | None = "auto"
     weight_packing: str = "auto"
+    weight_cache: str | os.PathLike[str] | bool = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         _check_choice("weight_packing", self.weight_packing, PACKINGS)
+        if not isinstance(self.weight_cache, bool | os.PathLike):
+            _check_name("weight_cache", self.weight_cache)
         _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
         self.kv_memory_bytes()
         _check_flag("enable_prefix_caching", self.enable_prefix_caching)
@@ -113,6 +120,13 @@ class EngineConfig:
     def kv_memory_bytes(self) -> int | None:
         """Return kv_memory as a number of bytes; None = chosen from the free memory."""
         return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
+
+    def weight_cache_folder(self) -> Path | None:
+        """Return the folder in which packed weights are kept; None = they are not."""
+        if self.weight_cache in (False, "off"):
+            return None
+        own = self.weight_cache not in (True, "auto")
+        return Path(str(self.weight_cache)).expanduser() if own else cache_folder("weights")
 
     @property
     def names_speculation(self) -> bool:

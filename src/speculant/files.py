@@ -1,22 +1,50 @@
-"""Reads the JSON files of a checkpoint, where an invalid one is a ModelError, and names the folder of kept files."""
+"""Reads the JSON files of a checkpoint, where an invalid one is a ModelError, and keeps measurements between runs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import platform
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from speculant import __version__
 from speculant.errors import ModelError
 
+MOST_FILES = 64  # of one kind that are kept
 MOST_DEPTH = 32  # levels of nesting; far below the interpreter's recursion limit, so that values can be printed
 
 
 def cache_folder(name: str) -> Path:
     """Return where files of a kind are kept between runs: in $XDG_CACHE_HOME/speculant, or ~/.cache/speculant."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
+
+
+def key_of(facts: Sequence[str]) -> str:
+    """Return the name of a file for what was measured under these facts, on this machine with this version."""
+    machine = (platform.processor(), platform.node(), str(os.cpu_count()))
+    return hashlib.sha256("\n".join((__version__, *machine, *facts)).encode()).hexdigest()[:32]
+
+
+def write_file(path: Path, measured: Mapping[str, Any]) -> None:
+    """Keep what was measured, whole or not at all; a folder that can't be written costs the next start its time."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(measured, file)
+        Path(file.name).replace(path)
+        _drop_oldest(path.parent.glob("*.json"))
+
+
+def _drop_oldest(files: Iterable[Path]) -> None:
+    """Delete all but the newest MOST_FILES files."""
+    for file in sorted(files, key=lambda each: each.stat().st_mtime)[:-MOST_FILES]:
+        file.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "constraints": frozenset({"errors", "tree"}),
     "counts": frozenset({"tree"}),
     "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts"}),
-    "config": frozenset({"errors", "params", "types"}),
+    "config": frozenset({"errors", "files", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "files", "params", "types", "config"}),
     "structured": frozenset({"errors", "files", "constraints", "text"}),
@@ -60,6 +60,8 @@ NATIVE = frozenset(
     }
     | {
         "models.weight_reader",
+        "models.weight_cache",
+        "models.weight_file",
         "models.packings",
         "models.replay",
         "models.native_head",

@@ -97,7 +97,7 @@ def load_drafter(config: EngineConfig) -> Candidate:
     """Load the target and the drafter for one sequence, with drafts of a fixed length."""
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
     )  # fmt: skip
     speculative = {**(config.speculative_config or {}), "draft_length": "fixed"}
     runtime = build_around(replace(config, max_num_seqs=1, speculative_config=speculative), target)

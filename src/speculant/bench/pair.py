@@ -161,7 +161,7 @@ def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
     alone = replace(config, max_num_seqs=1, speculative_config={"draft_length": "fixed"})
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
     )  # fmt: skip
     own = _candidate(alone, target, None)
     return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.backend.quantizations)]
@@ -172,6 +172,7 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
     checkpoint = load_model(
         str(config.draft_model), config.dtype, config.device,
         role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
+        weight_cache=config.weight_cache_folder(),
     )  # fmt: skip
     return Candidate(quantization, checkpoint, runtime)
 

@@ -72,10 +72,10 @@ def figures(llm: LLM, output: RequestOutput) -> str:
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s
     made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
-    detail = speculation(llm, output)
+    detail, weights = speculation(llm, output), ", ".join(filter(None, (llm.weight_packing, llm.weight_source)))
     if output.metrics.verification is None:
-        return f"{made}; speculation is off: {detail}; weights are {llm.weight_packing}"
+        return f"{made}; speculation is off: {detail}; weights are {weights}"
     return (
         f"{made}; speculation is on: {detail}; mean acceptance length {spec.mean_acceptance_length:.2f}, "
-        f"acceptance rate {spec.acceptance_rate:.2f}; weights are {llm.weight_packing}"
+        f"acceptance rate {spec.acceptance_rate:.2f}; weights are {weights}"
     )

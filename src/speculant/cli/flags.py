@@ -168,6 +168,7 @@ class EngineFlags(FlagGroup):
     weight_packing: Annotated[
         str, "How bfloat16 weights are stored: plain, 12bit (the same bits) or auto (faster here)."
     ]
+    weight_cache: Annotated[str, "Where packed weights are kept for the next start: a folder, auto or off."]
     seed: Annotated[int, "Seeds the requests that bring no seed of their own; their text can be repeated then."]
 
     def values(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from speculant import __version__
 from speculant.cli.probes import Speeds, measure_speeds
 from speculant.errors import ModelError
+from speculant.files import cache_folder
 from speculant.models.source import resolve_source
 
 MIB = 2**20
@@ -186,7 +187,17 @@ def _kernels(speeds: Speeds) -> dict[str, Any]:
         facts = {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
         facts["native_linear_gb_per_s"] = speeds.native_linear
         facts["weight_packing"] = str(speeds.packing)
+        facts["weight_cache"] = _weight_cache()
     return {**facts, "torch_linear_gb_per_s": speeds.torch_linear}
+
+
+def _weight_cache() -> str:
+    """Return what the usual folder of packed weights holds."""
+    from speculant.models.weight_cache import LIMIT_BYTES, cache_files
+
+    folder = cache_folder("weights")
+    sizes = [status.st_size for _, status in cache_files(folder)]
+    return f"{len(sizes)} models, {sum(sizes) / GIB:.1f} of at most {LIMIT_BYTES / GIB:.0f} GiB, in {folder}"
 
 
 def _kernel_finding(speeds: Speeds) -> Finding:

@@ -60,7 +60,7 @@ def build_engine(config: EngineConfig) -> Runtime:
         find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
-        weight_packing=config.weight_packing,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
     )  # fmt: skip
     return build_around(config, target)
 
@@ -71,13 +71,13 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
-    memory = CacheMemory.of(config, limits, target.model.cache_shape)
+    memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes)
     verifiers, _ = build_verifiers(spec)
     arms = Arms()
     drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, arms)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
-    facts = str(replace(config, seed=0))  # costs do not depend on the seed
+    facts = str(replace(config, seed=0, weight_cache="off"))  # costs depend on neither
     measured = Calibration(
         target.model,
         cache,
@@ -285,7 +285,7 @@ class _Workshop:
         return load_model(
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens,
-            weight_packing=config.weight_packing,
+            weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
         )  # fmt: skip
 
 

@@ -6,16 +6,11 @@ policy follows the real steps from then on, so a curve only has to have the righ
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -25,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant import __version__
 from speculant.cache.base import KVCache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.runner import forward_target
 from speculant.errors import Guard
-from speculant.files import cache_folder
+from speculant.files import cache_folder, key_of, write_file
 from speculant.kernels.base import Sampler
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
@@ -47,10 +41,9 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 8, 4, 2, 16, 6, 3, 12, 5, 7, 9, 10, 32, 24, 14, 17, 20, 64, 48, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
 CONTEXT = 64  # tokens before the measured rows
-BUDGET_S = 1.0  # for the target, and for each method and number of sequences
-LEAST_SIZES, MOST_ROUNDS = 2, 15
+BUDGET_S = 0.3  # for the target, and for each method and number of sequences
+LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
-MOST_FILES = 64  # in the folder of kept curves
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
 
@@ -87,7 +80,7 @@ class Calibration:
         return StepCosts(CostCurve(points(kept["passes"])), drafts)
 
     def _key(self) -> str:
-        return key_of([*self.identity, *sorted(self.drafters), str(self.limits)])
+        return key_of([str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits)])
 
     @torch.inference_mode()
     def _measure(self) -> dict[str, Any]:
@@ -172,16 +165,21 @@ def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float
 
 
 def timed_rounds(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, list[float]]:
-    """Return the seconds of each round of `run` at sizes."""
+    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of."""
     seconds: dict[int, list[float]] = {}
     run(sizes[0])  # the first call takes memory and fills caches
-    started = time.perf_counter()
-    for size in [*sizes] * MOST_ROUNDS:
-        begun = time.perf_counter()
+    started = begun = time.perf_counter()
+    chosen = [*sizes]
+    for place, size in enumerate(chosen * MOST_ROUNDS):
+        if place == LEAST_SIZES:
+            chosen = chosen[: max(LEAST_SIZES, int(BUDGET_S / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
         if begun - started > BUDGET_S and len(seconds) >= min(LEAST_SIZES, len(sizes)):
             break
-        run(size)
-        seconds.setdefault(size, []).append(time.perf_counter() - begun)
+        if size in chosen:
+            run(size)
+            ended = time.perf_counter()
+            seconds.setdefault(size, []).append(ended - begun)
+            begun = ended
     return seconds
 
 
@@ -218,25 +216,3 @@ def read_curves(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return kept if sound else None
-
-
-def key_of(facts: Sequence[str]) -> str:
-    """Return the name of a file for what was measured under these facts, on this machine with this version."""
-    machine = (platform.processor(), platform.node(), str(os.cpu_count()), str(torch.get_num_threads()))
-    return hashlib.sha256("\n".join((__version__, *machine, *facts)).encode()).hexdigest()[:32]
-
-
-def write_file(path: Path, measured: Mapping[str, Any]) -> None:
-    """Keep what was measured, whole or not at all; a folder that can't be written costs the next start its time."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(measured, file)
-        Path(file.name).replace(path)
-        drop_oldest(path.parent.glob("*.json"))
-
-
-def drop_oldest(files: Iterable[Path]) -> None:
-    """Delete all but the newest MOST_FILES files."""
-    for file in sorted(files, key=lambda each: each.stat().st_mtime)[:-MOST_FILES]:
-        file.unlink(missing_ok=True)

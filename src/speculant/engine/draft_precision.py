@@ -20,8 +20,9 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.drafting.growth.chains import fit_vocabulary, grow
-from speculant.engine.calibration import folder, key_of, requests, timed, write_file
+from speculant.engine.calibration import folder, requests, timed
 from speculant.errors import ModelError, SpeculantError
+from speculant.files import key_of, write_file
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.weights import Checkpoint
 from speculant.params import SamplingParams
@@ -70,7 +71,7 @@ def choose_precision(
     load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
     the key of the kept choice.
     """
-    path = folder() / f"{key_of(identity)}.precision.json"
+    path = folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.precision.json"
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, SpeculantError):
         kept = json.loads(path.read_text(encoding="utf-8"))["draft_quantization"]
         return load(kept), kept

@@ -89,6 +89,11 @@ class Frontend:
         return str(self._runtime.checkpoint.packing)
 
     @property
+    def weight_source(self) -> str:
+        """Where the target's packed weights are from: the cache, or the checkpoint. Empty for other kernels."""
+        return self._runtime.checkpoint.source
+
+    @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
         return self._runtime.checkpoint.sampling

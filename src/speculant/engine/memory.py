@@ -33,9 +33,9 @@ class CacheMemory:
         self.made: list[KVCache] = []
 
     @classmethod
-    def of(cls, config: EngineConfig, limits: Limits, target: CacheShape) -> CacheMemory:
-        """Take the configured budget, or a share of what is free."""
-        free = int(SHARE_OF_FREE * free_memory(target.device))
+    def of(cls, config: EngineConfig, limits: Limits, target: CacheShape, mapped: int = 0) -> CacheMemory:
+        """Take the configured budget, or a share of what is free. mapped: bytes of weights that count as free."""
+        free = int(SHARE_OF_FREE * max(0, free_memory(target.device) - mapped))
         return cls(config, limits, target, config.kv_memory_bytes() or free)
 
     def make_target(self) -> KVCache:

@@ -8,9 +8,11 @@ sequences.
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import threading
 from collections import defaultdict
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from torch import Tensor
 ALIGNMENT = 64  # bytes
 LEAST_BYTES = 2**20  # smaller tensors are made as usual
 MOST_BYTES = 2**28  # that are kept
+MOST_SLAB = 2**28  # bytes that an arena takes from the system at once, unless one piece is larger
+HUGE_BYTES = 2**22  # a slab of so many has huge pages: the system hands those out several times as fast
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -26,6 +30,46 @@ def aligned(size: int) -> Tensor:
     """Return `size` bytes of memory that are aligned to a cache line."""
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % ALIGNMENT :][:size]
+
+
+class Arena:
+    """Memory for the weights of a model, whose sizes are known once they were written.
+
+    Pages that nothing was written to take no memory. A slab lives as long as a tensor in it.
+    """
+
+    def __init__(self) -> None:
+        self._slab, self._used, self._taken = _map(0), 0, 0
+        self._scratch = _map(0)
+
+    def take(self, size: int) -> Tensor:
+        """Return `size` aligned bytes; `keep` says how many of them are used, before the next ones are taken."""
+        if size > len(self._slab) - self._used:
+            self._slab, self._used = _map(max(size, min(self._taken, MOST_SLAB))), 0
+        return self._slab[self._used : self._used + size]
+
+    def keep(self, memory: Tensor, size: int) -> Tensor:
+        """Keep the first `size` bytes of what was taken last."""
+        whole = -(-size // ALIGNMENT) * ALIGNMENT
+        self._used, self._taken = self._used + whole, self._taken + whole
+        return memory[:size]
+
+    def scratch(self, size: int) -> Tensor:
+        """Return aligned bytes that the next call returns again."""
+        if size > len(self._scratch):
+            self._scratch = _map(size)
+        return self._scratch[:size]
+
+
+def _map(size: int) -> Tensor:
+    """Return zeroed pages, which are taken from the system when they are written to."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class Scratch:

@@ -26,7 +26,7 @@ from speculant.kernels.base import SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.native_structs import Draft, settings_array
 
-VERSION = 10
+VERSION = 11
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -128,12 +128,23 @@ class Kernels:
     def code(self, plain: Weight) -> Weight:
         """Return a packed matrix of bfloat16, or two that are interleaved, in 12 bits a weight."""
         panels = plain.memory.numel() // self.packed_bytes(Type.BF16, 1, plain.k)
-        index = aligned(INDEX_BYTES * panels)
-        job = self.index, self.threads, panels, plain.k, plain.address
-        memory = aligned(self.library.sp_index_panels(*job, index.data_ptr()))
-        memory[: len(index)] = index
-        self.library.sp_code_panels(*job, memory.data_ptr())
-        return Weight(memory, Type.BF12, plain.n, plain.k)
+        memory = aligned(self.most_coded_bytes(panels, plain.k))
+        used = self.code_panels(plain.address, panels, plain.k, memory.data_ptr(), -(-INDEX_BYTES * panels // 64) * 64)
+        return Weight(memory[:used].clone(), Type.BF12, plain.n, plain.k)
+
+    def most_coded_bytes(self, panels: int, k: int) -> int:
+        """Return the most bytes that so many panels of bfloat16 take in 12 bits a weight, the index included."""
+        return -(-INDEX_BYTES * panels // 64) * 64 + panels * -(-self.packed_bytes(Type.BF16, 1, k) // 64) * 64
+
+    def code_panels(self, plain: int, panels: int, k: int, index: int, data: int) -> int:
+        """Code packed panels of bfloat16 and fill their entries of an index; `plain` and `index` are addresses.
+
+        data: bytes from the first entry to where the first panel goes. Returns the bytes to behind the last one.
+        """
+        job = self.index, self.threads, panels, k, plain, index
+        end = int(self.library.sp_index_panels(*job, data))
+        self.library.sp_code_panels(*job)
+        return end
 
     def pack_panels(self, type_: Type, rows: Tensor, address: int, step: int) -> None:
         """Pack rows [n, k] of float32 or bfloat16 into every `step`-th panel, the first at an address.
@@ -179,6 +190,11 @@ class Kernels:
         """Return the time to read a tensor's memory once, in seconds."""
         size = memory.numel() * memory.element_size()
         return float(self.library.sp_read(self.index, self.threads, memory.data_ptr(), size))
+
+    def checksum(self, memory: Tensor) -> int:
+        """Return a checksum of a tensor's memory, the same on every instruction set."""
+        size = memory.numel() * memory.element_size()
+        return int(self.library.sp_checksum(self.index, self.threads, memory.data_ptr(), size))
 
 
 def address(items: array[int] | array[float]) -> int:
@@ -259,11 +275,12 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_usable", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
-    ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
+    ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p, c_int64]),
     ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),
     ("sp_draw", c_int64, [c_int, c_void_p, c_int64, c_int, c_uint64]),
     ("sp_read", c_double, [c_int, c_int, c_void_p, c_int64]),
+    ("sp_checksum", c_uint64, [c_int, c_int, c_void_p, c_int64]),
 )

@@ -1,23 +1,112 @@
-"""Packs a matrix as its rows are read, so that memory never holds a whole unpacked copy.
+"""Packs matrices as their rows are read, so that memory never holds a whole unpacked copy.
 
 panels of a matrix      [ 0 ][ 1 ][ 2 ][ 3 ] ...          each panel holds the same number of rows
 interleaved matrices    [ 0 ][ 0'][ 1 ][ 1'] ...          gate and up: a lane each
+in 12 bits a weight     index, [ 0 ][ 1 ] ...             plain panels are in a window, and coded as soon as it is full
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from speculant.kernels.memory import aligned
-from speculant.kernels.native import Kernels, Type, Weight
+from speculant.kernels.memory import Arena, aligned
+from speculant.kernels.native import INDEX_BYTES, Kernels, Type, Weight
 
 CHUNK_BYTES = 2**22  # of rows that are converted at once; a chunk has at least one panel per thread
+WINDOW_BYTES = 2**23  # of plain panels that are coded at once: they stay in the processor's caches
+LEAST_SHARE = 4  # panels of a window for each thread
+
+Read = Callable[[], Tensor]
 
 
-def allocate(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1) -> Weight:
+@dataclass(frozen=True)
+class Packer:
+    """Packs matrices [n, k] as `type_`, rounded to `dtype` before: float32 or bfloat16. Weights lie in the arena."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    arena: Arena
+
+    def pack(self, type_: Type, n: int, k: int, lanes: Sequence[Sequence[Read]]) -> Weight:
+        """Pack a matrix for each lane, interleaved panel by panel; the reads of a lane give its rows, part by part.
+
+        Plain lanes are read one after the other, coded ones at the same time.
+        """
+        if type_ == Type.BF12:
+            return self._pack_coded(n, k, lanes)
+        weight = allocate(self.kernels, type_, n, k, len(lanes), self.arena)
+        for index, reads in enumerate(lanes):
+            lane = Lane(self.kernels, weight, self.dtype, index, len(lanes))
+            for read in reads:
+                lane.write(read())
+            lane.close()
+        return weight
+
+    def _pack_coded(self, n: int, k: int, lanes: Sequence[Sequence[Read]]) -> Weight:
+        coder = Coder(self.kernels, n, k, len(lanes), self.arena)
+        windows = [Lane(self.kernels, coder.window, self.dtype, index, len(lanes)) for index in range(len(lanes))]
+        for rows in zip(*(_blocks(reads, coder.rows) for reads in lanes), strict=True):
+            for lane, own in zip(windows, rows, strict=True):
+                for part in own:
+                    lane.write(part)
+                lane.close()
+                lane.rewind()
+            coder.code(sum(map(len, rows[0])))
+        return coder.weight()
+
+
+class Coder:
+    """Codes a matrix of bfloat16, or several that are interleaved, window by window.
+
+    window: memory for the plain panels of `rows` rows of each lane.
+    """
+
+    def __init__(self, kernels: Kernels, n: int, k: int, lanes: int, arena: Arena) -> None:
+        self._kernels, self._n, self._k, self._lanes, self._arena = kernels, n, k, lanes, arena
+        self._height = panel_rows(kernels)
+        panels = -(-n // self._height) * lanes
+        most = max(LEAST_SHARE * kernels.threads, WINDOW_BYTES // kernels.packed_bytes(Type.BF16, 1, k)) // lanes
+        self.rows = min(max(1, most), panels // lanes) * self._height
+        window = arena.scratch(kernels.packed_bytes(Type.BF16, self.rows, k) * lanes)
+        self.window = Weight(window, Type.BF16, self.rows, k)
+        self._memory = arena.take(kernels.most_coded_bytes(panels, k))
+        self._done, self._used = 0, -(-INDEX_BYTES * panels // 64) * 64  # panels, and bytes
+
+    def code(self, rows: int) -> None:
+        """Code the window, of which so many rows of each lane are filled."""
+        panels, entry = -(-rows // self._height) * self._lanes, INDEX_BYTES * self._done
+        index = self._memory.data_ptr() + entry
+        end = self._kernels.code_panels(self.window.address, panels, self._k, index, self._used - entry)
+        self._done, self._used = self._done + panels, end + entry
+
+    def weight(self) -> Weight:
+        """Return the coded matrix once all rows were coded."""
+        return Weight(self._arena.keep(self._memory, self._used), Type.BF12, self._n, self._k)
+
+
+def _blocks(reads: Sequence[Read], count: int) -> Iterator[list[Tensor]]:
+    """Yield `count` rows at a time, in parts; the last ones may be fewer."""
+    block, missing = list[Tensor](), count
+    for read in reads:
+        rows = read()
+        while len(rows):
+            block.append(rows[:missing])
+            rows, missing = rows[missing:], missing - len(rows[:missing])
+            if not missing:
+                yield block
+                block, missing = [], count
+    if block:
+        yield block
+
+
+def allocate(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1, arena: Arena | None = None) -> Weight:
     """Return memory for `lanes` interleaved matrices [n, k]; one `Lane` writes each of them."""
-    return Weight(aligned(kernels.packed_bytes(type_, n, k) * lanes), type_, n, k)
+    size = kernels.packed_bytes(type_, n, k) * lanes
+    return Weight(aligned(size) if arena is None else arena.keep(arena.take(size), size), type_, n, k)
 
 
 class Lane:
@@ -29,7 +118,7 @@ class Lane:
     def __init__(self, kernels: Kernels, weight: Weight, dtype: torch.dtype, index: int = 0, lanes: int = 1) -> None:
         self._kernels, self._type, self._lanes = kernels, weight.type, lanes
         self._panel = kernels.packed_bytes(weight.type, 1, weight.k)
-        self._address = weight.address + index * self._panel  # of the next panel
+        self._first = self._address = weight.address + index * self._panel  # of the next panel
         self._height = panel_rows(kernels)
         self._chunk = max(kernels.threads, CHUNK_BYTES // (4 * weight.k * self._height)) * self._height
         self._held = torch.empty(0, weight.k, dtype=dtype)
@@ -40,13 +129,19 @@ class Lane:
         begun = min(-len(self._held) % self._height, len(rows))  # these rows complete the current panel
         self._hold(rows[:begun])
         whole = begun + (len(rows) - begun) // self._height * self._height
-        for first in range(begun, whole, self._chunk):
-            self._put(rows[first : min(first + self._chunk, whole)])
+        chunk = self._chunk if rows.dtype != self._held.dtype else max(1, whole - begun)
+        for first in range(begun, whole, chunk):
+            self._put(rows[first : min(first + chunk, whole)])
         self._hold(rows[whole:])
 
     def close(self) -> None:
         """Pack the rows still held; the rest of their panel is zeros."""
         self._put(self._held)
+        self._held = self._held[:0]
+
+    def rewind(self) -> None:
+        """Begin again at the first panel."""
+        self._address = self._first
 
     def _hold(self, rows: Tensor) -> None:
         self._held = torch.cat([self._held, rows.to(self._held)])

@@ -28,6 +28,7 @@ from speculant.models.decoder import spread
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
 from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
+from speculant.models.weight_cache import WeightStore
 from speculant.models.weight_reader import WeightReader
 from speculant.models.weight_source import WeightSource
 
@@ -48,7 +49,7 @@ class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
     dtype, float32 or bfloat16, is that of the weights and of the cache. Matrices are rounded to `quantization`.
-    coded: those of bfloat16 are stored in 12 bits a weight, which changes no bit of a result.
+    coded: those of bfloat16 are stored in 12 bits a weight, which changes no bit of a result. store: packed matrices.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
 
@@ -62,8 +63,10 @@ class NativeDecoder:
         kernels: Kernels,
         quantization: Type | None = None,
         coded: bool = False,
+        store: WeightStore | None = None,
     ) -> None:
-        packed = PackedDecoder.read(config, WeightReader(weights, kernels, dtype, coded=coded), quantization)
+        reader = WeightReader(weights, kernels, dtype, coded=coded, store=store)
+        packed = PackedDecoder.read(config, reader, quantization)
         self._begin(packed, dtype, kernels)
 
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:

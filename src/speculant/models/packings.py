@@ -6,8 +6,10 @@ is faster where reading them is what a pass waits for; both are timed, on matric
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from speculant.kernels.memory import aligned
+from speculant.files import cache_folder, key_of, write_file
+from speculant.kernels.memory import Arena, aligned
 from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import panel_rows
 from speculant.models.backends.base import CODED, PLAIN, Packing
@@ -24,25 +27,44 @@ from speculant.models.decoder_program import linear
 
 MIB = 2**20
 LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
-TIMED_BYTES = 128 * MIB  # that are read in turn; more if the caches are large
+TIMED_BYTES = 64 * MIB  # that are read in turn; more if the caches are large
 MOST_TIMED_BYTES = 512 * MIB
 ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
 LAYER_BYTES = 8 * MIB
-SECONDS = 0.3  # after which no further round of runs begins
+SECONDS = 0.15  # after which no further round of runs begins
 DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
+STEADY = 1.5  # gains whose typical times are more than this many times the best ones are not kept
+
+Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
 
 
 def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str | None) -> Packing:
-    """Return the faster way to store a model's bfloat16 weights here; takes less than a second."""
+    """Return the faster way to store a model's bfloat16 weights here; takes some tenths of a second the first time."""
     if quantization is not None:
         return Packing(PLAIN, f"its linear layers are {quantization}")
     size = linear_bytes(config)
     if size < LEAST_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
     depths = sorted({config.hidden_size, config.intermediate_size})
-    return choose(measure_gains(kernels, depths, min(size, timed_bytes())))
+    return choose(kept_gains(kernels, depths, min(size, timed_bytes())))
+
+
+def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
+    """Return the gains that were measured at an earlier start; else measure them, and keep them if they were steady."""
+    facts = ["gains", kernels.isa, str(kernels.threads), str(depths), str(num_bytes)]
+    path = cache_folder("costs") / f"{key_of(facts)}.packing.json"
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        kept = json.loads(path.read_text(encoding="utf-8"))["gains"]
+        gains = {rows: float(kept[str(rows)]) for rows in ROWS}
+        if all(0 < gain < math.inf for gain in gains.values()):
+            return gains
+    times = time_packings(kernels, depths, num_bytes)
+    gains = gains_of(times)
+    if is_steady(times):
+        write_file(path, {"gains": gains})
+    return gains
 
 
 def choose(gains: Mapping[int, float]) -> Packing:
@@ -68,25 +90,41 @@ def timed_bytes() -> int:
 
 
 def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
-    """Return the speed of linear layers with coded weights over that with plain ones, by rows.
+    """Return the speed of linear layers with coded weights over that with plain ones, by rows."""
+    return gains_of(time_packings(kernels, depths, num_bytes))
+
+
+def gains_of(times: Times) -> dict[int, float]:
+    """Return the gains, by rows, of the best times: other programs may delay most runs, but hardly all of so many."""
+    best = {key: sum(map(min, layers.values())) for key, layers in times.items()}
+    return {rows: best[PLAIN, rows] / best[CODED, rows] for rows in ROWS}
+
+
+def is_steady(times: Times) -> bool:
+    """Whether typical times are near the best ones: other programs were not busy all the time."""
+    ratios = [statistics.median(own) / min(own) for layers in times.values() for own in layers.values()]
+    return statistics.median(ratios) <= STEADY
+
+
+def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Times:
+    """Return the seconds of linear layers in both packings, by rows, of all runs at each depth.
 
     There are small layers of all depths, with `num_bytes` of plain weights together, so that each is read from memory.
-    The best time of those of one depth counts: other programs may delay most runs, but hardly all of so many.
     """
     count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
     plain = [_random_matrix(kernels, depth) for depth in depths]
     layers = {PLAIN: _copies(plain, count), CODED: _copies([kernels.code(each) for each in plain], count)}
     x, out = torch.randn(max(ROWS), max(depths)), torch.empty(max(ROWS), max(each.n for each in plain))
     programs = {name: [(Op * 1)(linear(each, x, out)) for each in own] for name, own in layers.items()}
-    best = {(name, rows): dict.fromkeys(depths, math.inf) for rows in ROWS for name in layers}
+    seconds: Times = {(name, rows): {depth: [] for depth in depths} for rows in ROWS for name in layers}
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end:
-        for (name, rows), times in best.items():
+        for (name, rows), times in seconds.items():
             for layer, program in zip(layers[name], programs[name], strict=True):
                 started = time.perf_counter()
                 kernels.run(program, Pass(rows=rows))
-                times[layer.k] = min(times[layer.k], time.perf_counter() - started)
-    return {rows: sum(best[PLAIN, rows].values()) / sum(best[CODED, rows].values()) for rows in ROWS}
+                times[layer.k].append(time.perf_counter() - started)
+    return seconds
 
 
 def _random_matrix(kernels: Kernels, depth: int) -> Weight:
@@ -102,7 +140,10 @@ def _random_matrix(kernels: Kernels, depth: int) -> Weight:
 
 def _copies(weights: Sequence[Weight], count: int) -> list[Weight]:
     """Return copies of weights, each in memory of its own."""
-    copies = [replace(weight, memory=aligned(len(weight.memory))) for weight in weights for _ in range(count)]
-    for index, copy in enumerate(copies):
-        copy.memory.copy_(weights[index // count].memory)
-    return copies
+    arena = Arena()
+
+    def copy(weight: Weight) -> Weight:
+        size = len(weight.memory)
+        return replace(weight, memory=arena.keep(arena.take(size), size).copy_(weight.memory))
+
+    return [copy(weight) for weight in weights for _ in range(count)]

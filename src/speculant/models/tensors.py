@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SHOWN = 5
+TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
 _SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # a file of the folder itself
 
 
@@ -32,6 +33,27 @@ class Entry:
     file: Path
     shape: tuple[int, ...]
     kind: str  # safetensors' name of the type, such as BF16
+
+
+class Stamp(NamedTuple):
+    """What changes whenever a file's content does. modified and changed are nanoseconds, the latter of any change."""
+
+    path: str
+    size: int
+    inode: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp:
+        """Look at a file, behind links."""
+        path = file.resolve()
+        status = path.stat()
+        return cls(str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+
+    def is_before(self, moment: float) -> bool:
+        """Whether another change since a moment, in seconds, would have given it another time."""
+        return max(self.modified, self.changed) / 1e9 < moment - TICK
 
 
 @dataclass(frozen=True)
@@ -70,6 +92,10 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
         return self.entries[name].shape
+
+    def stamps(self) -> list[Stamp]:
+        """Return the stamps of all files."""
+        return [Stamp.of(file) for file in sorted({entry.file for entry in self.entries.values()})]
 
     def read(self, name: str) -> Tensor:
         """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps what was read in memory."""

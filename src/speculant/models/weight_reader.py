@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
+from speculant.kernels.memory import Arena
 from speculant.kernels.native import QUANTIZED, Kernels, Type, Weight
-from speculant.kernels.packing import Lane, allocate
+from speculant.kernels.packing import Packer
+from speculant.models.weight_cache import WeightStore
 from speculant.models.weight_source import WeightSource, read_plain
 
 
@@ -17,7 +21,7 @@ from speculant.models.weight_source import WeightSource, read_plain
 class WeightReader:
     """A source whose tensors are rounded to `dtype` and packed; names follow `prefix`.
 
-    coded: matrices of bfloat16 are stored in 12 bits a weight.
+    coded: matrices of bfloat16 are stored in 12 bits a weight. store: has packed matrices, and takes in others.
     """
 
     weights: WeightSource
@@ -25,6 +29,8 @@ class WeightReader:
     dtype: torch.dtype
     prefix: str = ""
     coded: bool = False
+    arena: Arena = field(default_factory=Arena)
+    store: WeightStore | None = None
 
     def inside(self, part: str) -> WeightReader:
         """Return a reader of a submodule."""
@@ -33,25 +39,22 @@ class WeightReader:
     def matrix(self, type_: Type, *names: str) -> Weight:
         """Pack matrices of the same depth k, concatenated along their rows. Raises ModelError; see `_read_matrix`."""
         shapes = [self.weights.shape(self.prefix + name) for name in names]
-        packed = allocate(self.kernels, type_, sum(n for n, _ in shapes), shapes[0][1])
-        lane = Lane(self.kernels, packed, self.dtype)
-        for name in names:
-            lane.write(self._read_matrix(type_, name))
-        lane.close()
-        return self._stored(packed)
+        return self._pack(type_, sum(n for n, _ in shapes), shapes[0][1], [names])
 
     def interleaved(self, type_: Type, *names: str) -> Weight:
         """Pack matrices of the same shape, interleaved panel by panel. Raises ModelError; see `_read_matrix`."""
-        n, k = self.weights.shape(self.prefix + names[0])
-        packed = allocate(self.kernels, type_, n, k, len(names))
-        for index, name in enumerate(names):
-            lane = Lane(self.kernels, packed, self.dtype, index, len(names))
-            lane.write(self._read_matrix(type_, name))
-            lane.close()
-        return self._stored(packed)
+        ((n, k),) = {self.weights.shape(self.prefix + name) for name in names}
+        return self._pack(type_, n, k, [(name,) for name in names])
 
-    def _stored(self, packed: Weight) -> Weight:
-        return self.kernels.code(packed) if self.coded and packed.type == Type.BF16 else packed
+    def _pack(self, type_: Type, n: int, k: int, lanes: Sequence[Sequence[str]]) -> Weight:
+        stored = Type.BF12 if self.coded and type_ == Type.BF16 else type_
+        name = f"{self.prefix}{'|'.join(map('+'.join, lanes))} {stored.name}"
+        found = self.store.get(name, stored, n, k) if self.store else None
+        if found is not None:
+            return found
+        reads = [[partial(self._read_matrix, type_, name) for name in lane] for lane in lanes]
+        packed = Packer(self.kernels, self.dtype, self.arena).pack(stored, n, k, reads)
+        return self.store.add(name, packed) if self.store else packed
 
     def vector(self, *names: str) -> Tensor:
         """Return vectors in float32, concatenated."""

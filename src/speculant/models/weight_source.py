@@ -95,11 +95,14 @@ class ShortHead:
 
 
 class CheckedWeights:
-    """The tensors of a source that a model consists of; `check` requires that all were read."""
+    """The tensors of a source that a model consists of; `check` requires that all were asked for.
+
+    That is, they were read, or their shapes were compared with those of packed ones.
+    """
 
     def __init__(self, source: WeightSource, names: Collection[str]) -> None:
         self._source, self._names = source, names
-        self._unread = dict.fromkeys(names)
+        self._unused = dict.fromkeys(names)
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`."""
@@ -107,18 +110,19 @@ class CheckedWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
+        self._unused.pop(name, None)
         return self._source.shape(name)
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        self._unread.pop(name, None)
+        self._unused.pop(name, None)
         return self._source.read(name)
 
     def check(self, reader: str) -> None:
-        """Check that every tensor was read: without one it is another model. Raises ModelError."""
-        if self._unread:
+        """Check that every tensor was asked for: without one it is another model. Raises ModelError."""
+        if self._unused:
             raise ModelError(
-                f"the {reader} kernels leave {len(self._unread)} tensors of this model unused"
-                f" ({', '.join(list(self._unread)[:5])})",
+                f"the {reader} kernels leave {len(self._unused)} tensors of this model unused"
+                f" ({', '.join(list(self._unused)[:5])})",
                 'use kernels="reference", and report this model.',
             )

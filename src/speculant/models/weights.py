@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ import torch
 
 from speculant import plugins
 from speculant.errors import ConfigError, ModelError, suggest
-from speculant.models.backends.base import AUTO, Backend, Packing, choose_backend, packing_of
+from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.source import read_json, resolve_source
-from speculant.models.tensors import TensorFiles, check_layers, check_tensors
+from speculant.models.tensors import Stamp, TensorFiles, check_layers, check_tensors
 from speculant.models.weight_source import CheckedWeights, ShortHead, WeightSource
 from speculant.params import SamplingParams
 
@@ -45,6 +45,8 @@ class Checkpoint:
     name: str
     kernels: str  # the backend's name and facts, and why other backends were not chosen
     backend: Backend  # computes the model
+    source: str = ""  # where packed weights are from, if that can differ
+    mapped_bytes: int = 0  # of the model, which the system counts as free memory
 
     @property
     def packing(self) -> Packing:
@@ -63,13 +65,15 @@ def load_model(
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
     weight_packing: str = AUTO,
+    weight_cache: Path | None = None,
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
 
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
     the tokens that have a logit, in ascending order; () = all. weight_packing: how weights are stored, plain or 12bit;
-    auto = the faster way on this machine, which is timed for a large model.
+    auto = the faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed
+    weights are kept between starts; None = none.
 
     dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
     "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
@@ -93,13 +97,52 @@ def load_model(
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
     weights = CheckedWeights(tensors, shapes.keys())
     decoder, own = with_short_head(decoder, weights, head_tokens)
-    model = backend.load(decoder, own, chosen, place, quantization)
+    kept = KeptWeights.of(weight_cache, backend, tensors, (str(chosen), str(quantization), str(decoder)))
+    model = kept.backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)
     check_needs(model.needs)
     name, seconds = _name(source, role, folder), time.perf_counter() - started
     logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
-    logger.info("%s %s: weights are stored %s", role, name, packing_of(backend))
-    return Checkpoint(model, config, folder, chosen, ends, generation, sampling, name, description, backend)
+    made = kept.keep()
+    logger.info("%s %s: weights are stored %s%s", role, name, packing_of(backend), made and f", {made}")
+    return Checkpoint(
+        model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes
+    )
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """The backend that loads a model, and the files that its packed weights are made of, which may be kept."""
+
+    backend: Backend
+    tensors: TensorFiles
+    stamps: Sequence[Stamp] = ()
+    started: float = 0.0
+
+    @classmethod
+    def of(cls, folder: Path | None, backend: Backend, tensors: TensorFiles, facts: Sequence[str]) -> KeptWeights:
+        """Prepare the loading of a model. folder: None = its weights are not kept."""
+        if folder is None or not isinstance(backend, StoresWeights):
+            return cls(backend, tensors)
+        started, stamps = time.time(), tensors.stamps()
+        facts = [packing_of(backend).name, *facts, *map(str, stamps)]
+        return cls(backend.with_store(folder, facts), tensors, stamps, started)
+
+    @property
+    def _store(self) -> Store | None:
+        return self.backend.store if self.stamps and isinstance(self.backend, StoresWeights) else None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of the model lies in mapped memory."""
+        return self._store.mapped_bytes if self._store else 0
+
+    def keep(self) -> str:
+        """Keep what was packed unless the files may have changed meanwhile. Returns where the weights are from."""
+        settled = all(stamp.is_before(self.started) for stamp in self.stamps)
+        if self._store is None:
+            return ""
+        return self._store.keep() if settled and self.tensors.stamps() == self.stamps else "packed"
 
 
 def with_short_head(

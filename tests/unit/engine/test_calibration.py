@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speculant import LLM, SamplingParams
+from speculant import LLM, SamplingParams, files
 from speculant.drafting import draft_model
 from speculant.engine import calibration
 from tests.models import Checkpoints
@@ -112,6 +112,6 @@ def test_calibration_works_without_a_place_to_keep_it(
 
 
 def test_calibration_keeps_a_bounded_number_of_files(tmp_path: Path) -> None:
-    for index in range(calibration.MOST_FILES + 5):
-        calibration.write_file(tmp_path / f"{index}.json", {"passes": {1: 1.0}, "drafts": {}})
-    assert len([*tmp_path.glob("*.json")]) == calibration.MOST_FILES
+    for index in range(files.MOST_FILES + 5):
+        files.write_file(tmp_path / f"{index}.json", {"passes": {1: 1.0}, "drafts": {}})
+    assert len([*tmp_path.glob("*.json")]) == files.MOST_FILES

@@ -7,6 +7,7 @@ theirs under the entry point group `speculant.models.backends`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -101,6 +102,36 @@ class PacksWeights(Protocol):
 
     def with_packing(self, packing: Packing) -> Backend:
         """Return this backend, storing the weights of the models that it loads so."""
+        ...
+
+
+class Store(Protocol):
+    """The packed weights of one model: those of a cache on disk, and those that were packed."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of the model lies in mapped memory, which the system counts as free."""
+        ...
+
+    def keep(self) -> str:
+        """Keep what was packed, once the model is complete. Returns where the weights are from."""
+        ...
+
+
+@runtime_checkable
+class StoresWeights(Protocol):
+    """What a backend has that can keep packed weights on disk, and map them at the next start."""
+
+    @property
+    def store(self) -> Store | None:
+        """The weights of the model that it loads; None = they are not kept."""
+        ...
+
+    def with_store(self, folder: Path, facts: Sequence[str]) -> Backend:
+        """Return this backend, for one model: its packed weights are kept in a folder.
+
+        facts: what they depend on beside the backend and its version; weights that were made of others are not used.
+        """
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.config import DecoderConfig
 from speculant.models.native_decoder import NativeDecoder
 from speculant.models.packings import fastest_packing
+from speculant.models.weight_cache import WeightCache, WeightStore
 from speculant.models.weight_source import WeightSource
 
 
@@ -29,6 +31,7 @@ class NativeBackend:
     priority: int = 10
     row_invariant: bool = True
     packing: Packing = AS_THEY_ARE
+    store: WeightStore | None = None
 
     @property
     def sampler(self) -> Sampler:
@@ -61,6 +64,10 @@ class NativeBackend:
         """See `PacksWeights.with_packing`."""
         return replace(self, packing=packing)
 
+    def with_store(self, folder: Path, facts: Sequence[str]) -> NativeBackend:
+        """See `StoresWeights.with_store`."""
+        return replace(self, store=WeightStore(WeightCache(folder, self._built), facts))
+
     def load(
         self,
         config: DecoderConfig,
@@ -71,7 +78,8 @@ class NativeBackend:
     ) -> NativeDecoder:
         """See `Backend.load`: each tensor is packed as it is read."""
         type_ = None if quantization is None else QUANTIZED[quantization]
-        return NativeDecoder(config, weights, dtype, self._built, type_, coded=self.packing.name == CODED)
+        coded = self.packing.name == CODED
+        return NativeDecoder(config, weights, dtype, self._built, type_, coded=coded, store=self.store)
 
     @property
     def _built(self) -> Kernels:
