@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from speculant.bench.larger_matrices import Growth, NoisyFiles
 from speculant.bench.model_shapes import Shape
 from speculant.drafting.heads.folder import KIND, HeadFolder
 from speculant.drafting.heads.parts import HeadParts, Part, Role
+from speculant.drafting.heads.short import FILE as SHORT_HEAD
 from speculant.engine.drafters import head_parts
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
@@ -107,6 +109,8 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
     file = folder / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)  # save_file makes it readable for its owner only
+    if (source / SHORT_HEAD).exists():
+        shutil.copyfile(source / SHORT_HEAD, folder / SHORT_HEAD)
     (folder / "README.md").write_text(_card(head, growth, tensors, noise), encoding="utf-8")
     text = json.dumps(_grown_config(head.config, growth), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -62,7 +62,7 @@ def _kept(source: Path, shape: str) -> Path:
 def _digest(source: Path) -> str:
     """Return a name of a model's weights and configuration."""
     digest = hashlib.sha256()
-    for file in sorted([source / "config.json", *source.glob("*.safetensors")]):
+    for file in sorted([*source.glob("*.json"), *source.glob("*.safetensors")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -8,13 +8,17 @@ Memory: one state per sequence, and the heads' weights. Cost: the blocks and the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
+from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
 from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, FutureDrafter
 from speculant.drafting.heads.parts import HeadParts, Part, Role
+from speculant.drafting.heads.short import short_heads, short_tokens
 from speculant.models.base import CausalLM
 from speculant.models.fields import count
 from speculant.models.future_heads import FeedForwardHeads, FutureShape
@@ -29,14 +33,23 @@ HEAD = HeadParts({
 })  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Options:
+    """head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens."""
+
+    head_tokens: Any = None
+
+
 def build(context: DrafterContext) -> FutureDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
-    no_options(context)
+    options = read_options(context, Options)
     require_no_stop(context)
     target = require_target(context.target)
-    heads = load(HeadFolder.open(str(context.model), KIND), target)
+    folder = HeadFolder.open(str(context.model), KIND)
+    heads, tokens = load(folder, target), short_tokens(options.head_tokens, folder, target)
     chain = StaticTree.of_widths([1] * heads.shape.num_heads)
-    return FutureDrafter(heads, target, context.chances, chain, context.sampler)
+    own_heads = short_heads(target, tokens) if tokens else None
+    return FutureDrafter(heads, target, context.chances, chain, context.sampler, own_heads)
 
 
 def load(folder: HeadFolder, target: CausalLM) -> FeedForwardHeads:

@@ -13,7 +13,7 @@ for each drafted token; a chain is one native call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +23,9 @@ from speculant.drafting.growth.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.folder import HeadFolder, require_target
 from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
+from speculant.drafting.heads.short import WithRows, output_rows, short_tokens
 from speculant.models.base import CausalLM
-from speculant.models.heads import Entry, HeadConfig
+from speculant.models.heads import Entry, HeadConfig, attach, head_shapes
 
 KIND = "eagle"
 METHOD = Method(default_length=4, uses_model=True)
@@ -33,27 +34,36 @@ SHARED = ("embed_tokens.weight", "lm_head.weight")  # the target's, which some f
 
 @dataclass(frozen=True)
 class Options:
-    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
+
+    head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
+    """
 
     tree: Any = None
+    head_tokens: Any = None
 
 
 def build(context: DrafterContext) -> HiddenDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, Options)
     target = require_target(context.target)
-    model = load(HeadFolder.open(str(context.model), KIND), target)
+    folder = HeadFolder.open(str(context.model), KIND)
+    model = load(folder, target, short_tokens(options.head_tokens, folder, target))
     return make_drafter(context, model, (target.num_layers + 1,), newest, options.tree)
 
 
-def load(folder: HeadFolder, target: CausalLM) -> CausalLM:
-    """Read the head."""
+def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> CausalLM:
+    """Read the head; tokens: those that it predicts, () = all."""
     weights = renamed(folder, rename)
     sizes = read_sizes(folder.config, weights.names(), target)
     folder.check_size(sizes.hidden_size, target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
     config = HeadConfig(sizes, Entry.INPUT, fc_bias="fc.bias" in weights.names())
-    return load_layers(config, weights, target, KIND)
+    if not tokens:
+        return load_layers(config, weights, target, KIND)
+    weights.check(head_shapes(config, target), KIND)
+    short = replace(config, decoder=replace(sizes, head_tokens=tokens), own_head=True)
+    return attach(target, short, WithRows(weights, output_rows(target, tokens)))
 
 
 def rename(name: str) -> str | None:

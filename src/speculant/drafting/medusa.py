@@ -25,7 +25,8 @@ from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
 from speculant.drafting.heads.parts import HeadParts, Part, Role
-from speculant.errors import ModelError
+from speculant.drafting.heads.short import short_heads, short_tokens
+from speculant.errors import ConfigError, ModelError
 from speculant.models.base import CausalLM
 from speculant.models.fields import show
 from speculant.models.future_heads import FutureShape, ResidualHeads
@@ -45,9 +46,11 @@ class Options:
     """tree: "chain", children per node at each depth as [3, 2, 1], or the ranks on the way to every node.
 
     None = the nodes that were right most often in training.
+    head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
     """
 
     tree: Any = None
+    head_tokens: Any = None
 
 
 def build(context: DrafterContext) -> FutureDrafter:
@@ -57,6 +60,10 @@ def build(context: DrafterContext) -> FutureDrafter:
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
     heads, own_heads = load(folder, target)
+    if tokens := short_tokens(options.head_tokens, folder, target):
+        if own_heads is not None:
+            raise ConfigError("head_tokens is given, and these heads have output heads of their own", "leave it out.")
+        own_heads = short_heads(target, tokens)
     tree = choose_tree(options.tree, folder.config, heads.shape.num_heads)
     topology = bounded(tree, heads.shape.num_heads, context.vocab_size)
     nodes = METHOD.default_length

@@ -20,6 +20,7 @@ from speculant.bench.inflation import inflate
 from speculant.bench.model_shapes import Shape
 from speculant.cache.factory import paged_cache
 from speculant.drafting.base import DrafterContext
+from speculant.drafting.head_tokens import save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.models.weights import load_model
@@ -104,6 +105,17 @@ def test_inflated_head_drafts_the_same(name: str, targets: Targets, tmp_path: Pa
     assert (greedy, drawn) == expected[:2]
     assert len(greedy) == DEPTH
     torch.testing.assert_close(probs, expected[2], atol=1e-9, rtol=1e-9)
+
+
+def test_short_output_head_stays_short(targets: Targets, tmp_path: Path) -> None:
+    head = write("eagle", write_eagle, tmp_path / "head")
+    save_head_tokens(head / "head_tokens.json", range(1, V, 3))
+    inflate_head(head, tmp_path / "large", SHAPE)
+    *same, probs = drafts("eagle", tmp_path / "large", targets.large)
+    *expected, small = drafts("eagle", head, targets.small)
+    assert same == expected
+    assert not probs[:, ::3].any()
+    torch.testing.assert_close(probs, small, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

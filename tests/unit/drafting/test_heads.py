@@ -17,6 +17,7 @@ from speculant import LLM, plugins
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.head_tokens import save_head_tokens
 from speculant.drafting.heads.future import UNKNOWN, likeliest, product_tree
 from speculant.engine.calibration import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
@@ -134,6 +135,38 @@ def test_blockwise_is_its_ten_lines(tmp_path: Path, checkpoints: Checkpoints, ke
     drafter = build("blockwise", folder, target)
     assert draft(drafter) == [int(logits.argmax()) for logits in expected]
     assert_drawn_from(drawn(drafter)[1], expected)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", ["blockwise", "eagle", "medusa"])
+@pytest.mark.parametrize("given", ["option", "folder"])
+def test_a_short_head_predicts_its_tokens_alone(
+    tmp_path: Path, checkpoints: Checkpoints, kind: str, given: str, kernels: str
+) -> None:
+    """The first drafted token has the same logits among them as with the whole output head."""
+    target, folder = load_target(checkpoints, kernels), WRITERS[kind](tmp_path / "head", H, V)
+    options: dict[str, Any] = {"tree": "chain"} if kind == "medusa" else {}
+    _, whole = drawn(build(kind, folder, target, **options))
+    tokens = list(range(1, V, 3))
+    file = tmp_path / "head" / "head_tokens.json" if given == "folder" else tmp_path / "tokens.json"
+    save_head_tokens(file, tokens)
+    drafter = build(kind, folder, target, **options, **({"head_tokens": str(file)} if given == "option" else {}))
+    assert set(draft(drafter)) <= set(tokens)
+    _, probs = drawn(drafter)
+    assert not probs[:, [token for token in range(V) if token not in tokens]].any()
+    expected = whole[0, tokens] / whole[0, tokens].sum()
+    torch.testing.assert_close(probs[0, tokens], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_short_head_of_another_vocabulary_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    target, folder = load_target(checkpoints), WRITERS["medusa"](tmp_path / "head", H, V)
+    save_head_tokens(tmp_path / "tokens.json", [1, V])
+    with pytest.raises(PairError, match=f"the token {V} and the target has {V}"):
+        build("medusa", folder, target, head_tokens=str(tmp_path / "tokens.json"))
+    own = write_medusa_head(tmp_path / "own", H, V, True)
+    save_head_tokens(tmp_path / "tokens.json", [1, 2])
+    with pytest.raises(ConfigError, match="output heads of their own"):
+        build("medusa", own, target, head_tokens=str(tmp_path / "tokens.json"))
 
 
 class Layer:

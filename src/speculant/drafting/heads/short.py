@@ -1,0 +1,80 @@
+"""Short output heads: a head predicts some of the target's tokens, by their rows of the target's output head.
+
+Which tokens, the option `head_tokens` says, or the file head_tokens.json in the head's folder; both are files of
+`speculant train head-tokens` (drafting/head_tokens.py). Reading the rows costs as much as a pass of the output
+head with a row for each dimension of the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculant.drafting.head_tokens import KEY, read_head_tokens
+from speculant.drafting.heads.folder import HeadFolder
+from speculant.drafting.heads.future import OwnHeads
+from speculant.errors import PairError
+from speculant.models.base import CausalLM
+from speculant.models.decoder import spread
+from speculant.models.weight_source import WeightSource
+
+FILE = f"{KEY}.json"
+ROWS = "lm_head.weight"
+_AT_A_TIME = 64  # dimensions
+
+
+def short_tokens(given: Any, folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
+    """Return the tokens that a head predicts, ascending; () = all. Raises ConfigError or PairError."""
+    usual = folder.folder / FILE
+    tokens = read_head_tokens(usual if given is None and usual.exists() else given)
+    if tokens and tokens[-1] >= target.vocab_size:
+        raise PairError(
+            f"head_tokens has the token {tokens[-1]} and the target has {target.vocab_size}",
+            "make the file with this target's tokenizer.",
+        )
+    return tokens
+
+
+@torch.inference_mode()
+def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
+    """Return the rows [n, hidden] of the target's output head, which are the logits of unit vectors."""
+    of, index = target.cache_shape, torch.tensor(tokens)
+    units = torch.eye(target.hidden_size, dtype=of.dtype, device=of.device).split(_AT_A_TIME)
+    return torch.cat([target.logits(each)[:, index] for each in units]).T.to(of.dtype).contiguous()
+
+
+def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
+    """Return what computes the logits of these tokens; all others have -inf."""
+    rows, index = output_rows(target, tokens), torch.tensor(tokens, device=target.cache_shape.device)
+
+    def logits(states: Tensor) -> Tensor:
+        found = functional.linear(states, rows).flatten(0, 1)
+        found = found.float() if found.dtype == torch.bfloat16 else found
+        return spread(found, index, target.vocab_size).view(*states.shape[:2], -1)
+
+    return logits
+
+
+@dataclass(frozen=True)
+class WithRows:
+    """A `WeightSource` of a head's tensors and of its own output head [n, hidden]."""
+
+    source: WeightSource
+    rows: Tensor
+
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`."""
+        return [*self.source.names(), ROWS]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        return tuple(self.rows.shape) if name == ROWS else self.source.shape(name)
+
+    def read(self, name: str) -> Any:
+        """See `WeightSource.read`."""
+        return self.rows if name == ROWS else self.source.read(name)
