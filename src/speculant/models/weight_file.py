@@ -39,7 +39,7 @@ def write_weights(file: BinaryIO, facts: Sequence[str], weights: Mapping[str, We
     for name, weight in weights.items():
         memory = weight.memory
         entries[name] = [place, len(memory), weight.type, weight.n, weight.k, kernels.checksum(memory)]
-        file.writelines(memoryview(memory[first : first + PIECE].numpy()) for first in range(0, len(memory), PIECE))
+        file.writelines(memory[first : first + PIECE].numpy().data for first in range(0, len(memory), PIECE))
         padding = -len(memory) % ALIGNMENT
         file.write(bytes(padding))
         place += len(memory) + padding

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
+from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models import packings
 from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
 from speculant.models.decoder import Decoder
-from speculant.models.packings import choose, fastest_packing, linear_bytes, measure_gains
+from speculant.models.packings import choose, fastest_packing, kept_gains, linear_bytes, measure_gains
 from tests.contracts.test_backends import CONFIG
 from tests.models import Checkpoints
 
@@ -62,7 +64,7 @@ def test_gains_are_measured_for_all_rows(kernels: Kernels) -> None:
 
 @native
 def test_small_and_quantised_models_are_not_timed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packings, "measure_gains", None)  # a call fails
+    monkeypatch.setattr(packings, "kept_gains", None)  # a call fails
     assert fastest_packing(kernels, CONFIG, None).name == PLAIN
     assert "int8" in fastest_packing(kernels, LARGE, "int8").why
 
@@ -70,7 +72,7 @@ def test_small_and_quantised_models_are_not_timed(kernels: Kernels, monkeypatch:
 @native
 @pytest.mark.parametrize(("gain", "name"), [(1.3, CODED), (0.7, PLAIN)])
 def test_auto_takes_the_faster_packing(monkeypatch: pytest.MonkeyPatch, gain: float, name: str) -> None:
-    monkeypatch.setattr(packings, "measure_gains", lambda *_: dict.fromkeys(packings.ROWS, gain))
+    monkeypatch.setattr(packings, "kept_gains", lambda *_: dict.fromkeys(packings.ROWS, gain))
     backend, says = choose_backend("native", None, LARGE, torch.bfloat16, CPU)
     assert packing_of(backend).name == name
     assert f"{gain:.2f} x at 1 row" in packing_of(backend).why
@@ -78,8 +80,30 @@ def test_auto_takes_the_faster_packing(monkeypatch: pytest.MonkeyPatch, gain: fl
 
 
 @native
+@pytest.mark.parametrize(("typical", "kept"), [(1.1, 1), (2.0, 0)])
+def test_gains_are_kept_unless_the_machine_was_busy(
+    kernels: Kernels, typical: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> packings.Times:
+        return {(name, rows): {64: [1.0, typical, typical]} for name in (PLAIN, CODED) for rows in packings.ROWS}
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(packings, "time_packings", measured)
+    gains = kept_gains(kernels, [64], 2**20)
+    assert gains == dict.fromkeys(packings.ROWS, 1.0)
+    files = [*cache_folder("costs").glob("*")]
+    assert len(files) == kept
+    monkeypatch.setattr(packings, "time_packings", lambda *_: {})
+    if kept:
+        assert kept_gains(kernels, [64], 2**20) == gains
+        files[0].write_text('{"gains": {"1": -1}}')
+    with pytest.raises(KeyError):  # they are measured again
+        kept_gains(kernels, [64], 2**20)
+
+
+@native
 def test_packing_that_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packings, "measure_gains", None)
+    monkeypatch.setattr(packings, "kept_gains", None)
     for name in (PLAIN, CODED):
         backend, _ = choose_backend("auto", None, LARGE, torch.bfloat16, CPU, name)
         assert packing_of(backend) == Packing(name)
