@@ -44,8 +44,9 @@ def short_tokens(given: Any, folder: HeadFolder, target: CausalLM) -> tuple[int,
 def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
     """Return the rows [n, hidden] of the target's output head, which are the logits of unit vectors."""
     of, index = target.cache_shape, torch.tensor(tokens)
-    units = torch.eye(target.hidden_size, dtype=of.dtype, device=of.device).split(_AT_A_TIME)
-    return torch.cat([target.logits(each)[:, index] for each in units]).T.to(of.dtype).contiguous()
+    units = torch.eye(target.hidden_size, dtype=of.dtype, device=of.device)
+    parts = (units[first : first + _AT_A_TIME] for first in range(0, target.hidden_size, _AT_A_TIME))
+    return torch.cat([target.logits(part)[:, index] for part in parts]).T.to(of.dtype).contiguous()
 
 
 def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
