@@ -13,6 +13,7 @@ from speculant.scheduling.draft_length.joint import Offer, Seconds
 from speculant.types import Request
 
 MANY = 64  # rows of a pass that computes a backlog, in which a row takes the least time
+BEGIN_SHARE = 0.2  # of what drafts are expected to save: they may be accepted less often than is known so far
 TRIAL_SHARE = 0.05  # of the time that a request needs without drafts: what its backlog may take for a trial
 
 
@@ -38,7 +39,7 @@ class Backlogs:
     def drop(
         self, method: str, requests: Sequence[Request], counts: list[int], offers: Sequence[Offer], seconds: Seconds
     ) -> list[int]:
-        """Return `counts` without those of sequences whose drafts save less, to their end, than their backlog takes.
+        """Return `counts` without those of sequences whose backlog is too large a share of what drafts save.
 
         offers, seconds: those that the numbers of nodes were chosen from; see `choose_jointly`.
         """
@@ -52,7 +53,7 @@ class Backlogs:
                 gain, depth = gain + offer.gain, max(depth, offer.depth)
         tokens, drafted = len(counts), sum(map(bool, counts))
         saved_s = seconds(0, 0, 0) - seconds(sum(counts), depth, drafted) * tokens / (tokens + gain)
-        return self._within(requests, counts, waits, saved_s / tokens)
+        return self._within(requests, counts, waits, BEGIN_SHARE * saved_s / tokens)
 
     def affordable(self, method: str, requests: Sequence[Request], most: Sequence[int], plain_s: float) -> list[int]:
         """Return the nodes that a trial may have: none where the backlog takes much of the time that is left."""
