@@ -49,7 +49,7 @@ stream = llm.stream("def fibonacci(n):", SamplingParams(temperature=0, max_token
 first = next(stream)
 seconds = time.perf_counter() - started
 after = memory()
-token_ids = [first.token_ids, *(piece.token_ids for piece in stream)]
+token_ids = [first.token, *(piece.token for piece in stream)]
 model = llm._runtime.checkpoint.model.packed
 weights = [each for layer in model.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 sizes = {id(each.memory): each.memory.numel() for each in [*weights, model.table, model.head]}
