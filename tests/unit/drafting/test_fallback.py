@@ -108,6 +108,13 @@ def test_fallback_asks_the_judge_only_before_a_model() -> None:
     assert proposed(judged(Scripted(0.5, 0), model, first), [4]) == [[5]]
 
 
+def test_fallback_announces_that_it_asks_the_judge() -> None:
+    model = Knowing({}, MODEL)
+    assert judged(Scripted(0.5, 0), lookup([0.1]), model).needs.asks_judge
+    assert not judged(Scripted(0.5, 0), model, lookup([0.1])).needs.asks_judge
+    assert not judged(Scripted(0.5, 0), lookup([0.1]), lookup([0.9])).needs.asks_judge
+
+
 def test_fallback_takes_drafts_without_scores_unasked() -> None:
     first = Knowing({1: [6]})
     assert proposed(judged(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)), [4]) == [[6]]
