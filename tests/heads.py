@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.cache.factory import slotted_cache
-from speculant.drafting.base import Drafter, StatelessDrafter
+from speculant.cache.factory import paged_cache, slotted_cache
+from speculant.drafting.base import Drafter, DrafterContext, StatelessDrafter
 from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 
 LAYER = {
@@ -28,6 +29,21 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{file}.safetensors")
     return str(folder)
+
+
+def head_context(folder: str, target: CausalLM, options: Mapping[str, Any]) -> DrafterContext:
+    """Return what a head's drafter is built from."""
+    return DrafterContext(
+        options=options,
+        model=folder,
+        vocab_size=target.vocab_size,
+        device=torch.device("cpu"),
+        chances=KeyedChances(),
+        max_num_batched_tokens=64,
+        load_draft=lambda source, head_tokens=(): target,
+        make_cache=lambda shape: paged_cache(shape, 64, 4),
+        target=target,
+    )
 
 
 class Random:

@@ -18,15 +18,12 @@ from speculant.bench.inflated_head import inflate_head
 from speculant.bench.inflated_pair import inflated_head
 from speculant.bench.inflation import inflate
 from speculant.bench.model_shapes import Shape
-from speculant.cache.factory import paged_cache
-from speculant.drafting.base import DrafterContext
 from speculant.drafting.head_tokens import save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.models.weights import load_model
 from speculant.params import SamplingParams
-from speculant.sampling.chance import KeyedChances
-from tests.heads import WRITERS, Shown, write_eagle, write_eagle3, write_medusa, write_pass
+from tests.heads import WRITERS, Shown, head_context, write_eagle, write_eagle3, write_medusa, write_pass
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
 H, V = HIDDEN_SIZE, VOCAB_SIZE
@@ -71,17 +68,7 @@ def drafts(kind: str, head: Path, target: str, dtype: str = "float64") -> tuple[
     """Return greedy drafts, then drawn ones and their distributions [n, V]."""
     kernels = "reference" if dtype == "float64" else "native"
     model = load_model(target, dtype, kernels=kernels).model
-    context = DrafterContext(
-        options={"tree": "chain"} if kind == "medusa" else {},
-        model=str(head),
-        vocab_size=V,
-        device=torch.device("cpu"),
-        chances=KeyedChances(),
-        max_num_batched_tokens=64,
-        load_draft=lambda source, head_tokens=(): model,
-        make_cache=lambda shape: paged_cache(shape, 64, 4),
-        target=model,
-    )
+    context = head_context(str(head), model, {"tree": "chain"} if kind == "medusa" else {})
     drafter = Shown(plugins.load("speculant.drafting", kind).build(context), model)
     found = []
     for temperature in (0.0, 1.0):

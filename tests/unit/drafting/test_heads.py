@@ -33,6 +33,7 @@ from tests.heads import (
     Shown,
     fresh_rows,
     fresh_states,
+    head_context,
     medusa_tensors,
     write_eagle,
     write_eagle3,
@@ -50,18 +51,7 @@ KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 
 def build(method: str, folder: str, target: CausalLM, **options: Any) -> Drafter:
     """Make a drafter that is shown the states of fresh passes."""
-    context = DrafterContext(
-        options=options,
-        model=folder,
-        vocab_size=V,
-        device=torch.device("cpu"),
-        chances=KeyedChances(),
-        max_num_batched_tokens=64,
-        load_draft=lambda source, head_tokens=(): target,
-        make_cache=lambda shape: paged_cache(shape, 64, 4),
-        target=target,
-    )
-    drafter: Drafter = plugins.load("speculant.drafting", method).build(context)
+    drafter: Drafter = plugins.load("speculant.drafting", method).build(head_context(folder, target, options))
     return Shown(drafter, target)
 
 
