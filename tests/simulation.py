@@ -26,7 +26,8 @@ class World:
     there is anything to draft, by the same number. ask_s: seconds to find that out. undrafted: of a pass that follows
     another one without a draft between them, in proportion. bursts: the share of passes that other programs make up to
     five times as long; what they add is seen by the policy and not counted. own_rows: the most rows of its own
-    that the drafter has below each node, from which the next pass's draft comes; 0 = it drafts without.
+    that the drafter has below each node, from which the next pass's draft comes; 0 = it drafts without. prompt: its
+    tokens; key_s: what a pass takes longer for each of them, by its rows.
     """
 
     pass_s: Callable[[int], float]
@@ -40,6 +41,8 @@ class World:
     undrafted: float = 1.0
     bursts: float = 0.0
     own_rows: int = 0
+    prompt: int = 1
+    key_s: Callable[[int], float] = lambda rows: 0.0
     seed: int = 0
     time: float = 0.0
     tokens: int = 0
@@ -50,7 +53,9 @@ class World:
 
     def run(self, policy: DraftLength, batch: int, steps: int) -> float:
         """Return tokens per second over some steps of a batch."""
-        requests = [make_request([1], [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)]
+        requests = [
+            make_request([1] * self.prompt, [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)
+        ]
         lengths, undrafted, known = [0] * batch, False, [0] * batch
         for step in range(steps):
             if step == self.first_scored:
@@ -69,7 +74,9 @@ class World:
                 alphas = [each[:states] for each, states in zip(alphas, known, strict=True)]
             chosen, known = self._trimmed(policy, requests, alphas), ahead
             own = [(count + 1) * rows for count, rows in zip(chosen, ahead, strict=True)]
-            verify_s = self.pass_s(batch + sum(chosen) + sum(own)) * (1 + self.noise * self._random.uniform(-1, 1))
+            rows = batch + sum(chosen) + sum(own)
+            verify_s = self.pass_s(rows) + self.prompt * self.key_s(rows)
+            verify_s *= 1 + self.noise * self._random.uniform(-1, 1)
             verify_s *= self.undrafted if undrafted and not any(chosen) else 1.0
             undrafted = not any(chosen)
             outcomes = []

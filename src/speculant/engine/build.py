@@ -197,7 +197,7 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    own = drafters.tree, drafters.own_rows, drafters.has_cache, drafters.asks_judge
+    own = drafters.tree, drafters.own_rows, drafters.asks_judge
     policy: DraftLength = plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own))
     return policy
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.cache.base import KVCache
+from speculant.cache.base import KVCache, Moves
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
 from speculant.engine.runner import forward_target
@@ -31,18 +31,22 @@ from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node, distribution
-from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.costs import CostCurve, KeyCosts, Reading, StepCosts
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
 # The most telling sizes first: a large model has time for few of them.
-ROWS = (1, 8, 4, 2, 16, 6, 3, 12, 5, 7, 9, 10, 32, 24, 14, 17, 20, 64, 48, 40, 96, 128)
+ROWS = (1, 8, 48, 4, 2, 16, 6, 3, 12, 5, 7, 9, 10, 32, 24, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
-CONTEXT = 64  # tokens before the measured rows
+CONTEXT, LONG_CONTEXT = 64, 2048  # tokens before the measured rows; most of the longer ones are copies
+LEAST_LONGER = 3  # times the shorter one: less does not show what attention takes
+MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
+SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
+LEAST_ROWS, ROWS_BUDGETS = 3, 2  # sizes of the target's passes, and their share of the time
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
@@ -77,7 +81,8 @@ class Calibration:
             method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
             for method, curves in kept["drafts"].items()
         }
-        return StepCosts(CostCurve(points(kept["passes"])), drafts)
+        readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
+        return StepCosts(CostCurve(points(kept["passes"])), drafts, keys=KeyCosts(*kept["keys"]), readings=readings)
 
     def _key(self) -> str:
         return key_of([str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits)])
@@ -85,20 +90,23 @@ class Calibration:
     @torch.inference_mode()
     def _measure(self) -> dict[str, Any]:
         guard, drafts = Guard(logger, "and its drafts count as free"), dict[str, dict[int, dict[int, float]]]()
-        passes, steady = self._passes()
+        readings = dict[str, Reading]()
+        passes, keys, steady = self._passes()
         counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
         for method, drafter in self.drafters.items():
             curves = dict[int, dict[int, float]]()
             measure = partial(self._measure_drafts, drafter, counts, curves)
             if guard.succeeds(f"drafter {method!r}", measure):
                 drafts[method] = curves
-        return {"passes": passes, "drafts": drafts, "steady": steady}
+            if method in drafts and drafter.needs.own_cache and not drafter.needs.hidden_layers:
+                guard.succeeds(f"drafter {method!r}", partial(self._read, method, drafter, readings))
+        return {"passes": passes, "keys": keys, "drafts": drafts, "readings": readings, "steady": steady}
 
     def _measure_drafts(self, drafter: Drafter, counts: Sequence[int], curves: dict[int, dict[int, float]]) -> None:
         curves.update({count: self._drafts(drafter, count) for count in counts})
 
-    def _passes(self) -> tuple[dict[int, float], bool]:
-        """Return the seconds of a pass and its distributions, by rows, and whether they were steady."""
+    def _passes(self) -> tuple[dict[int, float], KeyCosts, bool]:
+        """Return the seconds of a pass and its distributions, by rows, those of keys, and whether they were steady."""
         context = max(0, min(CONTEXT, self.limits.max_model_len // 2, self.limits.max_num_batched_tokens) - 1)
         most = min(
             self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
@@ -106,17 +114,33 @@ class Calibration:
         (request,) = requests(1, context + 1, self.target.vocab_size)
         if context:
             self._pass(Scheduled(request, 0, context), DraftTree.empty())
-        decoding = Scheduled(request, context, 1)
-
-        def one(rows: int) -> None:
-            self._pass(decoding, DraftTree.chain([1 % self.target.vocab_size] * (rows - 1)))
-            self.cache.truncate_to(request.seq_id, context)
-
         try:
-            rounds = timed_rounds(one, [rows for rows in ROWS if rows <= max(1, most)])
-            return least_seconds(rounds), is_steady(rounds)
+            sizes = [rows for rows in ROWS if rows <= max(1, most)]
+            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, ROWS_BUDGETS)
+            short_s = least_seconds(rounds)
+            return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
         finally:
             self.cache.release(request.seq_id)
+
+    def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
+        """Return what attention takes behind a long text: copies of its keys continue the sequence of `short_s`."""
+        length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
+        if not context or length < LEAST_LONGER * context or not {1, MANY_ROWS} <= short_s.keys():
+            return KeyCosts()
+        table, size = self.cache.table(seq_id), self.cache.block_size
+        sources = [table[place // size] * size + place % size for place in range(context)]
+        copies = self.cache.reserve(seq_id, length - context).slots
+        self.cache.storage.move(Moves([sources[place % context] for place in range(len(copies))], copies))
+        (request,) = requests(1, length + 1, self.target.vocab_size)
+        long_s = least_seconds(timed_rounds(partial(self._decode, request), [1, MANY_ROWS]))
+        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
+        return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
+
+    def _decode(self, request: Request, rows: int) -> None:
+        """Compute the newest token of a request, and a chain behind it."""
+        length = len(request.tokens) - 1
+        self._pass(Scheduled(request, length, 1), DraftTree.chain([1 % self.target.vocab_size] * (rows - 1)))
+        self.cache.truncate_to(request.seq_id, length)
 
     def _pass(self, item: Scheduled, tree: DraftTree) -> None:
         (output,), logits = forward_target(self.target, self.cache, [item], [tree])
@@ -136,6 +160,30 @@ class Calibration:
         finally:
             for request in drafting:
                 drafter.end(request)
+
+    def _read(self, method: str, drafter: Drafter, readings: dict[str, Reading]) -> None:
+        """Measure what a drafter takes to read texts: a longer one too, if there is time and room for it."""
+        room = self.limits.max_model_len - 2
+        short, long = min(SHORT_TEXT, room), min(LONG_TEXT, room)
+        token_s = self._reading_s(drafter, 1, short) / max(1, short)
+        readings[method] = Reading(token_s, 0.0)
+        if long > short and token_s * long < BUDGET_S:
+            longer_s = self._reading_s(drafter, 2, long) / long
+            key_s = max(0.0, longer_s - token_s) / ((long - short) / 2)
+            readings[method] = Reading(max(0.0, token_s - key_s * short / 2), key_s)
+
+    def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
+        """Return the seconds until a drafter has read a text that it has not seen, and drafted a token."""
+        request = requests(index + 1, length, self.target.vocab_size)[index]
+        drafter.begin(request)
+        started = time.perf_counter()
+        try:
+            for _ in range(1 + length // max(1, self.limits.max_num_batched_tokens)):
+                if drafter.propose([request], [1])[0].size:
+                    break
+            return time.perf_counter() - started
+        finally:
+            drafter.end(request)
 
     def _observe(self, drafter: Drafter, request: Request) -> None:
         """Show a drafter that reads hidden states those of a request's prompt; what they are does not matter here."""
@@ -164,16 +212,22 @@ def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float
     return least_seconds(timed_rounds(run, sizes))
 
 
-def timed_rounds(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, list[float]]:
-    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of."""
+def timed_rounds(
+    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, budgets: int = 1
+) -> dict[int, list[float]]:
+    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of.
+
+    least: the first sizes are measured at least once, so many. budgets: how many times BUDGET_S it may take.
+    """
     seconds: dict[int, list[float]] = {}
     run(sizes[0])  # the first call takes memory and fills caches
     started = begun = time.perf_counter()
     chosen = [*sizes]
+    budget_s = budgets * BUDGET_S
     for place, size in enumerate(chosen * MOST_ROUNDS):
-        if place == LEAST_SIZES:
-            chosen = chosen[: max(LEAST_SIZES, int(BUDGET_S / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
-        if begun - started > BUDGET_S and len(seconds) >= min(LEAST_SIZES, len(sizes)):
+        if place == least:
+            chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
+        if begun - started > budget_s and len(seconds) >= min(least, len(sizes)):
             break
         if size in chosen:
             run(size)
@@ -212,7 +266,11 @@ def read_curves(path: Path) -> dict[str, Any] | None:
     try:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         curves = [kept["passes"], *(curve for each in kept["drafts"].values() for curve in each.values())]
-        sound = all(curve and all(0 < seconds < 1e6 for seconds in points(curve).values()) for curve in curves)
+        pairs = [kept["keys"], *kept["readings"].values()]
+        sound = all(len(pair) == 2 and all(0 <= each < 1e6 for each in pair) for pair in pairs)
+        sound = sound and all(
+            curve and all(0 < seconds < 1e6 for seconds in points(curve).values()) for curve in curves
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return kept if sound else None

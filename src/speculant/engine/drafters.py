@@ -78,10 +78,6 @@ class Drafters:
         """Return the most rows that a method adds to the target's pass below each node."""
         return self._drafters[method].needs.target_inputs if method in self._drafters else 0
 
-    def has_cache(self, method: str) -> bool:
-        """Whether a method has a cache of its own, and so computes all tokens of a request before it drafts for it."""
-        return method in self._drafters and self._drafters[method].needs.own_cache
-
     def asks_judge(self, method: str) -> bool:
         """Whether a method asks the draft-length policy which of several drafters' drafts to take."""
         return method in self._drafters and self._drafters[method].needs.asks_judge

@@ -6,10 +6,11 @@ Curves are measured once (engine/calibration.py) and follow what the steps take 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import add, mul
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,11 +94,50 @@ def _moved(weight: float, ratios: list[float]) -> float:
     return 1 + share * (sum(ratios) / len(ratios) - 1)
 
 
+class KeyCosts(NamedTuple):
+    """What attention adds to a pass for each key of a sequence, as a share of a pass of one row behind a short text.
+
+    first: for one row of the sequence. further: for each row more.
+    """
+
+    first: float = 0.0
+    further: float = 0.0
+
+
+NO_KEY_COSTS = KeyCosts()
+
+
+class Attention(NamedTuple):
+    """The seconds that attention adds to a pass behind its sequences' texts: without drafts, and for each node."""
+
+    plain_s: float = 0.0
+    node_s: float = 0.0
+
+    def seconds(self, nodes: int) -> float:
+        """Return the seconds with so many nodes."""
+        return self.plain_s + nodes * self.node_s
+
+
+NO_ATTENTION = Attention()
+
+
+class Reading(NamedTuple):
+    """The seconds that a drafter with a cache of its own takes for a text: for each token, and each key before it."""
+
+    token_s: float
+    key_s: float
+
+    def seconds(self, first: int, end: int) -> float:
+        """Return the seconds of the tokens first to end - 1."""
+        return (end - first) * (self.token_s + self.key_s * (first + end) / 2)
+
+
 @dataclass
 class StepCosts:
     """The curves of an engine, in seconds.
 
-    passes: a target pass and its verdicts, by rows. drafts: for each method and number of sequences, a draft by depth.
+    passes: a target pass and its verdicts behind a short text, by rows; keys: what a long text adds. drafts: for each
+    method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before it drafts.
     rest_s: what else a step takes. undrafted: of a pass after another one, without a draft between them, in proportion:
     weights that fit a processor's cache are still there. It is at most 1, whatever other programs add to a time.
     """
@@ -106,14 +146,26 @@ class StepCosts:
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
     undrafted: float = 1.0
+    keys: KeyCosts = NO_KEY_COSTS
+    readings: Mapping[str, Reading] = field(default_factory=dict)
 
-    def steps_s(self, rows: int, plain_s: float, most: int) -> list[float]:
+    def attention(self, sequences: Iterable[tuple[int, int]]) -> Attention:
+        """Return what attention adds to a pass of these sequences, for each its rows without a draft and its keys."""
+        one_s, shares, counts = self.passes.at(1), list[float](), list[int]()
+        for rows, keys in sequences:
+            shares.append(keys * (self.keys.first + (rows - 1) * self.keys.further))
+            counts.append(keys)
+        return Attention(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
+
+    def steps_s(self, rows: int, plain_s: float, most: int, attention: Attention = NO_ATTENTION) -> list[float]:
         """Return the seconds of steps with 0 to `most` nodes beside `rows`, without drafting: at least those of none.
 
-        plain_s: of a pass without nodes.
+        plain_s: of a pass without nodes, with its attention.
         """
-        passes = [plain_s, *self.passes.between(rows + 1, rows + most + 1)]
-        return list(map(add, repeat(self.rest_s), map(max, passes, repeat(plain_s))))
+        passes = self.passes.between(rows + 1, rows + most + 1)
+        if attention.node_s:
+            passes = [seconds + attention.seconds(nodes) for nodes, seconds in enumerate(passes, 1)]
+        return list(map(add, repeat(self.rest_s), map(max, [plain_s, *passes], repeat(plain_s))))
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
@@ -137,9 +189,14 @@ class StepCosts:
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
 
-    def observe_undrafted(self, rows: int, seconds: float) -> None:
+    def observe_pass(self, rows: int, seconds: float, attention_s: float) -> None:
+        """Follow a pass behind texts whose attention was expected to take so long: in proportion, as all of it."""
+        short_s = self.passes.at(rows)
+        self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
+
+    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
         """Follow a pass after another one, without a draft between them."""
-        ratio = min(max(seconds / self.passes.at(rows), LEAST_UNDRAFTED), OUTLIER)
+        ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), OUTLIER)
         self.undrafted = min(1.0, self.undrafted + TRIED * (ratio - self.undrafted))
 
     def observe_rest(self, seconds: float) -> None:

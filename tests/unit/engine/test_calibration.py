@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from speculant import LLM, SamplingParams, files
 from speculant.drafting import draft_model
 from speculant.engine import calibration
+from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 
 ADAPTIVE = {"draft_length": "adaptive"}
@@ -55,6 +57,50 @@ def test_calibration_is_kept_and_read_again(
     engine(checkpoints)
 
 
+def test_calibration_measures_what_attention_takes(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that take 1 us for each key of each row, and 1 ms beside that."""
+    seen = list[tuple[int, int]]()
+    timed_rounds = calibration.timed_rounds
+
+    def rounds(run: partial[None], sizes: list[int], *rest: int) -> dict[int, list[float]]:
+        if isinstance(run, partial):
+            keys = len(run.args[0].tokens)
+            seen.extend((keys, size) for size in sizes)
+            run(sizes[0])
+            return {rows: [1e-3 + 1e-6 * keys * rows] for rows in sizes}
+        return timed_rounds(run, sizes, *rest)
+
+    monkeypatch.setattr(calibration, "timed_rounds", rounds)
+    costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
+    assert {keys for keys, _ in seen} == {calibration.CONTEXT, 256 - calibration.MANY_ROWS + 1}
+    assert [each * (1e-3 + 64e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
+    before = {*kept.glob("*.json")}
+    engine(checkpoints, max_model_len=64)
+    (short,) = {*kept.glob("*.json")} - before
+    assert json.loads(short.read_text())["keys"] == [0.0, 0.0], "so few tokens do not show it"
+
+
+def test_calibration_measures_what_a_drafter_reads(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that takes 10 us for each token and 1 us for each key before it, on a clock that counts them."""
+    clock = [0.0]
+
+    def propose(self: object, requests: list[Request], limits: list[int]) -> list[DraftTree]:
+        clock[0] += sum(1e-5 * length + 1e-6 * length**2 / 2 for length in map(len, (each.tokens for each in requests)))
+        return [DraftTree.chain([1] * limit) for limit in limits]
+
+    monkeypatch.setattr(draft_model.ModelDrafter, "propose", propose)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibration, "SHORT_TEXT", 50)
+    costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
+    (reading,) = costs.readings.values()
+    assert tuple(reading) == pytest.approx((1e-5, 1e-6))
+    assert reading.seconds(100, 200) == pytest.approx(100 * (1e-5 + 150e-6))
+
+
 def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
     asked: list[int] = []
 
@@ -84,7 +130,18 @@ def test_calibration_of_a_busy_machine_is_not_kept(
     assert not list(kept.glob("*.json"))
 
 
-DAMAGED = ["", "[]", "{", '{"passes": {}, "drafts": {}}', '{"passes": {"1": -1}, "drafts": {}}']
+DAMAGED = [
+    "",
+    "[]",
+    "{",
+    '{"passes": {}, "drafts": {}}',
+    '{"passes": {"1": -1}, "keys": [0, 0], "drafts": {}, "readings": {}}',
+]
+DAMAGED += [
+    '{"passes": {"1": 1}, "keys": [0], "drafts": {}, "readings": {}}',
+    '{"passes": {"1": 1}, "drafts": {}}',
+    '{"passes": {"1": 1}, "keys": [0, -1], "drafts": {}, "readings": {}}',
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)

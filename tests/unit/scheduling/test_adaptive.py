@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
 from speculant.scheduling.draft_length.adaptive import Adaptive
 from speculant.scheduling.draft_length.base import ScoredDraft
 from speculant.scheduling.draft_length.fixed import Fixed
@@ -121,6 +122,17 @@ def test_adaptive_recovers_from_costs_of_a_busy_machine() -> None:
     busy = CostCurve({rows: 1.0 if rows < 3 else 6.0 if rows < 9 else 14.0 for rows in ROWS})
     best = max(setting.world().run(Fixed(length), 1, 3000) for length in LENGTHS)
     assert setting.world().run(Adaptive(16, StepCosts(busy, {"some": drafts})), 1, 3000) >= 0.75 * best
+
+
+@pytest.mark.parametrize("score", [None, lambda alpha: round(alpha, 1)])
+def test_adaptive_knows_what_rows_cost_behind_a_long_text(score: Callable[[float], float] | None) -> None:
+    """A row more takes 0.02 of a pass behind a short text, and 0.27 behind this one: from the first steps on."""
+    world = partial(World, pass_s, 0.001, lambda place: 0.5, score, noise=0.1, prompt=2500, key_s=lambda m: 1e-4 * m)
+    plain = world().run(Fixed(0), 1, 40)
+    best = max(world().run(Fixed(length), 1, 40) for length in LENGTHS)
+    drafts = {1: CostCurve({depth: 0.001 * depth for depth in DEPTHS})}
+    costs = StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts}, keys=KeyCosts(1e-4, 1e-4))
+    assert world().run(Adaptive(16, costs), 1, 40) >= max(0.97 * plain, 0.9 * best)
 
 
 def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:

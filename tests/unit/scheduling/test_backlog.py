@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.costs import CostCurve, Reading, StepCosts
 from speculant.scheduling.draft_length.adaptive import Adaptive
 from speculant.scheduling.draft_length.backlog import Backlogs
+from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 
-PASSES = CostCurve({1: 1.0, 64: 6.4})  # a row of many takes a tenth of a pass
+TIMING = StepTiming(0.0, 0.1, 1.1, 1.2)
+PASSES = CostCurve({1: 1.0, 64: 6.4})
+READING = Reading(0.008, 1e-6)
 DRAFTS = {"some": {1: CostCurve({1: 0.1, 8: 0.8})}}
 
 
 def costs() -> StepCosts:
-    return StepCosts(PASSES, DRAFTS)
+    return StepCosts(PASSES, DRAFTS, readings={"some": READING})
 
 
 def request_of(prompt: int, max_tokens: int | None) -> Request:
@@ -31,31 +35,45 @@ def chosen(policy: Adaptive, *requests: Request) -> list[int]:
     return policy.choose(Schedule(items, None, 10**6, [], []))  # type: ignore[arg-type]
 
 
-def test_a_backlog_takes_a_drafters_pass_for_its_rows() -> None:
-    backlogs, request = Backlogs(costs(), lambda method: True), request_of(1000, 10)
-    assert backlogs.seconds("some", request) == pytest.approx(1000 * 0.1 * 6.4 / 64)
+def test_a_backlog_takes_what_was_measured() -> None:
+    backlogs, request = Backlogs(costs()), request_of(1000, 10)
+    assert backlogs.seconds("some", request) == pytest.approx(1000 * 0.008 + 1000 * 500 * 1e-6)
+    assert backlogs.seconds("another", request) == 0.0
     backlogs.note(request)
     assert backlogs.seconds("some", request) == 0.0
-    assert Backlogs(costs(), lambda method: False).seconds("some", request_of(1000, 10)) == 0.0
+    request.tokens.extend([1] * 100)
+    assert backlogs.seconds("some", request) == pytest.approx(100 * 0.008 + 100 * 1050 * 1e-6)
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "drafts"), [
     (100, 50, True), (4000, 50, False), (4000, 1000, True), (4000, None, True),
 ])  # fmt: skip
 def test_drafting_begins_if_the_answer_is_long_enough(prompt: int, max_tokens: int | None, drafts: bool) -> None:
-    policy = Adaptive(None, costs(), has_cache=lambda method: True)
-    assert any(chosen(policy, request_of(prompt, max_tokens))) is drafts
-    assert any(chosen(Adaptive(None, costs()), request_of(prompt, max_tokens)))  # without a cache nothing is missing
+    assert any(chosen(Adaptive(None, costs()), request_of(prompt, max_tokens))) is drafts
+    without_cache = StepCosts(PASSES, DRAFTS)
+    assert any(chosen(Adaptive(None, without_cache), request_of(prompt, max_tokens)))
 
 
 def test_a_long_prompt_keeps_no_neighbour_from_drafting() -> None:
-    policy = Adaptive(None, costs(), has_cache=lambda method: True)
+    policy = Adaptive(None, costs())
     short, long = chosen(policy, request_of(20, 50), request_of(4000, 50))
     assert short
     assert not long
 
 
+def test_a_draft_that_was_looked_up_reads_nothing() -> None:
+    """A method may look drafts up first and ask a model then: only the model's drafts show that it has read a text."""
+    policy, request = Adaptive(None, costs(), asks_judge=lambda method: True), request_of(4000, 50)
+    chosen(policy, request)
+    assert policy.trim([ScoredDraft(request, [0.9], [-1])]) == [1]
+    policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], TIMING)
+    assert policy._backlogs.seconds("some", request) > 0
+    policy.choose(Schedule([], None, 0, [], []))  # type: ignore[arg-type]
+    policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], TIMING)
+    assert policy._backlogs.seconds("some", request) == 0
+
+
 def test_a_request_that_was_drafted_for_goes_on() -> None:
-    policy, request = Adaptive(None, costs(), has_cache=lambda method: True), request_of(4000, 50)
+    policy, request = Adaptive(None, costs()), request_of(4000, 50)
     policy._backlogs.note(request)
     assert any(chosen(policy, request))

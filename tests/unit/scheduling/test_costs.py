@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.scheduling.costs import CostCurve, StepCosts
+from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
 
 
 def test_curve_is_linear_between_points_and_beyond() -> None:
@@ -45,3 +45,27 @@ def test_drafts_are_interpolated_by_sequences() -> None:
     asked = [(1, 4), (8, 1), (8, 4), (1, 0), (3, 1)]
     assert [costs.draft_s("some", *each) for each in asked] == pytest.approx([4.0, 2.0, 8.0, 0.0, 1 + 2 / 7])
     assert [costs.draft_s("another", *each) for each in asked] == [0.0] * 5
+
+
+def test_attention_adds_to_passes_behind_long_texts() -> None:
+    """Two sequences of 100 and 300 keys: 2 s for each key's first row in 100 passes, 1 s for each row more."""
+    costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}), keys=KeyCosts(0.01, 0.005))
+    attention = costs.attention([(1, 100), (3, 300)])
+    assert attention.plain_s == pytest.approx(2.0 * (100 * 0.01 + 300 * (0.01 + 2 * 0.005)))
+    assert attention.node_s == pytest.approx(2.0 * 200 * 0.005)
+    plain_s = costs.passes.at(4) + attention.plain_s
+    expected = [plain_s, 6 + attention.plain_s + attention.node_s, 7 + attention.plain_s + 2 * attention.node_s]
+    assert costs.steps_s(4, plain_s, 2, attention) == pytest.approx(expected)
+    assert costs.steps_s(4, 5.0, 2) == pytest.approx([5.0, 6.0, 7.0]), "no attention unless it is given"
+
+
+def test_long_texts_change_curves_in_proportion() -> None:
+    costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}), keys=KeyCosts(0.01, 0.005))
+    for _ in range(100):
+        costs.observe_pass(1, 4.0, 2.0)
+        costs.observe_undrafted(1, 3.0, 2.0)
+    assert costs.passes.at(1) == pytest.approx(2.0, rel=1e-6)
+    assert costs.undrafted == pytest.approx(0.75, rel=1e-3)
+    for _ in range(200):
+        costs.observe_pass(1, 6.0, 2.0 * costs.passes.at(1) / 2.0)
+    assert costs.passes.at(1) == pytest.approx(3.0, rel=0.05)

@@ -19,7 +19,7 @@ from speculant.scheduling.costs import CostCurve, StepCosts
 from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
 from speculant.scheduling.draft_length.backlog import Backlogs
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
-from speculant.scheduling.draft_length.choice import Choice, asked_length, most_nodes, scored
+from speculant.scheduling.draft_length.choice import Choice, asked_length, identity_of, most_nodes, no_drafts, scored
 from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choose_jointly, choose_scored, offers_of
 from speculant.scheduling.draft_length.limits import num_rows
 from speculant.scheduling.draft_length.trials import Longer, Lookups, PlainTrials, Trials
@@ -46,12 +46,11 @@ class Adaptive:
         costs: StepCosts | None = None,
         trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
         own_rows: Callable[[str], int] = lambda method: 0,
-        has_cache: Callable[[str], bool] = lambda method: False,
         asks_judge: Callable[[str], bool] = lambda method: False,
     ) -> None:
         self._longest, self._trees, self._own_rows, self._asks_judge = longest, trees, own_rows, asks_judge
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
-        self._backlogs = Backlogs(self._costs, has_cache)
+        self._backlogs = Backlogs(self._costs)
         self._acceptance = Acceptance()
         self._trials: dict[str, Trials] = {}
         self._longer: dict[str, Longer] = {}
@@ -67,9 +66,9 @@ class Adaptive:
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
-        made_for = [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
+        made_for = identity_of(schedule)
         if not self._held.left or self._held.made_for != made_for:
-            before, self._held = self._held, self._choose(schedule, made_for)
+            before, self._held = self._held, self._choose(schedule)
             same = self._held.left == HOLDS and (before.made_for, before.lengths) == (made_for, self._held.lengths)
             self._holds = min(2 * self._holds, LONGEST_HOLD) if same else HOLDS
             self._held.left = max(self._held.left, self._holds) if same else self._held.left
@@ -81,12 +80,10 @@ class Adaptive:
         """See `RestingLength.rest`: it lasts until the next step whose time is taken in."""
         return self._held.rest(PLAIN_TRIAL, WATCHED)
 
-    def _choose(self, schedule: Schedule, made_for: list[tuple[int, int, bool]]) -> Choice:
+    def _choose(self, schedule: Schedule) -> Choice:
         by_method: dict[str, list[int]] = {}
         self._unscored_lengths = {}
-        rows = sum(rows for _, rows, _ in made_for)
-        plain_s = self._costs.passes.at(rows) * self._costs.undrafted
-        held = self._held = Choice(made_for, [0] * len(made_for), rows, plain_s, True, HOLDS)
+        held = self._held = no_drafts(schedule, self._costs, HOLDS)
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
             held.pure = held.pure and item.decodes and request.search is None
@@ -113,7 +110,7 @@ class Adaptive:
             self._scored.setdefault(str(draft.request.drafter), Lookups())
             self._scores[draft.request.seq_id] = draft
         survivals = [self._scored_survivals(draft) for draft in drafts]
-        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, sum(map(len, survivals)))
+        pass_s = self._held.steps_s(self._costs, sum(map(len, survivals)))
         counts = choose_scored(survivals, [each.parents for each in drafts], pass_s)
         for place, draft in enumerate(drafts):
             if asked_length(draft.request) is not None:
@@ -132,7 +129,7 @@ class Adaptive:
             return True
         length = self._unscored_lengths.get(request.seq_id, 0)
         gain = sum(self._acceptance[method].survivals(request, length))
-        pass_s = self._costs.steps_s(self._held.rows, self._held.plain_s, max(length, len(scores)))
+        pass_s = self._held.steps_s(self._costs, max(length, len(scores)))
         other = (tokens + gain) / (pass_s[length] + self._costs.draft_s(method, 1, length))
         expected = accumulate(self._scored_survivals(ScoredDraft(request, scores, parents)), initial=float(tokens))
         return any(each >= other * pass_s[nodes] for nodes, each in enumerate(expected) if nodes)
@@ -157,9 +154,10 @@ class Adaptive:
             return
         for outcome in outcomes:
             method = str(outcome.request.drafter)
-            self._backlogs.note(outcome.request)
             tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request.seq_id)
+            if draft is None:
+                self._backlogs.note(outcome.request)
             self._note_scores(outcome.request, method, draft is not None)
             key = method if draft is None else scored(method)
             trials = self._trials.get(key)
@@ -187,7 +185,7 @@ class Adaptive:
         """Take in a step without drafts."""
         held = self._held
         if self._undrafted and not held.awaits and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL) and held.pure:
-            self._costs.observe_undrafted(held.rows, timing.verify_s)
+            self._costs.observe_undrafted(held.rows, timing.verify_s, held.attention.plain_s)
         self._undrafted = not held.awaits
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
@@ -235,8 +233,8 @@ class Adaptive:
     def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
         """Choose the lengths of drafts without scores, and for how many steps they hold."""
         draft_s = cache(partial(self._costs.draft_s, method))  # asked for many times, while nothing changes
-        own, held = self._own_rows(method), self._held
-        pass_s = self._costs.steps_s(held.rows, held.plain_s, num_rows(sum(most), own, len(most)))
+        own = self._own_rows(method)
+        pass_s = self._held.steps_s(self._costs, num_rows(sum(most), own, len(most)))
 
         def seconds(nodes: int, depth: int, sequences: int) -> float:
             return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
@@ -280,10 +278,11 @@ class Adaptive:
 
         doubted: it was a trial of costs alone, which can only show that they are lower.
         """
-        rows = self._held.rows + sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
-        if doubted and timing.verify_s > self._costs.passes.at(rows):
+        nodes = sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
+        rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)
+        if doubted and timing.verify_s > self._costs.passes.at(rows) + attention_s:
             return
-        self._costs.passes.observe(rows, timing.verify_s)
+        self._costs.observe_pass(rows, timing.verify_s, attention_s)
         self._costs.observe_rest(timing.rest_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not (self._scores and methods & self._armed):
@@ -295,5 +294,5 @@ def build(context: DraftLengthContext) -> Adaptive:
     """Make the policy; it has no options of its own."""
     for key in context.options:
         raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
-    own = context.trees, context.own_rows, context.has_cache, context.asks_judge
+    own = context.trees, context.own_rows, context.asks_judge
     return Adaptive(context.longest, context.costs(), *own)

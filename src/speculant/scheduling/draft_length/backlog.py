@@ -5,23 +5,23 @@ Before the first draft behind a long prompt that can take longer than the drafts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from speculant.scheduling.costs import StepCosts
 from speculant.scheduling.draft_length.joint import Offer, Seconds
 from speculant.types import Request
 
-MANY = 64  # rows of a pass that computes a backlog, in which a row takes the least time
+LEAST = 64  # missing tokens; fewer are part of a draft
 BEGIN_SHARE = 0.2  # of what drafts are expected to save: they may be accepted less often than is known so far
 TRIAL_SHARE = 0.05  # of the time that a request needs without drafts: what its backlog may take for a trial
 
 
 class Backlogs:
-    """Follows how much of each request was computed. has_cache: whether a method's drafter has a cache of its own."""
+    """Follows how much of each request was computed."""
 
-    def __init__(self, costs: StepCosts, has_cache: Callable[[str], bool]) -> None:
-        self._costs, self._has_cache = costs, has_cache
+    def __init__(self, costs: StepCosts) -> None:
+        self._readings = costs.readings
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def note(self, request: Request) -> None:
@@ -29,12 +29,9 @@ class Backlogs:
         self._seen[request] = len(request.tokens)
 
     def seconds(self, method: str, request: Request) -> float:
-        """Return what the request's backlog takes, as if a drafter's pass grew with its rows as the target's does."""
-        missing = len(request.tokens) - self._seen.get(request, 0)
-        if missing < MANY or not self._has_cache(method):
-            return 0.0
-        passes = self._costs.passes
-        return missing * self._costs.draft_s(method, 1, 1) * passes.at(MANY) / passes.at(1) / MANY
+        """Return what the request's backlog takes."""
+        seen, length, reading = self._seen.get(request, 0), len(request.tokens), self._readings.get(method)
+        return 0.0 if reading is None or length - seen < LEAST else reading.seconds(seen, length)
 
     def drop(
         self, method: str, requests: Sequence[Request], counts: list[int], offers: Sequence[Offer], seconds: Seconds

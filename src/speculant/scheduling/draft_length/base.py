@@ -92,7 +92,7 @@ class DraftLengthContext:
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
     the configured length alone; None = the policy chooses. costs: measures those of this machine; None = can't. trees:
     nodes and depth of the trees of methods that draft trees without scores. own_rows: a method's `target_inputs`.
-    has_cache: whether it has a cache of its own. asks_judge: whether it asks which of several drafters' drafts to take.
+    asks_judge: whether it asks which of several drafters' drafts to take.
     """
 
     num_speculative_tokens: int
@@ -101,5 +101,4 @@ class DraftLengthContext:
     costs: Callable[[], StepCosts | None] = lambda: None
     trees: Callable[[str], tuple[int, int] | None] = lambda method: None
     own_rows: Callable[[str], int] = lambda method: 0
-    has_cache: Callable[[str], bool] = lambda method: False
     asks_judge: Callable[[str], bool] = lambda method: False

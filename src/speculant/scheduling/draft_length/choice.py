@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from speculant.scheduling.costs import NO_ATTENTION, Attention, StepCosts
+from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 LONGEST = 16  # nodes of a draft unless the user sets a number
@@ -15,7 +17,8 @@ class Choice:
     """The lengths of a step's sequences, and for how many more steps they hold.
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
-    rows. plain_s: the seconds of a pass over them. pure: whether all only decode, and none is a beam search.
+    rows. plain_s: the seconds of a pass over them; attention: those of long texts, and of each node behind them. pure:
+    whether all only decode, and none is a beam search.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -24,12 +27,17 @@ class Choice:
     plain_s: float
     pure: bool
     left: int
+    attention: Attention = NO_ATTENTION
     asked: list[str] = field(default_factory=list)  # methods with scores that may draft
 
     @property
     def awaits(self) -> bool:
         """Whether a drafter without scores was asked, and so has worked even if no draft came."""
         return any(self.lengths) and not self.asked
+
+    def steps_s(self, costs: StepCosts, most: int) -> list[float]:
+        """Return the seconds of the step with 0 to `most` nodes, without drafting."""
+        return costs.steps_s(self.rows, self.plain_s, most, self.attention)
 
     def rest(self, least: int, watched: int) -> int:
         """Skip the steps before the next one of which `left` is a multiple of `watched`; return their number.
@@ -39,6 +47,19 @@ class Choice:
         steps = (self.left - 1) % watched if self.left >= least and self.pure and not self.asked else 0
         self.left -= steps
         return steps
+
+
+def identity_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
+    """Return what a choice is made for: see `Choice.made_for`."""
+    return [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
+
+
+def no_drafts(schedule: Schedule, costs: StepCosts, left: int) -> Choice:
+    """Return the choice of no drafts, for so many steps."""
+    rows, items = sum(item.num_rows for item in schedule.items), schedule.items
+    attention = costs.attention((item.num_rows, item.start + item.count) for item in items)
+    plain_s = (costs.passes.at(rows) + attention.plain_s) * costs.undrafted
+    return Choice(identity_of(schedule), [0] * len(items), rows, plain_s, True, left, attention)
 
 
 def scored(method: str) -> str:
