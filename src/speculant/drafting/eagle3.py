@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.growth.hidden_drafter import Encode, HiddenDrafter
+from speculant.drafting.growth.hidden_drafter import HiddenDrafter
+from speculant.drafting.growth.hidden_runner import Encode
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role

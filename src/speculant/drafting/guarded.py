@@ -80,7 +80,7 @@ class GuardedDrafter:
 
     def _own(self, rows: CommittedRows, layers: Sequence[int]) -> CommittedRows:
         """Return rows with the hidden states and the successors that the drafter announces."""
-        if rows.hidden:
+        if rows.hidden and tuple(layers) != self.needs.hidden_layers:
             own = tuple(rows.hidden[layers.index(layer)] for layer in self.needs.hidden_layers)
             rows = replace(rows, hidden=own)
         if rows.successors and len(rows.successors[0][1]) != self.needs.target_top_k:

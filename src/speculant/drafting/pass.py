@@ -69,7 +69,7 @@ class LookAheadDrafter(FutureDrafter):
             return
         states = rows.ahead.new_zeros(self.inputs.shape)
         states[: len(rows.ahead)] = rows.ahead
-        self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, states
+        self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, states[None]
         self._counts[request.seq_id] = len(rows.ahead)
 
     def end(self, request: Request) -> None:

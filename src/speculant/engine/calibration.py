@@ -46,7 +46,7 @@ MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
-LEAST_ROWS, ROWS_BUDGETS = 3, 2  # sizes of the target's passes, and their share of the time
+LEAST_ROWS, LEAST_PASSES = 3, 5  # sizes of the target's passes, and passes in all: two of each size but the largest
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
@@ -116,7 +116,7 @@ class Calibration:
             self._pass(Scheduled(request, 0, context), DraftTree.empty())
         try:
             sizes = [rows for rows in ROWS if rows <= max(1, most)]
-            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, ROWS_BUDGETS)
+            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, LEAST_PASSES)
             short_s = least_seconds(rounds)
             return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
         finally:
@@ -213,27 +213,26 @@ def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float
 
 
 def timed_rounds(
-    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, budgets: int = 1
+    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, runs: int = LEAST_SIZES
 ) -> dict[int, list[float]]:
     """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of.
 
-    least: the first sizes are measured at least once, so many. budgets: how many times BUDGET_S it may take.
+    least: the first sizes are measured at least once, so many. runs: there are at least so many in all.
     """
-    seconds: dict[int, list[float]] = {}
+    seconds, done = dict[int, list[float]](), 0
     run(sizes[0])  # the first call takes memory and fills caches
     started = begun = time.perf_counter()
     chosen = [*sizes]
-    budget_s = budgets * BUDGET_S
     for place, size in enumerate(chosen * MOST_ROUNDS):
         if place == least:
-            chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
-        if begun - started > budget_s and len(seconds) >= min(least, len(sizes)):
+            chosen = chosen[: max(LEAST_SIZES, int(BUDGET_S / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
+        if begun - started > BUDGET_S and done >= runs:
             break
         if size in chosen:
             run(size)
             ended = time.perf_counter()
             seconds.setdefault(size, []).append(ended - begun)
-            begun = ended
+            begun, done = ended, done + 1
     return seconds
 
 

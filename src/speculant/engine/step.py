@@ -184,11 +184,12 @@ def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> No
 def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
     """Return the rows of a pass that were committed."""
     item, tree = output.item, output.tree
-    tokens = [*item.tokens, *[tree.token_list[node] for node in committed.kept]]
-    rows = [*range(item.count), *[item.count + node for node in committed.kept]]
-    hidden = tuple(states[rows] for states in output.hidden)
-    place = 1 + committed.kept[-1] if committed.kept else 0
-    ahead = None if output.ahead is None else output.ahead[place]
+    kept, hidden = committed.kept, output.hidden
+    tokens = [*item.tokens, *[tree.token_list[node] for node in kept]]
+    if hidden and len(tokens) < item.count + tree.size:
+        rows = [*range(item.count), *[item.count + node for node in kept]]
+        hidden = tuple(states[rows] for states in hidden)
+    ahead = None if output.ahead is None else output.ahead[1 + kept[-1] if kept else 0]
     return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors, ahead)
 
 

@@ -138,13 +138,15 @@ class StepCosts:
 
     passes: a target pass and its verdicts behind a short text, by rows; keys: what a long text adds. drafts: for each
     method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before it drafts.
-    rest_s: what else a step takes. undrafted: of a pass after another one, without a draft between them, in proportion:
-    weights that fit a processor's cache are still there. It is at most 1, whatever other programs add to a time.
+    rest_s: what else a step with drafts takes, and plain_rest_s one without. undrafted: of a pass after another one,
+    without a draft between them, in proportion: weights that fit a processor's cache are still there. It is at most 1,
+    whatever other programs add to a time.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
+    plain_rest_s: float = 0.0
     undrafted: float = 1.0
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
@@ -165,7 +167,8 @@ class StepCosts:
         passes = self.passes.between(rows + 1, rows + most + 1)
         if attention.node_s:
             passes = [seconds + attention.seconds(nodes) for nodes, seconds in enumerate(passes, 1)]
-        return list(map(add, repeat(self.rest_s), map(max, [plain_s, *passes], repeat(plain_s))))
+        rest_s = max(self.rest_s, self.plain_rest_s)
+        return [self.plain_rest_s + plain_s, *map(add, repeat(rest_s), map(max, passes, repeat(plain_s)))]
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
@@ -200,5 +203,9 @@ class StepCosts:
         self.undrafted = min(1.0, self.undrafted + TRIED * (ratio - self.undrafted))
 
     def observe_rest(self, seconds: float) -> None:
-        """Follow what the rest of a step took."""
+        """Follow what the rest of a step with drafts took."""
         self.rest_s += LOCAL * (seconds - self.rest_s)
+
+    def observe_plain_rest(self, seconds: float) -> None:
+        """Follow what the rest of a step without drafts took."""
+        self.plain_rest_s += LOCAL * (seconds - self.plain_rest_s)

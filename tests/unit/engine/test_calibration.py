@@ -112,6 +112,20 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
     assert asked == [1, 1, 8]
 
 
+def test_calibration_measures_many_rows_once(kept: Path) -> None:
+    """However slow a pass is: a line through a few rows alone does not tell what a batch with drafts costs."""
+    asked: list[int] = []
+
+    def run(size: int) -> None:
+        asked.append(size)
+        time.sleep(0.02)
+
+    rounds = calibration.timed_rounds(run, [1, 8, 48, 4], calibration.LEAST_ROWS, calibration.LEAST_PASSES)
+    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 2, 48: 1}
+    assert calibration.ROWS[: calibration.LEAST_ROWS] == (1, 8, 48)
+    assert asked == [1, 1, 8, 48, 1, 8]
+
+
 def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:
     sleeps = {1: 0.004, 2: 0.001, 4: 0.002}
     found = calibration.timed(lambda size: time.sleep(sleeps[size]), [1, 4, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
+from speculant.scheduling.draft_length.trials import PlainTrials
 
 
 def test_curve_is_linear_between_points_and_beyond() -> None:
@@ -69,3 +70,27 @@ def test_long_texts_change_curves_in_proportion() -> None:
     for _ in range(200):
         costs.observe_pass(1, 6.0, 2.0 * costs.passes.at(1) / 2.0)
     assert costs.passes.at(1) == pytest.approx(3.0, rel=0.05)
+
+
+def test_what_a_step_takes_beside_passes_depends_on_drafts() -> None:
+    """A step with drafts has more to commit; it never takes less than one without."""
+    costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}))
+    for _ in range(200):
+        costs.observe_rest(0.5)
+        costs.observe_plain_rest(0.25)
+    assert costs.steps_s(1, 2.0, 2) == pytest.approx([2.25, 3.5, 4.5])
+    for _ in range(200):
+        costs.observe_plain_rest(1.0)
+    assert costs.steps_s(1, 2.0, 1) == pytest.approx([3.0, 4.0])
+
+
+def test_plain_steps_are_tried_once_passes_look_dearer() -> None:
+    trials = PlainTrials()
+    assert not trials.due(1.0)
+    assert not trials.due(1.1)
+    assert trials.due(1.2)
+    assert not trials.due(1.3), "known by now"
+    trials.drafted = trials.wait
+    assert trials.due(1.3)
+    trials.drafted = trials.wait - 1
+    assert not trials.due(1.3), "it waits longer each time"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from speculant.drafting.growth.hidden_runner import HiddenStateRunner
 from speculant.drafting.growth.topology import TreeTopology
@@ -17,11 +16,9 @@ from speculant.types import CommittedRows, Request
 
 MOST_PENDING = 512  # states of a sequence that wait for its next draft
 
-Encode = Callable[[Sequence[Tensor]], Tensor]  # what layers told, [n, hidden] each -> what the head takes in
-
 
 class HiddenDrafter(TreeDrafter):
-    """Drafts with the head of `runner`; layers: those whose states `encode` turns into what the head takes in.
+    """Drafts with the head of `runner`; layers: those whose states it reads.
 
     Beam searches get no drafts.
     """
@@ -32,20 +29,18 @@ class HiddenDrafter(TreeDrafter):
         self,
         runner: HiddenStateRunner,
         layers: Sequence[int],
-        encode: Encode,
         vocab_size: int,
         sampler: Sampler = REFERENCE,
         topology: TreeTopology | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
         self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None)
-        self._encode = encode
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""
         if request.search is not None:
             return
-        self._runner.observe(request, rows.start, self._encode(rows.hidden))
+        self._runner.observe(request, rows.start, rows.hidden)
         if self._runner.num_pending(request) > MOST_PENDING:
             self.catch_up([request])
 

@@ -13,7 +13,7 @@ one that was: rotary positions are relative.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,25 +28,60 @@ from speculant.types import DraftTree, Request
 PROBE = -(2**62)  # the sequence with which the prefix index is asked
 
 
+Encode = Callable[[Sequence[Tensor]], Tensor]  # what layers told, [n, hidden] each -> what the head takes in
+
+
+class _Pending:
+    """The states of a sequence's next rows, which are joined and encoded only when they are read."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode, self._new = encode, list[Sequence[Tensor]]()
+        self._encoded: Tensor | None = None
+        self.count = 0
+
+    def add(self, layers: Sequence[Tensor]) -> None:
+        """Append states, [n, hidden] of each layer."""
+        self._new.append(layers)
+        self.count += len(layers[0])
+
+    def read(self) -> Tensor:
+        """Return all states [count, hidden]; there is at least one."""
+        parts = [] if self._encoded is None else [self._encoded]
+        if self._new:
+            parts.append(
+                self._encode([torch.cat(own) if len(own) > 1 else own[0] for own in zip(*self._new, strict=True)])
+            )
+            self._new = []
+        self._encoded = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self._encoded
+
+    def drop(self, count: int) -> None:
+        """Drop the first states."""
+        if count:
+            self._encoded = self.read()[count:]
+            self.count -= count
+
+
 @dataclass
 class _Followed:
     """What is known of one sequence.
 
     first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
-    pending [p, hidden]: the states of the next rows; the newest row's stays here, so that it can be computed again.
+    pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
+    was observed.
     carried [1 + n, hidden]: in a round, what the root and each node of the tree so far hand on.
     """
 
     request: Request
     first: int = 0
     length: int = 0
-    pending: Tensor | None = None
+    pending: _Pending | None = None
     carried: Tensor | None = None
 
     @property
     def num_pending(self) -> int:
         """The number of states that have no row yet."""
-        return 0 if self.pending is None else len(self.pending)
+        return 0 if self.pending is None else self.pending.count
 
     @property
     def end(self) -> int:
@@ -55,7 +90,7 @@ class _Followed:
 
 
 class HiddenStateRunner(DraftModelRunner):
-    """See the module's docstring. `observe` receives the states, in the form that the head takes in."""
+    """See the module's docstring. `observe` receives what layers told; `encode` makes of it what the head takes in."""
 
     def __init__(
         self,
@@ -63,9 +98,11 @@ class HiddenStateRunner(DraftModelRunner):
         cache: KVCache,
         chances: Chances,
         max_num_batched_tokens: int,
-        stop_below: float = 0.0,
+        stop_below: float,
+        encode: Encode,
     ) -> None:
         super().__init__(model, cache, chances, max_num_batched_tokens, stop_below)
+        self._encode = encode
         self._followed: dict[int, _Followed] = {}
 
     def begin(self, request: Request) -> None:
@@ -77,16 +114,17 @@ class HiddenStateRunner(DraftModelRunner):
         self._followed.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
-    def observe(self, request: Request, start: int, states: Tensor) -> None:
-        """Take the states [n, hidden] of the committed tokens at positions from `start` on."""
+    def observe(self, request: Request, start: int, layers: Sequence[Tensor]) -> None:
+        """Take the states of layers, [n, hidden] each, of the committed tokens at positions from `start` on."""
         followed = self._followed[request.seq_id]
         if followed.pending is None:
             self._take_prefix(followed, start)
         elif start > followed.end:
             self._restart(followed, start)
-        states = states[followed.end - start :]
-        if len(states):
-            followed.pending = states if followed.pending is None else torch.cat((followed.pending, states))
+        known = followed.end - start
+        if known < len(layers[0]):
+            followed.pending = followed.pending or _Pending(self._encode)
+            followed.pending.add([states[known:] for states in layers] if known else layers)
 
     def num_pending(self, request: Request) -> int:
         """Return how many observed states have no row yet."""
@@ -108,9 +146,9 @@ class HiddenStateRunner(DraftModelRunner):
         """See the base: rows of the target's states stay, but for the newest one."""
         followed = self._followed[request.seq_id]
         assert followed.pending is not None
-        done = min(len(tokens), len(followed.pending) - 1)
+        done = min(len(tokens), followed.pending.count - 1)
         followed.length += done
-        followed.pending = followed.pending[done:]
+        followed.pending.drop(done)
 
     def finish(self, request: Request) -> None:
         """See the base."""
@@ -125,7 +163,7 @@ class HiddenStateRunner(DraftModelRunner):
         assert followed.carried is not None
         self.cache.truncate_to(request.seq_id, followed.length)
         handed_on = followed.carried[[1 + parent for parent in tree.parent_list]]
-        states = torch.cat((followed.pending.to(handed_on.dtype), handed_on))
+        states = torch.cat((followed.pending.read().to(handed_on.dtype), handed_on))
         return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
@@ -150,7 +188,7 @@ class HiddenStateRunner(DraftModelRunner):
         count = min(most, followed.num_pending, len(request.tokens) - start)
         if followed.pending is None or count <= 0:
             return [], None
-        return request.tokens[start : start + count], followed.pending[:count]
+        return request.tokens[start : start + count], followed.pending.read()[:count]
 
     def _take_prefix(self, followed: _Followed, start: int) -> None:
         """Take over rows of other sequences for a new one, unless they end before the first observed state."""

@@ -98,11 +98,13 @@ class FutureDrafter(StatelessDrafter):
         self._heads, self._target, self._own_heads = heads, target, own_heads
         self._chances, self._sampler, self._topology = chances, sampler, topology
         self._dtype = target.cache_shape.dtype
-        self._states: dict[int, tuple[int, Tensor]] = {}  # by sequence: a position and its state [hidden]
+        self._states: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # by sequence: the last position, and states [n, hidden] up to it
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`: the newest state is kept."""
-        self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, rows.hidden[0][-1].clone()
+        self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, rows.hidden[0]
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; only states of committed tokens are kept."""
@@ -144,7 +146,7 @@ class FutureDrafter(StatelessDrafter):
 
     def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
         """Return the logits [depth, r, V] of the heads down to a depth."""
-        hidden = torch.stack([self._states[request.seq_id][1] for request in requests])
+        hidden = torch.stack([self._states[request.seq_id][1][-1] for request in requests])
         states = self._heads.states(hidden.to(self._dtype), depth)
         if self._own_heads is not None:
             return self._own_heads(states)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, require_no_stop
-from speculant.drafting.growth.hidden_drafter import Encode, HiddenDrafter
-from speculant.drafting.growth.hidden_runner import HiddenStateRunner
+from speculant.drafting.growth.hidden_drafter import HiddenDrafter
+from speculant.drafting.growth.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.errors import ModelError
@@ -63,5 +63,6 @@ def make_drafter(
     if topology is not None:
         require_no_stop(context)
     cache = context.make_cache(model.cache_shape)
-    runner = HiddenStateRunner(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below)
-    return HiddenDrafter(runner, layers, encode, context.vocab_size, context.sampler, topology)
+    most, stop_below = context.max_num_batched_tokens, context.stop_below
+    runner = HiddenStateRunner(model, cache, context.chances, most, stop_below, encode)
+    return HiddenDrafter(runner, layers, context.vocab_size, context.sampler, topology)

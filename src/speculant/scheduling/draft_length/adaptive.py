@@ -8,6 +8,7 @@ Where drafting does not pay, it is tried again now and then, less often after ea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -16,17 +17,16 @@ from weakref import WeakSet
 from speculant.errors import ConfigError, suggest
 from speculant.metrics import StepTiming
 from speculant.scheduling.costs import CostCurve, StepCosts
-from speculant.scheduling.draft_length.acceptance import HIGHEST, Acceptance
+from speculant.scheduling.draft_length.acceptance import Acceptance
 from speculant.scheduling.draft_length.backlog import Backlogs
 from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.choice import Choice, asked_length, identity_of, most_nodes, no_drafts, scored
-from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choose_jointly, choose_scored, offers_of
+from speculant.scheduling.draft_length.joint import choose_jointly, choose_scored, offers_of
 from speculant.scheduling.draft_length.limits import num_rows
-from speculant.scheduling.draft_length.trials import Longer, Lookups, PlainTrials, Trials
+from speculant.scheduling.draft_length.trials import LEAST_GAIN, Longer, Lookups, PlainTrials, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
-LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
@@ -58,6 +58,7 @@ class Adaptive:
         self._holds = HOLDS  # of a choice
         self._plain_trials = PlainTrials()
         self._undrafted = False  # whether the last step had no drafts
+        self._own_s = 0.0  # that `observe` took after a step with drafts
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
         self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
@@ -92,7 +93,7 @@ class Adaptive:
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
         drawing = by_method.keys() - (self._scored.keys() - self._armed)  # only after such drafts passes differ
-        if held.pure and drawing and self._plain_trials.due():
+        if held.pure and drawing and self._plain_trials.due(self._costs.passes.at(1)):
             held.left = PLAIN_TRIAL
             return held
         steps = list[int]()
@@ -148,7 +149,8 @@ class Adaptive:
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
-        held, missed, doubted, probed = self._held, bool(outcomes), False, dict[str, bool]()
+        started, probed = time.perf_counter(), dict[str, bool]()
+        held, missed, doubted = self._held, bool(outcomes), False
         if not (outcomes or held.asked):
             self._observe_plain(timing)
             return
@@ -180,12 +182,14 @@ class Adaptive:
             self._plain_trials.drafted += 1
             if self._plain_trials.drafted % FOLLOWED == 1 or not held.left:
                 self._follow(outcomes, timing, doubted)
+            self._own_s = time.perf_counter() - started
 
     def _observe_plain(self, timing: StepTiming) -> None:
         """Take in a step without drafts."""
         held = self._held
         if self._undrafted and not held.awaits and (held.left % WATCHED == 0 or held.left < PLAIN_TRIAL) and held.pure:
             self._costs.observe_undrafted(held.rows, timing.verify_s, held.attention.plain_s)
+            self._costs.observe_plain_rest(timing.rest_s)
         self._undrafted = not held.awaits
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
@@ -214,7 +218,7 @@ class Adaptive:
         if method not in self._scored:
             return self._joint_lengths(method, requests, most)
         lookups = self._scored[method]
-        plain_s = self._costs.rest_s + self._held.plain_s
+        plain_s = self._costs.plain_rest_s + self._held.plain_s
         is_dear = lookups.gain * plain_s < len(requests) * lookups.seconds  # a token takes a share of its pass
         if is_dear and (rest := lookups.rest()):
             return [0] * len(requests), rest
@@ -251,7 +255,7 @@ class Adaptive:
         elif (
             (trials.due(0) or not trials.doubt)
             and any(tried := self._backlogs.affordable(method, requests, most, seconds(0, 0, 0)))
-            and self._may_pay(method, most, seconds)
+            and trials.may_pay(most, seconds, draft_s(count, 1) < CHEAP * self._held.plain_s)
         ):
             return trials.start(tried), 1 + bool(own)  # own rows are computed a step before their draft
         else:
@@ -261,14 +265,6 @@ class Adaptive:
             if not length:
                 self._acceptance[method].forget(request, steps)
         return counts, steps
-
-    def _may_pay(self, method: str, most: Sequence[int], seconds: Seconds) -> bool:
-        """Whether a method's drafts would pay if everything were accepted, or their costs are to be seen again."""
-        hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
-        trials = self._trials[method]
-        if any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, LEAST_GAIN)):
-            return trials.hopes()
-        return trials.doubts(self._costs.draft_s(method, len(most), 1) < CHEAP * self._held.plain_s)
 
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
         return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
@@ -283,7 +279,7 @@ class Adaptive:
         if doubted and timing.verify_s > self._costs.passes.at(rows) + attention_s:
             return
         self._costs.observe_pass(rows, timing.verify_s, attention_s)
-        self._costs.observe_rest(timing.rest_s)
+        self._costs.observe_rest(timing.rest_s + self._own_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not (self._scores and methods & self._armed):
             depth = max(len(outcome.drafted) for outcome in outcomes)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from speculant.scheduling.draft_length.acceptance import HIGHEST
+from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choose_jointly
+
+LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
 MOST_REPEATS = 3
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
 FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
+DEARER = 1.15  # passes with drafts that take so much longer than before show that those without must be seen
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
 MOST_KEPT, KEPT_MEMORY = 8.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
 LOOKUP_MEMORY = 0.05  # weight of the newest step
@@ -59,6 +64,15 @@ class Trials:
         self.wait = self.backoff = max(FIRST_WAIT, self.backoff // 2)
         self.doubt, self.repeats = self.doubt or FIRST_DOUBT, 0
 
+    def may_pay(self, most: Sequence[int], seconds: Seconds, is_cheap: bool) -> bool:
+        """Whether a trial is due: drafts would pay if everything were accepted, or their costs are to be seen again.
+
+        most, seconds: see `choose_jointly`. is_cheap: see `doubts`.
+        """
+        hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
+        pays = any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, LEAST_GAIN))
+        return self.hopes() if pays else self.doubts(is_cheap)
+
     def hopes(self) -> bool:
         """Whether a trial is due that may show that drafts pay; the first one comes at once."""
         is_first, self.doubt = not self.doubt, self.doubt or FIRST_DOUBT
@@ -77,16 +91,23 @@ class Trials:
 
 @dataclass
 class PlainTrials:
-    """When steps are made without drafts although these pay, to see what such steps take."""
+    """When steps are made without drafts although these pay, to see what such steps take.
+
+    known_s: what a pass was thought to take at the last trial; 0 = there was none.
+    """
 
     wait: int = FIRST_PLAIN_WAIT
     drafted: int = 0  # steps since the last such trial
+    known_s: float = 0.0
 
-    def due(self) -> bool:
-        """Whether a trial is due, which begins then."""
-        if self.drafted < self.wait:
+    def due(self, pass_s: float) -> bool:
+        """Whether a trial is due, which begins then; pass_s: what a pass is thought to take now."""
+        self.known_s = self.known_s or pass_s
+        if self.drafted >= self.wait:
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
+        elif pass_s < DEARER * self.known_s:
             return False
-        self.drafted, self.wait = 0, min(2 * self.wait, LONGEST_WAIT)
+        self.drafted, self.known_s = 0, pass_s
         return True
 
 
