@@ -21,7 +21,7 @@ from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
 __all__ = ["serve"]
-SHORT = ("--seconds", "0.5", "--rounds", "1", "--max-tokens", "4", "--load", "0.5", "--load", "3")
+SHORT = ("--seconds", "0.5", "--rounds", "1", "--max-tokens", "4", "--load", "0.5", "--load", "8")
 FIGURES = {
     "requests", "completed", "refused", "failed", "seconds", "requests_per_s", "tokens_per_s", "ttft_p50_s",
     "ttft_p90_s", "ttft_p99_s", "itl_p50_s", "itl_p90_s", "itl_p99_s", "itl_mean_s", "e2e_p50_s", "e2e_p90_s",
@@ -55,10 +55,10 @@ def test_a_running_server_is_measured(serve: Callable[..., LiveServer], checkpoi
     assert value["benchmark"] == "serve"
     assert value["server"] == {"url": server.url, "model": "small", "engine": None}
     assert value["speculation"]["on"] is True
-    assert value["plan"] == {"clients": 2, "loads": [0.5, 3.0], "seconds": 0.5, "rounds": 1, "seed": 0}
+    assert value["plan"] == {"clients": 2, "loads": [0.5, 8.0], "seconds": 0.5, "rounds": 1, "seed": 0}
     assert set(value["capacity"]["runs"]) == {"plain", "speculative"}
     rate = value["capacity"]["runs"]["plain"]["requests_per_s"]["median"]
-    assert [level["request_rate"] for level in value["loads"]] == [0.5 * rate, 3.0 * rate]
+    assert [level["request_rate"] for level in value["loads"]] == [0.5 * rate, 8.0 * rate]
     for level in value["loads"]:
         outputs = level["outputs"]
         assert outputs["identical"] == {"speculative": outputs["outputs"]}
@@ -69,7 +69,9 @@ def test_a_running_server_is_measured(serve: Callable[..., LiveServer], checkpoi
             assert sum(counts[:3]) == counts[3]
             assert figures["failed"]["median"] == 0
     crowded = value["loads"][1]["runs"]["plain"]
-    assert crowded["refused"]["median"] > 0, "three at a time are served, and three times the capacity comes"
+    assert crowded["refused"]["median"] > 0, (
+        "three have places, and eight times as many come as are served, even if the machine was slower before"
+    )
     metrics = server.http.get("/metrics", headers={"Authorization": "Bearer secret"}).text
     drafts = [line for line in metrics.splitlines() if line.startswith("speculant:spec_decode_num_drafts_total")]
     assert float(drafts[0].split()[-1]) > 0
@@ -89,7 +91,7 @@ def test_its_own_server_starts_and_ends(checkpoints: Checkpoints, monkeypatch: p
     assert shown.startswith("target at http://127.0.0.1:")
     assert "speculation is off: use_speculative_decoding is False" in shown
     assert "capacity: 2 clients" in shown
-    assert "3 x capacity" in shown
+    assert "8 x capacity" in shown
     assert "first token p50 (ms)" in shown
     assert "speculative" not in shown.partition("\n")[2]
     assert "\x1b[" not in shown

@@ -120,6 +120,7 @@ def _output(
 ) -> TargetOutput:
     """Return the share of a sequence whose rows begin at `first`."""
     prompt, end = _prompt_rows(item), first + item.count + tree.size
+    is_all = end - first == hidden.last.shape[0]  # then no view of them is made, which takes as long as a small kernel
     own = None
     if tree.ahead is not None:
         own = hidden.last[end : end + tree.num_own_rows].view(tree.size + 1, len(tree.ahead), -1)
@@ -128,7 +129,7 @@ def _output(
         tree,
         logits if item.completes else None,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
-        tuple([states[first:end] for states in hidden.taps]),
+        hidden.taps if is_all else tuple([states[first:end] for states in hidden.taps]),
         nodes,
         ahead=own,
     )

@@ -203,9 +203,9 @@ class StepCosts:
         self.undrafted = min(1.0, self.undrafted + TRIED * (ratio - self.undrafted))
 
     def observe_rest(self, seconds: float) -> None:
-        """Follow what the rest of a step with drafts took."""
-        self.rest_s += LOCAL * (seconds - self.rest_s)
+        """Follow what the rest of a step with drafts took; it counts as at most a pass."""
+        self.rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.rest_s)
 
     def observe_plain_rest(self, seconds: float) -> None:
         """Follow what the rest of a step without drafts took."""
-        self.plain_rest_s += LOCAL * (seconds - self.plain_rest_s)
+        self.plain_rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.plain_rest_s)

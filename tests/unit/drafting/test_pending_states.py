@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculant.drafting.growth.hidden_runner import _Pending
+from speculant.drafting.growth.hidden_runner import Pending
 
 
 def test_waiting_states_are_encoded_when_they_are_read() -> None:
@@ -18,7 +18,7 @@ def test_waiting_states_are_encoded_when_they_are_read() -> None:
         encoded.append(len(layers[0]))
         return layers[0] + 10 * layers[1]
 
-    pending, rows = _Pending(encode), torch.arange(5.0)[:, None]
+    pending, rows = Pending(encode), torch.arange(5.0)[:, None]
     for first, end in ((0, 1), (1, 2), (2, 4)):
         pending.add((rows[first:end], torch.ones(end - first, 1)))
     assert (pending.count, encoded) == (4, [])

@@ -31,7 +31,7 @@ PROBE = -(2**62)  # the sequence with which the prefix index is asked
 Encode = Callable[[Sequence[Tensor]], Tensor]  # what layers told, [n, hidden] each -> what the head takes in
 
 
-class _Pending:
+class Pending:
     """The states of a sequence's next rows, which are joined and encoded only when they are read."""
 
     def __init__(self, encode: Encode) -> None:
@@ -75,7 +75,7 @@ class _Followed:
     request: Request
     first: int = 0
     length: int = 0
-    pending: _Pending | None = None
+    pending: Pending | None = None
     carried: Tensor | None = None
 
     @property
@@ -123,7 +123,7 @@ class HiddenStateRunner(DraftModelRunner):
             self._restart(followed, start)
         known = followed.end - start
         if known < len(layers[0]):
-            followed.pending = followed.pending or _Pending(self._encode)
+            followed.pending = followed.pending or Pending(self._encode)
             followed.pending.add([states[known:] for states in layers] if known else layers)
 
     def num_pending(self, request: Request) -> int:

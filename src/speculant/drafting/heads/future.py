@@ -98,9 +98,7 @@ class FutureDrafter(StatelessDrafter):
         self._heads, self._target, self._own_heads = heads, target, own_heads
         self._chances, self._sampler, self._topology = chances, sampler, topology
         self._dtype = target.cache_shape.dtype
-        self._states: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # by sequence: the last position, and states [n, hidden] up to it
+        self._states: dict[int, tuple[int, Tensor]] = {}  # by sequence: a position, and states [n, hidden] up to it
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`: the newest state is kept."""
