@@ -86,7 +86,7 @@ METHODS = {
     "medusa": Method(HEAD, chain={"tree": "chain"}, tree=({}, 8)),
     "eagle": Method(HEAD, tree=({"tree": [2, 1, 1]}, 6)),
     "eagle3": Method(HEAD, tree=({"tree": [2, 1, 1]}, 6)),
-    "pass": Method(HEAD),
+    "pass": Method(HEAD, lengths=(2, 3)),
     DEFAULT: Method(DRAFT, lengths=(), always=False),
 }
 
