@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import count, repeat
 from operator import add, mul
 from typing import NamedTuple
 
@@ -165,8 +165,8 @@ class StepCosts:
         plain_s: of a pass without nodes, with its attention.
         """
         passes = self.passes.between(rows + 1, rows + most + 1)
-        if attention.node_s:
-            passes = [seconds + attention.seconds(nodes) for nodes, seconds in enumerate(passes, 1)]
+        if attention != NO_ATTENTION:
+            passes = list(map(add, passes, count(attention.seconds(1), attention.node_s)))
         rest_s = max(self.rest_s, self.plain_rest_s)
         return [self.plain_rest_s + plain_s, *map(add, repeat(rest_s), map(max, passes, repeat(plain_s)))]
 

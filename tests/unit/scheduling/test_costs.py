@@ -57,6 +57,8 @@ def test_attention_adds_to_passes_behind_long_texts() -> None:
     plain_s = costs.passes.at(4) + attention.plain_s
     expected = [plain_s, 6 + attention.plain_s + attention.node_s, 7 + attention.plain_s + 2 * attention.node_s]
     assert costs.steps_s(4, plain_s, 2, attention) == pytest.approx(expected)
+    first_alone = StepCosts(costs.passes, keys=KeyCosts(0.01)).attention([(1, 100)])
+    assert costs.steps_s(1, 4.0, 1, first_alone) == pytest.approx([4.0, 5.0]), "each pass reads the keys"
     assert costs.steps_s(4, 5.0, 2) == pytest.approx([5.0, 6.0, 7.0]), "no attention unless it is given"
 
 
