@@ -24,7 +24,8 @@ class World:
     alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the
     drafter says of it; None = nothing. first_scored: only the first steps have scores, so many. draftable: whether
     there is anything to draft, by the same number. ask_s: seconds to find that out. undrafted: of a pass that follows
-    another one without a draft between them, in proportion. bursts: the share of passes that other programs make up to
+    another one without a draft between them, in proportion; lingers: how much of that is still missing after one more
+    such pass. bursts: the share of passes that other programs make up to
     five times as long; what they add is seen by the policy and not counted. own_rows: the most rows of its own
     that the drafter has below each node, from which the next pass's draft comes; 0 = it drafts without. prompt: its
     tokens; key_s: what a pass takes longer for each of them, by its rows.
@@ -39,6 +40,7 @@ class World:
     draftable: Callable[[int], bool] = lambda place: True
     ask_s: float = 0.0
     undrafted: float = 1.0
+    lingers: float = 0.0
     bursts: float = 0.0
     own_rows: int = 0
     prompt: int = 1
@@ -56,7 +58,7 @@ class World:
         requests = [
             make_request([1] * self.prompt, [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)
         ]
-        lengths, undrafted, known = [0] * batch, False, [0] * batch
+        lengths, missing, known = [0] * batch, 1.0, [0] * batch
         for step in range(steps):
             if step == self.first_scored:
                 self.score = None
@@ -77,8 +79,8 @@ class World:
             rows = batch + sum(chosen) + sum(own)
             verify_s = self.pass_s(rows) + self.prompt * self.key_s(rows)
             verify_s *= 1 + self.noise * self._random.uniform(-1, 1)
-            verify_s *= self.undrafted if undrafted and not any(chosen) else 1.0
-            undrafted = not any(chosen)
+            verify_s *= 1.0 if any(chosen) else missing + (1 - missing) * self.undrafted
+            missing = 1.0 if any(chosen) else missing * self.lingers
             outcomes = []
             for index, (request, count) in enumerate(zip(requests, chosen, strict=True)):
                 accepted = self._accepted(alphas[index][:count])

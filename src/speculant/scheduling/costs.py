@@ -197,10 +197,10 @@ class StepCosts:
         short_s = self.passes.at(rows)
         self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
 
-    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
-        """Follow a pass after another one, without a draft between them."""
+    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0, passes: int = 1) -> None:
+        """Follow passes after others, without drafts between them, each of which took so long."""
         ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), OUTLIER)
-        self.undrafted = min(1.0, self.undrafted + TRIED * (ratio - self.undrafted))
+        self.undrafted = min(1.0, self.undrafted + (1 - (1 - TRIED) ** passes) * (ratio - self.undrafted))
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step with drafts took; it counts as at most a pass."""

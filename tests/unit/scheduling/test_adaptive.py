@@ -84,7 +84,7 @@ def test_adaptive_follows_a_changing_text(name: str) -> None:
     for seed in range(12):
         best = max(setting.world(seed).run(Fixed(length), 1, STEPS) for length in LENGTHS)
         ratios.append(setting.world(seed).run(setting.adaptive(), 1, STEPS) / best)
-    assert sum(ratios) / len(ratios) >= 0.95
+    assert sum(ratios) / len(ratios) >= 0.97
 
 
 def test_adaptive_returns_when_drafts_become_good() -> None:
@@ -144,13 +144,14 @@ def test_adaptive_bounds_drafts_that_lose_their_scores() -> None:
     assert world.run(useless.adaptive(), 1, STEPS) >= 0.95 * plain
 
 
-def test_adaptive_finds_that_steps_without_drafts_are_faster() -> None:
-    """Weights that fit a processor's cache are still there if no draft model ran since the last pass."""
+@pytest.mark.parametrize("lingers", [0.0, 0.85])
+def test_adaptive_finds_that_steps_without_drafts_are_faster(lingers: float) -> None:
+    """Weights that fit a processor's cache are still there if no draft model ran since the last passes."""
     setting, ratios = Setting(lambda place: 0.6, 0.2), list[float]()
     for seed in range(12):
         worlds, policy = [setting.world(seed) for _ in range(3)], setting.adaptive()
         for world in worlds:
-            world.undrafted = 0.5
+            world.undrafted, world.lingers = 0.5, lingers
         worlds[0].run(policy, 1, STEPS)
         ratios.append(worlds[1].run(policy, 1, STEPS) / worlds[2].run(Fixed(0), 1, STEPS))
     assert sum(ratios) / len(ratios) >= 0.95

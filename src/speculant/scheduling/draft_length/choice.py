@@ -39,12 +39,12 @@ class Choice:
         """Return the seconds of the step with 0 to `most` nodes, without drafting."""
         return costs.steps_s(self.rows, self.plain_s, most, self.attention)
 
-    def rest(self, least: int, watched: int) -> int:
+    def rest(self, watched: int) -> int:
         """Skip the steps before the next one of which `left` is a multiple of `watched`; return their number.
 
-        Nothing is skipped of the last `least` steps, nor where a sequence does anything but decode.
+        Nothing is skipped where a sequence does anything but decode.
         """
-        steps = (self.left - 1) % watched if self.left >= least and self.pure and not self.asked else 0
+        steps = (self.left - 1) % watched if self.left and self.pure and not self.asked else 0
         self.left -= steps
         return steps
 

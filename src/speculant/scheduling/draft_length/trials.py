@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from speculant.scheduling.draft_length.acceptance import HIGHEST
 from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choose_jointly
@@ -11,9 +12,12 @@ from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choos
 LEAST_GAIN = 0.01  # drafts that gain less are not worth the risk that the estimates are wrong
 PROBE = 2  # nodes of a trial
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
+TRIALS_SHARE = 0.005  # of the time, which trials that fail may take: cheap ones need not become rarer
 MOST_REPEATS = 3
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
+PLAIN_BLOCK, MOST_BLOCKS = 4, 8  # steps of a block of a trial without drafts, and its most blocks
+FALLING = 0.97  # of the block before: a block that takes less shows that the next one may be faster still
 FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
 DEARER = 1.15  # passes with drafts that take so much longer than before show that those without must be seen
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
@@ -27,6 +31,7 @@ class Trials:
 
     wait: int = FIRST_WAIT
     backoff: int = FIRST_WAIT  # the last wait after a failure
+    longest: int = LONGEST_WAIT
     repeats: int = 0  # trials in a row that were accepted and did not make drafts pay
     doubt: int = 0
     since: int = 0
@@ -56,8 +61,12 @@ class Trials:
         if accepted and not self.doubting and self.repeats < MOST_REPEATS:
             self.wait, self.repeats = 1, self.repeats + 1
             return
-        self.backoff = self.wait = min(LONGEST_WAIT, 2 * self.backoff)
+        self.backoff = self.wait = min(self.longest, 2 * self.backoff)
         self.doubting, self.repeats = False, 0
+
+    def costs(self, share: float) -> None:
+        """Bound the time between trials, where one costs this share of a step without drafts."""
+        self.longest = min(LONGEST_WAIT, max(FIRST_WAIT, int(share / TRIALS_SHARE)))
 
     def pays(self) -> None:
         """Note that drafts pay, so that trials begin anew once they do not."""
@@ -93,12 +102,17 @@ class Trials:
 class PlainTrials:
     """When steps are made without drafts although these pay, to see what such steps take.
 
-    known_s: what a pass was thought to take at the last trial; 0 = there was none.
+    A trial lasts for blocks of steps as long as these become faster: what drafts drove out of the processor's caches
+    comes back over some steps. known_s: what a pass was thought to take at the last trial; 0 = there was none.
     """
 
     wait: int = FIRST_PLAIN_WAIT
     drafted: int = 0  # steps since the last such trial
     known_s: float = 0.0
+    running: bool = False
+    blocks: int = 0  # of this trial
+    block: list[float] = field(default_factory=list)  # seconds of its steps
+    least_s: float = 0.0  # of the blocks before, as medians
 
     def due(self, pass_s: float) -> bool:
         """Whether a trial is due, which begins then; pass_s: what a pass is thought to take now."""
@@ -107,8 +121,26 @@ class PlainTrials:
             self.wait = min(2 * self.wait, LONGEST_WAIT)
         elif pass_s < DEARER * self.known_s:
             return False
-        self.drafted, self.known_s = 0, pass_s
+        self.drafted, self.known_s, self.running = 0, pass_s, True
+        self.blocks, self.least_s = 0, float("inf")
+        self.block.clear()
         return True
+
+    def observe(self, seconds: float) -> float | None:
+        """Count a step of a trial; return what such steps take once it ends, None before."""
+        self.block.append(seconds)
+        if len(self.block) < PLAIN_BLOCK:
+            return None
+        taken_s, self.blocks = median(self.block), self.blocks + 1
+        falls, self.least_s = taken_s < FALLING * self.least_s, min(taken_s, self.least_s)
+        self.block.clear()
+        self.running = falls and self.blocks < MOST_BLOCKS
+        return None if self.running else self.least_s
+
+    def end(self) -> float | None:
+        """End a trial that is cut short; return what such steps take as far as it is known."""
+        known, self.running = self.running and self.blocks > 0, False
+        return self.least_s if known else None
 
 
 @dataclass
