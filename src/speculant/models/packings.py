@@ -35,7 +35,8 @@ SECONDS = 0.15  # after which no further round of runs begins
 DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
-STEADY = 1.5  # gains whose typical times are more than this many times the best ones are not kept
+STEADY = 1.5  # times whose typical ones are more than this many times the best ones are those of a busy machine
+BUSY_KEPT_S = 3600.0  # gains of a busy machine: starts in between find the weights that are packed as they say
 
 Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
 
@@ -52,18 +53,18 @@ def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str |
 
 
 def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
-    """Return the gains that were measured at an earlier start; else measure them, and keep them if they were steady."""
+    """Return the gains that were measured at an earlier start; else measure and keep them, for a while if unsteady."""
     facts = ["gains", kernels.isa, str(kernels.threads), str(depths), str(num_bytes)]
     path = cache_folder("costs") / f"{key_of(facts)}.packing.json"
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        kept = json.loads(path.read_text(encoding="utf-8"))["gains"]
-        gains = {rows: float(kept[str(rows)]) for rows in ROWS}
-        if all(0 < gain < math.inf for gain in gains.values()):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        gains = {rows: float(kept["gains"][str(rows)]) for rows in ROWS}
+        is_valid = kept["steady"] or time.time() - path.stat().st_mtime < BUSY_KEPT_S
+        if is_valid and all(0 < gain < math.inf for gain in gains.values()):
             return gains
     times = time_packings(kernels, depths, num_bytes)
     gains = gains_of(times)
-    if is_steady(times):
-        write_file(path, {"gains": gains})
+    write_file(path, {"gains": gains, "steady": is_steady(times)})
     return gains
 
 

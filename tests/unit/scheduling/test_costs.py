@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
-from speculant.scheduling.draft_length.trials import PlainTrials
 
 
 def test_curve_is_linear_between_points_and_beyond() -> None:
@@ -84,15 +83,3 @@ def test_what_a_step_takes_beside_passes_depends_on_drafts() -> None:
     for _ in range(200):
         costs.observe_plain_rest(1.0)
     assert costs.steps_s(1, 2.0, 1) == pytest.approx([3.0, 4.0])
-
-
-def test_plain_steps_are_tried_once_passes_look_dearer() -> None:
-    trials = PlainTrials()
-    assert not trials.due(1.0)
-    assert not trials.due(1.1)
-    assert trials.due(1.2)
-    assert not trials.due(1.3), "known by now"
-    trials.drafted = trials.wait
-    assert trials.due(1.3)
-    trials.drafted = trials.wait - 1
-    assert not trials.due(1.3), "it waits longer each time"

@@ -23,15 +23,15 @@ from speculant.scheduling.draft_length.base import DraftLengthContext, DraftOutc
 from speculant.scheduling.draft_length.choice import Choice, asked_length, identity_of, most_nodes, no_drafts, scored
 from speculant.scheduling.draft_length.joint import choose_jointly, choose_scored, offers_of
 from speculant.scheduling.draft_length.limits import num_rows
-from speculant.scheduling.draft_length.trials import LEAST_GAIN, PLAIN_BLOCK, Longer, Lookups, PlainTrials, Trials
+from speculant.scheduling.draft_length.plain_steps import BLOCK, PlainSteps
+from speculant.scheduling.draft_length.trials import LEAST_GAIN, Longer, Lookups, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
-WATCHED, FOLLOWED = 8, 4  # of so many steps without drafts, and with drafts, the times of one are taken in
-SETTLED = 16  # steps without drafts; the first ones take longer, as drafts used the processor's caches
+FOLLOWED = 4  # of so many steps with drafts the times of one are taken in
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
@@ -56,8 +56,7 @@ class Adaptive:
         self._longer: dict[str, Longer] = {}
         self._held = Choice([], [], 0, self._costs.passes.at(0), False, 0)
         self._holds = HOLDS  # of a choice
-        self._plain_trials = PlainTrials()
-        self._undrafted = 0  # steps without drafts since the last one with drafts
+        self._plain_steps = PlainSteps(self._costs)
         self._own_s = 0.0  # that `observe` took after a step with drafts
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
@@ -79,14 +78,12 @@ class Adaptive:
 
     def rest(self) -> int:
         """See `RestingLength.rest`: it lasts until the next step whose time is taken in."""
-        steps = 0 if self._plain_trials.running else self._held.rest(WATCHED)
-        self._undrafted += steps
-        return steps
+        return self._plain_steps.rest(self._held)
 
     def _choose(self, schedule: Schedule) -> Choice:
         by_method: dict[str, list[int]] = {}
         self._unscored_lengths = {}
-        self._end_plain_trial(self._plain_trials.end())
+        self._plain_steps.end(self._held)
         held = self._held = no_drafts(schedule, self._costs, HOLDS)
         for place, item in enumerate(schedule.items):
             request, method = item.request, item.request.drafter
@@ -96,8 +93,8 @@ class Adaptive:
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
         drawing = by_method.keys() - (self._scored.keys() - self._armed)  # only after such drafts passes differ
-        if held.pure and drawing and self._plain_trials.due(self._costs.passes.at(1)):
-            held.left = PLAIN_BLOCK
+        if held.pure and drawing and self._plain_steps.due():
+            held.left = BLOCK
             return held
         steps = list[int]()
         for method, places in by_method.items():
@@ -155,7 +152,7 @@ class Adaptive:
         started, probed = time.perf_counter(), dict[str, bool]()
         held, missed, doubted = self._held, bool(outcomes), False
         if not (outcomes or held.asked):
-            self._observe_plain(timing)
+            self._plain_steps.observe(held, timing)
             return
         for outcome in outcomes:
             method = str(outcome.request.drafter)
@@ -178,33 +175,13 @@ class Adaptive:
             own = [outcome for outcome in outcomes if outcome.request.drafter == method]
             self._scored[method].observe(sum(sum(outcome.accepted) for outcome in own), timing.draft_s)
         if not outcomes:
-            self._observe_plain(timing)
+            self._plain_steps.observe(held, timing)
             return
-        self._undrafted = 0
+        drafted = self._plain_steps.drafted()
         if held.pure:
-            self._plain_trials.drafted += 1
-            if self._plain_trials.drafted % FOLLOWED == 1 or not held.left:
+            if drafted % FOLLOWED == 1 or not held.left:
                 self._follow(outcomes, timing, doubted)
             self._own_s = time.perf_counter() - started
-
-    def _observe_plain(self, timing: StepTiming) -> None:
-        """Take in a step without drafts."""
-        held = self._held
-        self._undrafted = 0 if held.awaits else self._undrafted + 1
-        if self._plain_trials.running:
-            self._end_plain_trial(self._plain_trials.observe(timing.verify_s))
-            held.left = PLAIN_BLOCK if self._plain_trials.running and not held.left else held.left
-        elif held.pure and self._undrafted > SETTLED and held.left % WATCHED == 0:
-            self._costs.observe_undrafted(held.rows, timing.verify_s, held.attention.plain_s)
-        else:
-            return
-        self._costs.observe_plain_rest(timing.rest_s)
-
-    def _end_plain_trial(self, seconds: float | None) -> None:
-        """Take in what steps without drafts take; None = it is not known yet."""
-        if seconds is not None:
-            held = self._held
-            self._costs.observe_undrafted(held.rows, seconds, held.attention.plain_s, PLAIN_BLOCK)
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
         """Remember whether a draft of a method that gives scores had some."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 from speculant.scheduling.draft_length.acceptance import HIGHEST
 from speculant.scheduling.draft_length.joint import Seconds, chain_offers, choose_jointly
@@ -16,10 +15,6 @@ TRIALS_SHARE = 0.005  # of the time, which trials that fail may take: cheap ones
 MOST_REPEATS = 3
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
-PLAIN_BLOCK, MOST_BLOCKS = 4, 8  # steps of a block of a trial without drafts, and its most blocks
-FALLING = 0.97  # of the block before: a block that takes less shows that the next one may be faster still
-FIRST_PLAIN_WAIT = 64  # steps with drafts until some are made without; at most LONGEST_WAIT
-DEARER = 1.15  # passes with drafts that take so much longer than before show that those without must be seen
 LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
 MOST_KEPT, KEPT_MEMORY = 8.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
 LOOKUP_MEMORY = 0.05  # weight of the newest step
@@ -96,51 +91,6 @@ class Trials:
         if self.doubting:
             self.doubt = min(LONGEST_WAIT, max(FIRST_DOUBT, 2 * self.doubt))
         return self.doubting
-
-
-@dataclass
-class PlainTrials:
-    """When steps are made without drafts although these pay, to see what such steps take.
-
-    A trial lasts for blocks of steps as long as these become faster: what drafts drove out of the processor's caches
-    comes back over some steps. known_s: what a pass was thought to take at the last trial; 0 = there was none.
-    """
-
-    wait: int = FIRST_PLAIN_WAIT
-    drafted: int = 0  # steps since the last such trial
-    known_s: float = 0.0
-    running: bool = False
-    blocks: int = 0  # of this trial
-    block: list[float] = field(default_factory=list)  # seconds of its steps
-    least_s: float = 0.0  # of the blocks before, as medians
-
-    def due(self, pass_s: float) -> bool:
-        """Whether a trial is due, which begins then; pass_s: what a pass is thought to take now."""
-        self.known_s = self.known_s or pass_s
-        if self.drafted >= self.wait:
-            self.wait = min(2 * self.wait, LONGEST_WAIT)
-        elif pass_s < DEARER * self.known_s:
-            return False
-        self.drafted, self.known_s, self.running = 0, pass_s, True
-        self.blocks, self.least_s = 0, float("inf")
-        self.block.clear()
-        return True
-
-    def observe(self, seconds: float) -> float | None:
-        """Count a step of a trial; return what such steps take once it ends, None before."""
-        self.block.append(seconds)
-        if len(self.block) < PLAIN_BLOCK:
-            return None
-        taken_s, self.blocks = median(self.block), self.blocks + 1
-        falls, self.least_s = taken_s < FALLING * self.least_s, min(taken_s, self.least_s)
-        self.block.clear()
-        self.running = falls and self.blocks < MOST_BLOCKS
-        return None if self.running else self.least_s
-
-    def end(self) -> float | None:
-        """End a trial that is cut short; return what such steps take as far as it is known."""
-        known, self.running = self.running and self.blocks > 0, False
-        return self.least_s if known else None
 
 
 @dataclass
