@@ -139,6 +139,8 @@ def write_eagle3(
     random = Random(seed)
     found = {
         "fc.weight": random.matrix(hidden, 3 * hidden),
+        **({"input_norm.weight": random.norm(3 * hidden)} if config.get("norm_before_fc") else {}),
+        **({f"fc_norm.{place}.weight": random.norm(hidden) for place in range(3)} if config.get("fc_norm") else {}),
         f"{prefix}hidden_norm.weight": random.norm(hidden),
         f"{prefix}input_layernorm.weight": random.norm(hidden),
         "norm.weight": random.norm(hidden),

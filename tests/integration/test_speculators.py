@@ -21,7 +21,7 @@ from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.speculators_heads import make_module, predicted, read_into
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
-FLAGS = ["norm_before_residual", "norm_output"]
+FLAGS = ["norm_before_residual", "norm_output", "norm_before_fc", "fc_norm"]
 LENGTH = 4
 TARGET_LAYERS = 7
 USUAL = (2, 3, 4)  # 2, L // 2 and L - 3
@@ -108,6 +108,7 @@ def deviation(target: Target, module: PreTrainedModel, layers: Sequence[int], dr
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("input_norm", [None, "norm_before_fc", "fc_norm"])
 @pytest.mark.parametrize("norm_output", [False, True])
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("known", [None, KNOWN], ids=["all tokens", "d2t"])
@@ -115,9 +116,10 @@ def deviation(target: Target, module: PreTrainedModel, layers: Sequence[int], dr
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_heads_that_the_package_writes(
     tmp_path: Path, target: Target, drafts: list[Draft], family: str, layers: tuple[int, ...] | None,
-    known: list[int] | None, norm_before_residual: bool, norm_output: bool, kernels: str,
+    known: list[int] | None, norm_before_residual: bool, norm_output: bool, input_norm: str | None, kernels: str,
 ) -> None:  # fmt: skip
     flags = {"norm_before_residual": norm_before_residual, "norm_output": norm_output}
+    flags |= {input_norm: True} if input_norm else {}
     module = make_module(family, VOCAB_SIZE, known, layers, **flags)
     module.save_pretrained(tmp_path / "head")
     generate(target, str(tmp_path / "head"), kernels, drafts)

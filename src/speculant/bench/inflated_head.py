@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def grown(part: Part, growth: Growth, tensor: Tensor, name: str) -> Tensor:
     """Return the tensor of a larger head, from that of a small one and the model's name of it."""
     match part.role:
         case Role.STATE:
-            return growth.written(tensor)
+            return torch.cat([growth.written(state) for state in tensor.chunk(part.streams)])
         case Role.TABLE:
             return growth.table(tensor)
         case Role.OUTPUT:

@@ -1,8 +1,9 @@
 """EAGLE-3: a decoder layer over the states of three of the target's layers (arXiv 2503.01840).
 
-The three states of a token are mapped to one, g. The layer attends over [norm(embedding of the next token); norm(g)];
-behind the first drafted token it takes its own output in g's place. Its output head knows `draft_vocab_size` tokens
-where the file has d2t, an offset for each of them: token i of the head is token i + d2t[i] of the target.
+The three states of a token are mapped to one, g, perhaps behind a norm of all three or of each. The layer attends over
+[norm(embedding of the next token); norm(g)]; behind the first drafted token it takes its own output in g's place. Its
+output head knows `draft_vocab_size` tokens where the file has d2t, an offset for each of them: token i of the head is
+token i + d2t[i] of the target.
 
 The head's folder has config.json and safetensors, as on the hub or as the `speculators` package writes them. Embedding
 and output head are the target's where the file has none.
@@ -28,6 +29,7 @@ from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.errors import ModelError, PairError
+from speculant.kernels.reference import rms_norm
 from speculant.models.base import CausalLM
 from speculant.models.fields import flag, is_whole, show
 from speculant.models.heads import Entry, HeadConfig, usual_taps
@@ -35,6 +37,7 @@ from speculant.models.heads import Entry, HeadConfig, usual_taps
 KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True)
 ENCODER = "encoder.weight"  # fc in the files
+ENCODER_NORM = "encoder.norm"  # input_norm in the files, or fc_norm.0 and so on
 NUM_STATES = 3
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 TOKEN_MAPS = ("d2t", "t2d")
@@ -93,10 +96,6 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
     weights = renamed(folder, rename)
     names = weights.names()
     sizes = replace(read_sizes(folder.config, names, target), head_tokens=read_tokens(folder, target))
-    if flag(folder.config, "norm_before_fc"):
-        raise ModelError(
-            f"config.json in {folder.folder} has norm_before_fc, which is not supported", "use another head."
-        )
     config = HeadConfig(
         sizes,
         Entry.ATTENTION,
@@ -108,9 +107,23 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
     check_shared(folder, config, target)
     if not config.own_head:
         config = replace(config, decoder=replace(sizes, head_tokens=()))
-    shape = (sizes.hidden_size, NUM_STATES * target.hidden_size)
-    model = load_layers(config, weights, target, KIND, encoder_weight=shape)
-    return model, encoder(weights, target)
+    norms = encoder_norms(folder, target)
+    matrix = (sizes.hidden_size, NUM_STATES * target.hidden_size)
+    model = load_layers(config, weights, target, KIND, {ENCODER: matrix, **norms})
+    return model, encoder(weights, target, [*norms], sizes.norm_eps)
+
+
+def encoder_norms(folder: HeadFolder, target: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the norms before the three states are mapped. Raises ModelError if both kinds are."""
+    of_all, of_each = (flag(folder.config, key) for key in ("norm_before_fc", "fc_norm"))
+    if of_all and of_each:
+        raise ModelError(
+            f"config.json in {folder.folder} has norm_before_fc and fc_norm, which exclude one another",
+            "set the one that the head was trained with.",
+        )
+    if of_all:
+        return {f"{ENCODER_NORM}.weight": (NUM_STATES * target.hidden_size,)}
+    return {f"{ENCODER_NORM}.{place}.weight": (target.hidden_size,) for place in range(NUM_STATES * of_each)}
 
 
 def check_shared(folder: HeadFolder, config: HeadConfig, target: CausalLM) -> None:
@@ -124,13 +137,17 @@ def check_shared(folder: HeadFolder, config: HeadConfig, target: CausalLM) -> No
         )
 
 
-def encoder(weights: Renamed, target: CausalLM) -> Encode:
-    """Return what maps the states of three layers, [n, hidden] each, to one."""
+def encoder(weights: Renamed, target: CausalLM, norms: Sequence[str], eps: float) -> Encode:
+    """Return what maps the states of three layers, [n, hidden] each, to one; norms: none, that of all, or of each."""
     of = target.cache_shape
-    matrix = weights.read(ENCODER).to(of.device, of.dtype)
+    matrix, *scales = (weights.read(name).to(of.device, of.dtype) for name in (ENCODER, *norms))
 
     def encode(hidden: Sequence[Tensor]) -> Tensor:
-        return functional.linear(torch.cat(tuple(hidden), dim=-1).to(of.dtype), matrix)
+        states = torch.cat(tuple(hidden), dim=-1).to(of.dtype)
+        if scales:
+            parts = states.chunk(len(scales), dim=-1)
+            states = torch.cat([rms_norm(*pair, eps) for pair in zip(parts, scales, strict=True)], dim=-1)
+        return functional.linear(states, matrix)
 
     return encode
 
@@ -151,7 +168,9 @@ def read_tokens(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
 
 
 RENAMED: Mapping[str, str | None] = {
-    "fc.weight": ENCODER, "embed_tokens.weight": "embed_tokens", **dict.fromkeys(TOKEN_MAPS),
+    "fc.weight": ENCODER, "input_norm.weight": f"{ENCODER_NORM}.weight",
+    **{f"fc_norm.{place}.weight": f"{ENCODER_NORM}.{place}.weight" for place in range(NUM_STATES)},
+    "embed_tokens.weight": "embed_tokens", **dict.fromkeys(TOKEN_MAPS),
     "midlayer.hidden_norm.weight": "hidden_norm.weight", "layers.0.hidden_norm.weight": "hidden_norm.weight",
 }  # fmt: skip
 
@@ -166,6 +185,8 @@ def rename(name: str) -> str | None:
 HEAD = HeadParts(
     {
         r"encoder\.weight": Part(Role.BETWEEN, NUM_STATES),
+        r"encoder\.norm\.weight": Part(Role.STATE, NUM_STATES),
+        r"encoder\.norm\.\d\.weight": Part(Role.STATE),
         r"layers\.0\.self_attn\.[qkv]_proj\.weight": Part(Role.READER, streams=2),
         r"embed_tokens": Part(Role.TABLE),
         r"lm_head\.weight": Part(Role.OUTPUT),

@@ -36,6 +36,8 @@ HEADS: dict[str, tuple[str, Callable[..., str]]] = {
     "eagle with a bias": ("eagle", write_eagle),
     "eagle3": ("eagle3", partial(write_eagle3, own=False)),
     "eagle3 of few tokens": ("eagle3", partial(write_eagle3, draft_vocab=40, norm_before_residual=True)),
+    "eagle3 with a norm of its input": ("eagle3", partial(write_eagle3, norm_before_fc=True)),
+    "eagle3 with a norm of each state": ("eagle3", partial(write_eagle3, fc_norm=True)),
     "medusa": ("medusa", partial(write_medusa, layers=2)),
     "medusa with output heads": ("medusa", partial(write_medusa, own=True)),
     "pass": ("pass", WRITERS["pass"]),

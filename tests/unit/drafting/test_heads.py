@@ -278,6 +278,13 @@ def test_speculators_configs_are_read(tmp_path: Path, checkpoints: Checkpoints) 
     assert draft(build("eagle3", theirs, target)) == draft(build("eagle3", hub, target))
 
 
+def without_norms(head: str) -> str:
+    """Take the norms of an EAGLE-3 head's input out of its file."""
+    tensors = load_file(f"{head}/model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "fc_norm" not in name}, f"{head}/model.safetensors")
+    return head
+
+
 REFUSED: dict[str, tuple[str, Callable[[Path], str], type[SpeculantError], str]] = {
     "another width": (
         "medusa",
@@ -292,6 +299,18 @@ REFUSED: dict[str, tuple[str, Callable[[Path], str], type[SpeculantError], str]]
     "eagle of another target": ("eagle", lambda at: write_eagle(at, 16, V), PairError, "made for hidden states of 16"),
     "eagle of another text": ("eagle", lambda at: write_eagle(at, H, 99), PairError, "a vocabulary of 99.*has 264"),
     "tokens beyond": ("eagle3", lambda at: write_eagle3(at, H, V + 9, draft_vocab=270), PairError, "d2t"),
+    "norms that exclude one another": (
+        "eagle3",
+        lambda at: write_eagle3(at, H, V, norm_before_fc=True, fc_norm=True),
+        ModelError,
+        "norm_before_fc and fc_norm, which exclude",
+    ),
+    "a norm that is missing": (
+        "eagle3",
+        lambda at: without_norms(write_eagle3(at, H, V, fc_norm=True)),
+        ModelError,
+        r"3 missing \(encoder.norm.0.weight",
+    ),
     "layers beyond": (
         "eagle3",
         lambda at: write_eagle3(at, H, V, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, require_no_stop
@@ -46,10 +47,13 @@ def renamed(folder: HeadFolder, rename: Rename) -> Renamed:
 
 
 def load_layers(
-    config: HeadConfig, weights: Renamed, target: CausalLM, kind: str, **others: tuple[int, ...]
+    config: HeadConfig,
+    weights: Renamed,
+    target: CausalLM,
+    kind: str,
+    beside: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> CausalLM:
-    """Check and load a head; `others` are shapes of tensors beside it, whose names have _ for a dot."""
-    beside = {name.replace("_", "."): shape for name, shape in others.items()}
+    """Check and load a head; beside: names and shapes of tensors that are no part of its layers."""
     weights.check({**head_shapes(config, target), **beside}, kind)
     own = {name: stored for name, stored in weights.stored.items() if name not in beside}
     return attach(target, config, replace(weights, stored=own))
