@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point
+DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point; the first ones have more
 TRIED = 0.3  # weight of a step without drafts, of which there may be few
 OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
 FAST, TRUSTED = 0.67, 0.95  # below this share of what was expected, a step has this weight: nothing makes it too fast
@@ -34,6 +34,7 @@ class CostCurve:
         self._scale = 1.0
         self._table: list[float] = []
         self._pending: list[tuple[int, float]] = []
+        self._seen = 0  # steps
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""
@@ -60,7 +61,10 @@ class CostCurve:
         ratios: dict[int, list[float]] = {}
         for size, seconds in pending:
             ratios.setdefault(size, []).append(min(seconds / self.at(size), OUTLIER))
-        whole = _moved(DRIFT, [max(ratio, 1 / OUTLIER) for own in ratios.values() for ratio in own])
+        self._seen += len(pending)
+        whole = _moved(
+            max(DRIFT, 1 / self._seen), [max(ratio, 1 / OUTLIER) for own in ratios.values() for ratio in own]
+        )
         known = {size: self._table[size] for size in ratios}
         self._scale *= whole
         for size, own in ratios.items():
@@ -138,18 +142,26 @@ class StepCosts:
 
     passes: a target pass and its verdicts behind a short text, by rows; keys: what a long text adds. drafts: for each
     method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before it drafts.
-    rest_s: what else a step with drafts takes, and plain_rest_s one without. undrafted: of a pass after another one,
-    without a draft between them, in proportion: weights that fit a processor's cache are still there. It is at most 1,
-    whatever other programs add to a time.
+    rest_s: what else a step with drafts takes, and plain_rest_s one without. one_s: a pass of one row behind a short
+    text after others without a draft between them, at first the curve's: weights that fit a processor's cache are
+    still there then, and the curve comes to be that of passes after drafts.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
     plain_rest_s: float = 0.0
-    undrafted: float = 1.0
+    one_s: float = 0.0
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.one_s = self.one_s or self.passes.at(1)
+
+    @property
+    def undrafted(self) -> float:
+        """What passes without drafts between them take, as a share of those after drafts: at most 1."""
+        return min(1.0, self.one_s / self.passes.at(1))
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> Attention:
         """Return what attention adds to a pass of these sequences, for each its rows without a draft and its keys."""
@@ -198,9 +210,14 @@ class StepCosts:
         self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
 
     def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0, passes: int = 1) -> None:
-        """Follow passes after others, without drafts between them, each of which took so long."""
-        ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), OUTLIER)
-        self.undrafted = min(1.0, self.undrafted + (1 - (1 - TRIED) ** passes) * (ratio - self.undrafted))
+        """Follow passes after others, without drafts between them, each of which took so long.
+
+        Whatever other programs add to a time, they are never taken to be slower than those after drafts, and to be
+        slower than before only little by little.
+        """
+        ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), 1.0)
+        more_s = ratio * self.passes.at(1) - self.one_s
+        self.one_s += (TRIED if more_s > 0 else 1 - (1 - TRIED) ** passes) * more_s
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step with drafts took; it counts as at most a pass."""

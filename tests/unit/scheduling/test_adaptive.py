@@ -12,7 +12,7 @@ from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
 from speculant.scheduling.draft_length.adaptive import Adaptive
-from speculant.scheduling.draft_length.base import ScoredDraft
+from speculant.scheduling.draft_length.base import DraftLength, ScoredDraft
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
@@ -73,8 +73,13 @@ def test_adaptive_is_never_slower_than_plain(name: str, batch: int) -> None:
 @pytest.mark.parametrize(("batch", "share"), [(1, 0.97), (4, 0.93)])
 @pytest.mark.parametrize("name", GOOD)
 def test_adaptive_reaches_the_best_fixed_length(name: str, batch: int, share: float) -> None:
-    best = max(GOOD[name].world().run(Fixed(length), batch, STEPS) for length in LENGTHS)
-    assert GOOD[name].world().run(GOOD[name].adaptive(), batch, STEPS) >= share * best
+    """Over several runs: a few unlucky drafts at the beginning cost one run a tenth of its time."""
+    setting, seeds = GOOD[name], range(12)
+
+    def speed(make: Callable[[], DraftLength]) -> float:
+        return sum(setting.world(seed).run(make(), batch, STEPS) for seed in seeds)
+
+    assert speed(setting.adaptive) >= share * max(speed(partial(Fixed, length)) for length in LENGTHS)
 
 
 @pytest.mark.parametrize("name", CHANGING)

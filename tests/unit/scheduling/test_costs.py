@@ -33,10 +33,23 @@ def test_curve_is_not_carried_away_by_one_step() -> None:
 
 def test_curve_believes_a_step_that_is_far_too_fast() -> None:
     curve = CostCurve({1: 1.0, 3: 8.0, 8: 8.0, 16: 9.0})
+    for _ in range(10):
+        curve.observe(1, 1.0)
+    curve.at(1)
     curve.observe(8, 1.2)
     assert curve.at(8) < 1.8
     assert curve.at(3) <= curve.at(8), "fewer rows do not take longer"
     assert curve.at(16) > 7
+
+
+def test_curve_learns_from_its_first_steps() -> None:
+    """The loop that measured it may have been far from real steps."""
+    curve = CostCurve({1: 1.0, 8: 2.0})
+    for _ in range(6):
+        curve.observe(1, 2.0)
+        curve.at(1)
+    assert curve.at(1) == pytest.approx(2.0, rel=0.1)
+    assert curve.at(8) > 3.0, "and so are other sizes"
 
 
 def test_drafts_are_interpolated_by_sequences() -> None:

@@ -28,6 +28,8 @@ from speculant.scheduling.draft_length.trials import LEAST_GAIN, Longer, Lookups
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
+RETURN = 0.2  # of what drafts add to passes: the next passes without drafts take some of it too, so much together:
+RECOVERY = 4  # times what they add to one
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
@@ -236,7 +238,8 @@ class Adaptive:
 
         trials, count = self._trials.setdefault(method, Trials()), len(requests)
         offers = offers_of(self._acceptance[method], requests, most, self._trees(method), LEAST_GAIN)
-        chosen = choose_jointly(offers, count, count, seconds, LEAST_GAIN)
+        least_gain = LEAST_GAIN + RETURN * (1 - self._costs.undrafted)
+        chosen = choose_jointly(offers, count, count, seconds, least_gain)
         counts = self._backlogs.drop(method, requests, chosen, offers, seconds)
         steps = HOLDS
         if any(counts):
@@ -246,10 +249,11 @@ class Adaptive:
         elif (
             (trials.due(0) or not trials.doubt)
             and any(tried := self._backlogs.affordable(method, requests, most, seconds(0, 0, 0)))
-            and trials.may_pay(most, seconds, draft_s(count, 1) < CHEAP * self._held.plain_s)
+            and trials.may_pay(most, seconds, least_gain, draft_s(count, 1) < CHEAP * self._held.plain_s)
         ):
-            tried, plain_s = trials.start(tried), seconds(0, 0, 0)
-            trials.costs(seconds(sum(tried), max(tried), sum(map(bool, tried))) / plain_s - 1)
+            tried, returning = trials.start(tried), RECOVERY * (1 / self._costs.undrafted - 1)
+            trial_s = seconds(sum(tried), max(tried), sum(map(bool, tried)))
+            trials.costs(trial_s / seconds(0, 0, 0) - 1 + returning)
             return tried, 1 + bool(own)  # own rows are computed a step before their draft
         else:
             steps = min(LONGEST_REST, max(HOLDS, trials.wait - trials.since))

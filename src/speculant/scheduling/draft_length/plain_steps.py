@@ -8,8 +8,8 @@ from speculant.metrics import StepTiming
 from speculant.scheduling.costs import StepCosts
 from speculant.scheduling.draft_length.choice import Choice
 
-FIRST_WAIT, LONGEST_WAIT = 64, 1024  # steps with drafts until some are made without
-DEARER = 1.15  # passes with drafts that take so much longer than before show that those without must be seen
+FIRST_WAIT, LONGEST_WAIT = 128, 1024  # steps with drafts until some are made without
+CHANGED = 1.15  # passes with drafts that take so many times as long, or a share, show that others must be seen
 BLOCK, MOST_BLOCKS = 4, 8  # steps of a trial's block, and its most blocks
 FALLING = 0.97  # of the block before: a block that takes less shows that the next one may be faster still
 SETTLED = 16  # steps without drafts, after which none is slower because of drafts
@@ -33,12 +33,12 @@ class PlainSteps:
         self._blocks, self._least_s = 0, 0.0  # of this trial, and the least of their medians
 
     def due(self) -> bool:
-        """Whether a trial is due, which begins then: after a number of steps, or once passes look dearer."""
+        """Whether a trial is due, which begins then: after a number of steps, or once passes take another time."""
         pass_s = self._costs.passes.at(1)
         self._known_s = self._known_s or pass_s
         if self._drafted >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
-        elif pass_s < DEARER * self._known_s:
+        elif self._known_s / CHANGED < pass_s < self._known_s * CHANGED:
             return False
         self._drafted, self._known_s, self.running = 0, pass_s, True
         self._block, self._blocks, self._least_s = [], 0, float("inf")

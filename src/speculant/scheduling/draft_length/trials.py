@@ -27,6 +27,7 @@ class Trials:
     wait: int = FIRST_WAIT
     backoff: int = FIRST_WAIT  # the last wait after a failure
     longest: int = LONGEST_WAIT
+    dear: bool = False  # whether a trial takes too long to be repeated at once
     repeats: int = 0  # trials in a row that were accepted and did not make drafts pay
     doubt: int = 0
     since: int = 0
@@ -53,7 +54,7 @@ class Trials:
     def end(self, accepted: bool) -> None:
         """Wait longer, or try again at once if all that was tried was accepted: the estimates rise slowly."""
         self.probing = False
-        if accepted and not self.doubting and self.repeats < MOST_REPEATS:
+        if accepted and not (self.doubting or self.dear) and self.repeats < MOST_REPEATS:
             self.wait, self.repeats = 1, self.repeats + 1
             return
         self.backoff = self.wait = min(self.longest, 2 * self.backoff)
@@ -61,20 +62,21 @@ class Trials:
 
     def costs(self, share: float) -> None:
         """Bound the time between trials, where one costs this share of a step without drafts."""
-        self.longest = min(LONGEST_WAIT, max(FIRST_WAIT, int(share / TRIALS_SHARE)))
+        steps = int(share / TRIALS_SHARE)
+        self.longest, self.dear = min(LONGEST_WAIT, max(FIRST_WAIT, steps)), steps > LONGEST_WAIT
 
     def pays(self) -> None:
         """Note that drafts pay, so that trials begin anew once they do not."""
         self.wait = self.backoff = max(FIRST_WAIT, self.backoff // 2)
         self.doubt, self.repeats = self.doubt or FIRST_DOUBT, 0
 
-    def may_pay(self, most: Sequence[int], seconds: Seconds, is_cheap: bool) -> bool:
+    def may_pay(self, most: Sequence[int], seconds: Seconds, least_gain: float, is_cheap: bool) -> bool:
         """Whether a trial is due: drafts would pay if everything were accepted, or their costs are to be seen again.
 
-        most, seconds: see `choose_jointly`. is_cheap: see `doubts`.
+        most: nodes of each sequence. seconds, least_gain: see `choose_jointly`. is_cheap: see `doubts`.
         """
         hopes = [[HIGHEST ** (1 + place) for place in range(longest)] for longest in most]
-        pays = any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, LEAST_GAIN))
+        pays = any(choose_jointly(chain_offers(hopes), len(most), len(most), seconds, least_gain))
         return self.hopes() if pays else self.doubts(is_cheap)
 
     def hopes(self) -> bool:
