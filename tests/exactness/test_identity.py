@@ -196,6 +196,7 @@ def test_text_is_identical_with_arms(weights: str, distribution: str, monkeypatc
     monkeypatch.setattr(Calibration, "costs", lambda self: costs)
     monkeypatch.setattr(Adaptive, "_follow", lambda self, *seen: None)
     monkeypatch.setattr(StepCosts, "observe_undrafted", lambda self, *seen: None)
+    monkeypatch.setattr(StepCosts, "compare_undrafted", lambda self, *seen: None)
     engine, prompts = ENGINES[weights], [*SHORT.prompts, *SHORT.prompts]  # the second time their texts are known
     plain = plain_texts(distribution, SHORT, tuple(engine.items()))
     config = {"method": "fallback", "draft_length": "adaptive"}

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point; the first ones have more
-TRIED = 0.3  # weight of a step without drafts, of which there may be few
+SLOWER, FASTER = 0.3, 0.75  # weights of what is seen without drafts, which is seldom
+LEARNT = 16  # steps
 OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
 FAST, TRUSTED = 0.67, 0.95  # below this share of what was expected, a step has this weight: nothing makes it too fast
 LEAST_UNDRAFTED = 0.33  # of a pass after another one, in proportion to one after a draft
@@ -35,6 +36,22 @@ class CostCurve:
         self._table: list[float] = []
         self._pending: list[tuple[int, float]] = []
         self._seen = 0  # steps
+
+    @property
+    def scale(self) -> float:
+        """What all sizes were multiplied by since the curve was made."""
+        if self._pending:
+            self._follow()
+        return self._scale
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether real steps have shown by now how far they are from those of the loop that measured the curve."""
+        return self._seen >= LEARNT
+
+    def rescale(self, factor: float) -> None:
+        """Let all sizes take so many times as long."""
+        self._scale *= factor
 
     def at(self, size: int) -> float:
         """Return the seconds at a size."""
@@ -142,21 +159,28 @@ class StepCosts:
 
     passes: a target pass and its verdicts behind a short text, by rows; keys: what a long text adds. drafts: for each
     method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before it drafts.
-    rest_s: what else a step with drafts takes, and plain_rest_s one without. one_s: a pass of one row behind a short
-    text after others without a draft between them, at first the curve's: weights that fit a processor's cache are
-    still there then, and the curve comes to be that of passes after drafts.
+    rest_s: what else a step with drafts takes, and plain_rest_s one without.
+
+    Passes that follow others without a draft between them take less: weights that fit a processor's cache are still
+    there. The curve is at first one of such passes, for so it was measured, and comes to be that of passes after
+    drafts. `one_s` stays behind then, and is afterwards a share of the curve, as both change with the machine.
     """
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
     rest_s: float = 0.0
     plain_rest_s: float = 0.0
-    one_s: float = 0.0
     keys: KeyCosts = NO_KEY_COSTS
     readings: Mapping[str, Reading] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.one_s = self.one_s or self.passes.at(1)
+        self._one_s = self.passes.at(1)
+        self._scale: float | None = None  # the curve's when `_one_s` was seen; None = it had not learnt then
+
+    @property
+    def one_s(self) -> float:
+        """What a pass of one row behind a short text takes after others without a draft between them."""
+        return self._one_s if self._scale is None else self._one_s * self.passes.scale / self._scale
 
     @property
     def undrafted(self) -> float:
@@ -209,15 +233,27 @@ class StepCosts:
         short_s = self.passes.at(rows)
         self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
 
-    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0, passes: int = 1) -> None:
-        """Follow passes after others, without drafts between them, each of which took so long.
+    def compare_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
+        """Take in what passes without drafts take soon after those with drafts: the curve's time belongs to these.
 
-        Whatever other programs add to a time, they are never taken to be slower than those after drafts, and to be
+        Whatever other programs add to a time, they are never taken to be slower than those with drafts, and to be
         slower than before only little by little.
         """
         ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), 1.0)
         more_s = ratio * self.passes.at(1) - self.one_s
-        self.one_s += (TRIED if more_s > 0 else 1 - (1 - TRIED) ** passes) * more_s
+        self._know(self.one_s + (SLOWER if more_s > 0 else FASTER) * more_s)
+
+    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
+        """Follow a pass long after the last one with drafts: these would take another time by now as well."""
+        ratio = seconds / ((self.passes.at(rows) + attention_s) * self.undrafted)
+        factor = _moved(SLOWER, [min(max(ratio, LEAST_UNDRAFTED), OUTLIER)])
+        if self._scale is None:
+            self._know(min(factor * self.one_s, self.passes.at(1)))
+        else:
+            self.passes.rescale(factor)
+
+    def _know(self, one_s: float) -> None:
+        self._scale, self._one_s = self.passes.scale if self.passes.is_learnt else None, one_s
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step with drafts took; it counts as at most a pass."""

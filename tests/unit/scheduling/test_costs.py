@@ -78,7 +78,7 @@ def test_long_texts_change_curves_in_proportion() -> None:
     costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}), keys=KeyCosts(0.01, 0.005))
     for _ in range(100):
         costs.observe_pass(1, 4.0, 2.0)
-        costs.observe_undrafted(1, 3.0, 2.0)
+        costs.compare_undrafted(1, 3.0, 2.0)
     assert costs.passes.at(1) == pytest.approx(2.0, rel=1e-6)
     assert costs.undrafted == pytest.approx(0.75, rel=1e-3)
     for _ in range(200):

@@ -75,7 +75,7 @@ class PlainSteps:
     def end(self, held: Choice) -> None:
         """End a trial: take in what was seen."""
         if self.running and self._blocks:
-            self._costs.observe_undrafted(held.rows, self._least_s, held.attention.plain_s, BLOCK)
+            self._costs.compare_undrafted(held.rows, self._least_s, held.attention.plain_s)
         self.running = False
 
     def _end_block(self, held: Choice) -> None:
