@@ -38,13 +38,6 @@ class CostCurve:
         self._seen = 0  # steps
 
     @property
-    def scale(self) -> float:
-        """What all sizes were multiplied by since the curve was made."""
-        if self._pending:
-            self._follow()
-        return self._scale
-
-    @property
     def is_learnt(self) -> bool:
         """Whether real steps have shown by now how far they are from those of the loop that measured the curve."""
         return self._seen >= LEARNT
@@ -162,8 +155,9 @@ class StepCosts:
     rest_s: what else a step with drafts takes, and plain_rest_s one without.
 
     Passes that follow others without a draft between them take less: weights that fit a processor's cache are still
-    there. The curve is at first one of such passes, for so it was measured, and comes to be that of passes after
-    drafts. `one_s` stays behind then, and is afterwards a share of the curve, as both change with the machine.
+    there. The curve is at first one of such passes, for so it was measured, and comes to be that of passes after a
+    model's drafts. What passes without drafts take stays as it was until the curve has learnt, and is a share of it
+    afterwards, as both change with the machine.
     """
 
     passes: CostCurve
@@ -174,18 +168,13 @@ class StepCosts:
     readings: Mapping[str, Reading] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._one_s = self.passes.at(1)
-        self._scale: float | None = None  # the curve's when `_one_s` was seen; None = it had not learnt then
-
-    @property
-    def one_s(self) -> float:
-        """What a pass of one row behind a short text takes after others without a draft between them."""
-        return self._one_s if self._scale is None else self._one_s * self.passes.scale / self._scale
+        self._one_s = self.passes.at(1)  # without drafts
+        self._share: float | None = None  # of the curve's; None = it had not learnt when `_one_s` was seen
 
     @property
     def undrafted(self) -> float:
         """What passes without drafts between them take, as a share of those after drafts: at most 1."""
-        return min(1.0, self.one_s / self.passes.at(1))
+        return min(1.0, self._one_s / self.passes.at(1)) if self._share is None else self._share
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> Attention:
         """Return what attention adds to a pass of these sequences, for each its rows without a draft and its keys."""
@@ -228,8 +217,13 @@ class StepCosts:
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
 
-    def observe_pass(self, rows: int, seconds: float, attention_s: float) -> None:
-        """Follow a pass behind texts whose attention was expected to take so long: in proportion, as all of it."""
+    def observe_pass(self, rows: int, seconds: float, attention_s: float, alike: bool = False) -> None:
+        """Follow a pass behind texts whose attention was expected to take so long: in proportion, as all of it.
+
+        alike: its draft came from no model, so that passes without drafts would be as much slower than expected.
+        """
+        if alike and self._share is None:
+            self._share = self.undrafted
         short_s = self.passes.at(rows)
         self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
 
@@ -240,20 +234,20 @@ class StepCosts:
         slower than before only little by little.
         """
         ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), 1.0)
-        more_s = ratio * self.passes.at(1) - self.one_s
-        self._know(self.one_s + (SLOWER if more_s > 0 else FASTER) * more_s)
+        more = ratio - self.undrafted
+        self._know(self.undrafted + (SLOWER if more > 0 else FASTER) * more)
 
     def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
         """Follow a pass long after the last one with drafts: these would take another time by now as well."""
         ratio = seconds / ((self.passes.at(rows) + attention_s) * self.undrafted)
         factor = _moved(SLOWER, [min(max(ratio, LEAST_UNDRAFTED), OUTLIER)])
-        if self._scale is None:
-            self._know(min(factor * self.one_s, self.passes.at(1)))
+        if self._share is None:
+            self._know(min(1.0, factor * self.undrafted))
         else:
             self.passes.rescale(factor)
 
-    def _know(self, one_s: float) -> None:
-        self._scale, self._one_s = self.passes.scale if self.passes.is_learnt else None, one_s
+    def _know(self, share: float) -> None:
+        self._one_s, self._share = share * self.passes.at(1), share if self.passes.is_learnt else None
 
     def observe_rest(self, seconds: float) -> None:
         """Follow what the rest of a step with drafts took; it counts as at most a pass."""

@@ -86,6 +86,21 @@ def test_long_texts_change_curves_in_proportion() -> None:
     assert costs.passes.at(1) == pytest.approx(3.0, rel=0.05)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_passes_after_drafts_of_a_model_differ_from_plain_ones(alike: bool) -> None:
+    """Real steps are slower than the loop that measured them: with all drafts, or because a model drafted."""
+    costs = StepCosts(CostCurve({1: 1.0, 8: 1.5}))
+    for _ in range(40):
+        costs.observe_pass(1, 2.0, 0.0, alike)
+    assert costs.undrafted == pytest.approx(1.0 if alike else 0.5, rel=0.05)
+    costs.compare_undrafted(1, 0.5 * costs.passes.at(1))
+    before = costs.undrafted
+    for _ in range(20):
+        costs.observe_undrafted(1, 4.0)
+    assert costs.undrafted == pytest.approx(before), "the machine became slower"
+    assert costs.passes.at(1) > 2.5
+
+
 def test_what_a_step_takes_beside_passes_depends_on_drafts() -> None:
     """A step with drafts has more to commit; it never takes less than one without."""
     costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}))

@@ -275,7 +275,7 @@ class Adaptive:
         rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)
         if doubted and timing.verify_s > self._costs.passes.at(rows) + attention_s:
             return
-        self._costs.observe_pass(rows, timing.verify_s, attention_s)
+        self._costs.observe_pass(rows, timing.verify_s, attention_s, bool(self._scores))
         self._costs.observe_rest(timing.rest_s + self._own_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not (self._scores and methods & self._armed):
