@@ -228,3 +228,16 @@ def test_adaptive_lets_each_arm_be_as_long_as_it_should() -> None:
     (wished,) = policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]
     assert wished == 16
     assert 0 < (policy.longest_unscored(request) or 0) <= 16
+
+
+def test_a_method_with_trees_is_tried_with_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is accepted of smaller ones says less of them, and would be counted as theirs."""
+    useless, chosen = Setting(lambda place: 0.0, 0.03), set[int]()
+    drafts = {1: CostCurve({depth: depth * useless.token_s for depth in DEPTHS})}
+    costs = StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts})
+    policy = Adaptive(None, costs, trees=lambda method: (6, 2))
+    choose = policy.choose
+    monkeypatch.setattr(policy, "choose", lambda schedule: [chosen.add(n) or n for n in choose(schedule)])  # type: ignore[func-returns-value]
+    plain = useless.world().run(Fixed(0), 1, STEPS)
+    assert useless.world().run(policy, 1, STEPS) >= 0.95 * plain
+    assert chosen == {0, 6}

@@ -32,7 +32,11 @@ def feed(plain: PlainSteps, passes: Sequence[float]) -> Choice:
 
 def test_a_trial_begins_once_passes_look_dearer() -> None:
     plain, costs = world()
+    costs.passes = CostCurve({1: 1.2})
+    assert not plain.due(), "nothing was drafted"
+    plain, costs = world()
     due = []
+    plain.drafted()
     for seconds in (1.0, 1.1, 1.2, 1.3):
         costs.passes = CostCurve({1: seconds})
         due.append(plain.due())

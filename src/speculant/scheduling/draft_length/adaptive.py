@@ -24,12 +24,12 @@ from speculant.scheduling.draft_length.choice import Choice, asked_length, ident
 from speculant.scheduling.draft_length.joint import choose_jointly, choose_scored, offers_of
 from speculant.scheduling.draft_length.limits import num_rows
 from speculant.scheduling.draft_length.plain_steps import BLOCK, PlainSteps
-from speculant.scheduling.draft_length.trials import LEAST_GAIN, Longer, Lookups, Trials
+from speculant.scheduling.draft_length.trials import LEAST_GAIN, PROBE, Longer, Lookups, Trials
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
-RETURN = 0.2  # of what drafts add to passes: the next passes without drafts take some of it too, so much together:
-RECOVERY = 4  # times what they add to one
+RETURN = 0.2  # of what a draft adds to its pass drafts must gain: the next passes without drafts are slower as well,
+RECOVERY = 4  # together by so many times as much
 CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
@@ -236,8 +236,8 @@ class Adaptive:
         def seconds(nodes: int, depth: int, sequences: int) -> float:
             return pass_s[nodes + (nodes + sequences) * min(depth, own)] + draft_s(sequences, depth)
 
-        trials, count = self._trials.setdefault(method, Trials()), len(requests)
-        offers = offers_of(self._acceptance[method], requests, most, self._trees(method), LEAST_GAIN)
+        trials, count, tree = self._trials.setdefault(method, Trials()), len(requests), self._trees(method)
+        offers = offers_of(self._acceptance[method], requests, most, tree, LEAST_GAIN)
         least_gain = LEAST_GAIN + RETURN * (1 - self._costs.undrafted)
         chosen = choose_jointly(offers, count, count, seconds, least_gain)
         counts = self._backlogs.drop(method, requests, chosen, offers, seconds)
@@ -251,7 +251,8 @@ class Adaptive:
             and any(tried := self._backlogs.affordable(method, requests, most, seconds(0, 0, 0)))
             and trials.may_pay(most, seconds, least_gain, draft_s(count, 1) < CHEAP * self._held.plain_s)
         ):
-            tried, returning = trials.start(tried), RECOVERY * (1 / self._costs.undrafted - 1)
+            probe = tree[0] if tree and min(most) >= tree[0] else PROBE  # acceptance by depth is that of whole trees
+            tried, returning = trials.start(tried, probe), RECOVERY * (1 / self._costs.undrafted - 1)
             trial_s = seconds(sum(tried), max(tried), sum(map(bool, tried)))
             trials.costs(trial_s / seconds(0, 0, 0) - 1 + returning)
             return tried, 1 + bool(own)  # own rows are computed a step before their draft

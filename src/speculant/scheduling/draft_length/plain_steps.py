@@ -38,7 +38,7 @@ class PlainSteps:
         self._known_s = self._known_s or pass_s
         if self._drafted >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
-        elif self._known_s / CHANGED < pass_s < self._known_s * CHANGED:
+        elif not self._drafted or self._known_s / CHANGED < pass_s < self._known_s * CHANGED:
             return False
         self._drafted, self._known_s, self.running = 0, pass_s, True
         self._block, self._blocks, self._least_s = [], 0, float("inf")

@@ -39,13 +39,13 @@ class Trials:
         self.since += steps
         return self.since >= self.wait
 
-    def start(self, most: Sequence[int]) -> list[int]:
-        """Begin a trial and return its nodes for each sequence, of which there are at most so many.
+    def start(self, most: Sequence[int], nodes: int = PROBE) -> list[int]:
+        """Begin a trial of so many nodes and return those of each sequence, of which there are at most so many.
 
         The newer half of them is tried: a draft model first reads all that was committed since it drafted last.
         """
         self.since, self.probing = 0, True
-        return [min(PROBE, longest) if place >= len(most) // 2 else 0 for place, longest in enumerate(most)]
+        return [min(nodes, longest) if place >= len(most) // 2 else 0 for place, longest in enumerate(most)]
 
     def probe(self, most: int) -> int:
         """Count a step without drafts; return the nodes of a trial, 0 if none is due."""
