@@ -51,8 +51,7 @@ class Logprob:
 Successors = Sequence[tuple[int, Sequence[int]]]  # tokens, each with the most likely next ones
 
 
-@dataclass(frozen=True)
-class CommittedRows:
+class CommittedRows(NamedTuple):
     """The rows of a pass that one sequence has committed: `tokens` at positions start, start + 1, ...
 
     hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import index
 
@@ -71,10 +70,8 @@ class GuardedDrafter:
 
         rows: makes them; it is called if the sequence has begun.
         """
-        if (
-            self.listens
-            and self.has_begun(request)
-            and not self._succeeds(lambda: self.drafter.observe(request, self._own(rows(), layers)))
+        if request.seq_id in self._begun and not self._succeeds(
+            lambda: self.drafter.observe(request, self._own(rows(), layers))
         ):
             self.end(request)
 
@@ -82,11 +79,11 @@ class GuardedDrafter:
         """Return rows with the hidden states and the successors that the drafter announces."""
         if rows.hidden and tuple(layers) != self.needs.hidden_layers:
             own = tuple(rows.hidden[layers.index(layer)] for layer in self.needs.hidden_layers)
-            rows = replace(rows, hidden=own)
+            rows = rows._replace(hidden=own)
         if rows.successors and len(rows.successors[0][1]) != self.needs.target_top_k:
             count = self.needs.target_top_k
             own_successors = [(token, best[:count]) for token, best in rows.successors] if count else ()
-            rows = replace(rows, successors=own_successors)
+            rows = rows._replace(successors=own_successors)
         return rows
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:

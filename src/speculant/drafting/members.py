@@ -66,7 +66,8 @@ class CompositeDrafter(StatelessDrafter):
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`; each member gets the hidden states of its own layers."""
         for member in self.members:
-            member.observe(request, lambda: rows, self.needs.hidden_layers)
+            if member.listens:
+                member.observe(request, lambda: rows, self.needs.hidden_layers)
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`."""

@@ -136,7 +136,7 @@ class Second:
         """Show it rows of the target: see `Drafter.observe`."""
         for request, rows in computed:
             own = tuple(rows.hidden[self.layers.index(layer)] for layer in self._drafter.needs.hidden_layers)
-            self._drafter.observe(request, replace(rows, hidden=own))
+            self._drafter.observe(request, rows._replace(hidden=own))
 
     @torch.inference_mode()
     def distributions(self, requests: Sequence[Request], p: Tensor) -> tuple[Tensor, list[int]]:

@@ -103,16 +103,23 @@ class Buffers:
 class Program:
     """A recorded pass. Programs share the buffers, which hold one pass at a time.
 
-    The result is in `hidden` [room, hidden]. taps[i] [room, hidden] is the input of layer `layers[i]`
-    (the number of layers = the output of the last one).
+    The result is in `hidden` [room, hidden]. The input of each of `layers` (the number of layers = the output of the
+    last one) is copied to where `write_taps` says, which must be said before each pass.
     """
 
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
         self.hidden = buffers.y
-        self.taps = tuple(torch.empty_like(buffers.x) for _ in layers)
         self._weights, self._buffers, self._layers = weights, buffers, layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
+        copies = [op for op in self.ops if op.code == Code.COPY and op.out is None]
+        order = sorted(range(len(layers)), key=layers.__getitem__)
+        self._taps = [copies[order.index(tap)] for tap in range(len(layers))]
+
+    def write_taps(self, taps: Sequence[Tensor]) -> None:
+        """Let the next pass write the input of layer `layers[i]` to taps[i], float32 [rows, hidden]."""
+        for op, tap in zip(self._taps, taps, strict=True):
+            op.out = tap.data_ptr()
 
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
@@ -142,9 +149,8 @@ class Program:
         yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
 
     def _tap(self, layer: int) -> Iterator[Op]:
-        for tapped, out in zip(self._layers, self.taps, strict=True):
-            if tapped == layer:
-                yield copying(self._buffers.x, out)
+        for _ in range(self._layers.count(layer)):
+            yield copying(self._buffers.x, None)
 
     def _norm(self, scale: Tensor, source: Tensor, out: Tensor) -> Op:
         config = self._weights.config
@@ -164,7 +170,7 @@ def embedding(table: Weight, out: Tensor) -> Op:
     return _op(Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out)
 
 
-def copying(source: Tensor, out: Tensor) -> Op:
+def copying(source: Tensor, out: Tensor | None) -> Op:
     """Return the operation out = source, of the same width."""
     return _op(Code.COPY, n=source.shape[1], source=source, out=out)
 

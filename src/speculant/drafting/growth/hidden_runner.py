@@ -42,7 +42,7 @@ class Pending:
     def add(self, layers: Sequence[Tensor]) -> None:
         """Append states, [n, hidden] of each layer."""
         self._new.append(layers)
-        self.count += len(layers[0])
+        self.count += layers[0].shape[0]
 
     def read(self) -> Tensor:
         """Return all states [count, hidden]; there is at least one."""
@@ -114,17 +114,21 @@ class HiddenStateRunner(DraftModelRunner):
         self._followed.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
-    def observe(self, request: Request, start: int, layers: Sequence[Tensor]) -> None:
-        """Take the states of layers, [n, hidden] each, of the committed tokens at positions from `start` on."""
+    def observe(self, request: Request, start: int, layers: Sequence[Tensor]) -> int:
+        """Take the states of layers, [n, hidden] each, of the committed tokens at positions from `start` on.
+
+        Returns how many observed states have no row yet.
+        """
         followed = self._followed[request.seq_id]
         if followed.pending is None:
             self._take_prefix(followed, start)
         elif start > followed.end:
             self._restart(followed, start)
         known = followed.end - start
-        if known < len(layers[0]):
+        if known < layers[0].shape[0]:
             followed.pending = followed.pending or Pending(self._encode)
             followed.pending.add([states[known:] for states in layers] if known else layers)
+        return followed.num_pending
 
     def num_pending(self, request: Request) -> int:
         """Return how many observed states have no row yet."""
