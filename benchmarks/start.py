@@ -5,6 +5,9 @@
 Each start is a process of its own, whose imports are done before. First starts have an empty cache folder, with nothing
 kept of earlier runs; the starts after them find what they left. The checkpoint is in the system's page cache. Memory is
 the process's peak above what it had after the imports, in parts: anonymous memory, and mapped files.
+
+Beside each first start stands what the system takes to give a process as much new memory as the packed weights fill. A
+virtual machine whose unused pages go back to its host gets them from there, which may take longer than packing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from measuring import spread, write
 
 from speculant.bench.inflated_pair import inflated_pair
 
-MIB = 2**20
+MIB, PAUSE_S = 2**20, 6.0  # in a pause the pages of the last process go back to a host
 FIRST, CACHED, WITHOUT = "first", "cached", "cache off"
 PREDICTED = (
     "1.04B in bfloat16, 12 bits: the first start 1.8 s, of which packing 1.0; cached 0.5 s, of which the check of the "
@@ -62,6 +66,29 @@ print(json.dumps({
 """
 
 
+NEW_MEMORY = """
+import ctypes, mmap, sys, threading, time
+size, threads = int(sys.argv[1]), int(sys.argv[2])
+memory = mmap.mmap(-1, size)
+memory.madvise(mmap.MADV_HUGEPAGE)
+first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+share = size // threads
+workers = [threading.Thread(target=ctypes.memset, args=(first + i * share, 1, share)) for i in range(threads)]
+started = time.perf_counter()
+for each in workers:
+    each.start()
+for each in workers:
+    each.join()
+print(time.perf_counter() - started)
+"""
+
+
+def new_memory_s(size: int) -> float:
+    """Return the seconds until a new process has filled so many bytes, with a thread per processor."""
+    command = [sys.executable, "-c", NEW_MEMORY, str(size), str(len(os.sched_getaffinity(0)))]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 def start(model: Path, folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     """Start a process with this folder for everything that is kept, and wait until it has ended."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
@@ -77,8 +104,11 @@ def measure(model: Path, rounds: int, arguments: dict[str, Any]) -> dict[str, li
     """Start with an empty folder, with what that left, and without the cache, in turn."""
     starts: dict[str, list[dict[str, Any]]] = {FIRST: [], CACHED: [], WITHOUT: []}
     for place in range(rounds):
+        time.sleep(PAUSE_S)
         with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-            starts[FIRST].append(start(model, Path(folder), arguments))
+            first = start(model, Path(folder), arguments)
+            time.sleep(PAUSE_S)
+            starts[FIRST].append({**first, "new_memory_s": new_memory_s(first["packed_bytes"])})
             starts[CACHED].append(start(model, Path(folder), arguments))
             starts[WITHOUT].append(start(model, Path(folder), {**arguments, "weight_cache": "off"}))
         print(f"round {place + 1}", {name: round(own[-1]["first_token_s"], 2) for name, own in starts.items()})
@@ -91,6 +121,7 @@ def figures(starts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "first_token_s": spread([each["first_token_s"] for each in starts]),
         "made_s": spread([each["made_s"] for each in starts]),
+        **({"new_memory_s": spread([each["new_memory_s"] for each in starts])} if "new_memory_s" in last else {}),
         "weights": [each["weights"] for each in starts],
         "packed_mib": last["packed_bytes"] / MIB,
         "peak_beside_packed_mib": spread([(each["peak_bytes"] - each["packed_bytes"]) / MIB for each in starts]),

@@ -23,6 +23,7 @@ from speculant.errors import ConfigError
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
 from speculant.models.source import resolve_source
+from speculant.models.weight_cache import writing_afterwards
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
@@ -53,6 +54,7 @@ class Runtime:
     prediction_method: str | None = None
 
 
+@writing_afterwards()
 def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
     find_backends(config.kernels, config.quantization, "quantization")
@@ -78,14 +80,8 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     facts = str(replace(config, seed=0, weight_cache="off"))  # costs depend on neither
-    measured = Calibration(
-        target.model,
-        cache,
-        sampler,
-        drafters.known,
-        limits,
-        (facts, target.kernels, str(target.folder), notes),
-    )
+    identity = (facts, target.kernels, str(target.folder), notes)
+    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
     policy = _draft_length(spec, length, drafters, measured)
     arms.judge = policy if isinstance(policy, Judge) else None
     engine = Engine(

@@ -38,10 +38,10 @@ from speculant.types import CommittedRows, DraftTree, Request
 logger = logging.getLogger(__name__)
 
 # The most telling sizes first: a large model has time for few of them.
-ROWS = (1, 8, 48, 4, 2, 16, 6, 3, 12, 5, 7, 9, 10, 32, 24, 14, 17, 20, 64, 40, 96, 128)
+ROWS = (1, 8, 24, 4, 2, 48, 16, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
-CONTEXT, LONG_CONTEXT = 64, 2048  # tokens before the measured rows; most of the longer ones are copies
-LEAST_LONGER = 3  # times the shorter one: less does not show what attention takes
+CONTEXT, LONG_CONTEXT = 16, 2048  # tokens before the measured rows; most of the longer ones are copies
+LEAST_LONGER = 12  # times the shorter one: less does not show what attention takes
 MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences

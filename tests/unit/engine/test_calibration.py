@@ -75,7 +75,7 @@ def test_calibration_measures_what_attention_takes(
     monkeypatch.setattr(calibration, "timed_rounds", rounds)
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
     assert {keys for keys, _ in seen} == {calibration.CONTEXT, 256 - calibration.MANY_ROWS + 1}
-    assert [each * (1e-3 + 64e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
+    assert [each * (1e-3 + calibration.CONTEXT * 1e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
     before = {*kept.glob("*.json")}
     engine(checkpoints, max_model_len=64)
     (short,) = {*kept.glob("*.json")} - before
@@ -120,10 +120,10 @@ def test_calibration_measures_many_rows_once(kept: Path) -> None:
         asked.append(size)
         time.sleep(0.02)
 
-    rounds = calibration.timed_rounds(run, [1, 8, 48, 4], calibration.LEAST_ROWS, calibration.LEAST_PASSES)
-    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 2, 48: 1}
-    assert calibration.ROWS[: calibration.LEAST_ROWS] == (1, 8, 48)
-    assert asked == [1, 1, 8, 48, 1, 8]
+    rounds = calibration.timed_rounds(run, [1, 8, 24, 4], calibration.LEAST_ROWS, calibration.LEAST_PASSES)
+    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 2, 24: 1}
+    assert calibration.ROWS[: calibration.LEAST_ROWS] == (1, 8, 24)
+    assert asked == [1, 1, 8, 24, 1, 8]
 
 
 def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:
