@@ -20,10 +20,10 @@ from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.errors import ConfigError
+from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
 from speculant.models.source import resolve_source
-from speculant.models.weight_cache import writing_afterwards
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
@@ -54,7 +54,7 @@ class Runtime:
     prediction_method: str | None = None
 
 
-@writing_afterwards()
+@background.postponed()
 def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""
     find_backends(config.kernels, config.quantization, "quantization")

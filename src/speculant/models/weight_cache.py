@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from speculant import __version__
 from speculant.kernels.native import Kernels, Type, Weight, library_path
+from speculant.models import background
 from speculant.models.weight_file import DamagedFileError, map_weights, write_weights
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ LEAST_BYTES = 64 * 2**20  # a smaller model is packed in no time
 FREE_BYTES = 2**30  # that are left on the disk
 THREAD = "speculant-weight-cache"
 MAPPED, PACKED, KEPT = "mapped from the cache", "packed", "packed, and written to the cache"
-
-_waiting = ContextVar[list[threading.Thread] | None]("waiting", default=None)  # writers that begin later
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,7 @@ class WeightStore:
         weights, self.made = {**self.mapped, **self.made}, {}
         if sum(len(weight.memory) for weight in weights.values()) < LEAST_BYTES:
             return PACKED
-        writer, waiting = threading.Thread(target=self._keep, args=(weights,), name=THREAD), _waiting.get()
-        if waiting is None:
-            writer.start()
-        else:
-            waiting.append(writer)
+        background.start(threading.Thread(target=self._keep, args=(weights,), name=THREAD))
         return KEPT
 
     def _keep(self, weights: Mapping[str, Weight]) -> None:
@@ -139,18 +133,6 @@ class WeightStore:
         started = time.perf_counter()
         self.cache.keep(self.facts, weights)
         logger.info("kept packed weights in %s in %.1f s", self.cache.folder, time.perf_counter() - started)
-
-
-@contextmanager
-def writing_afterwards() -> Iterator[None]:
-    """Let weights that are packed within the block be written when it ends: a start measures costs meanwhile."""
-    token = _waiting.set(waiting := list[threading.Thread]())
-    try:
-        yield
-    finally:
-        _waiting.reset(token)
-        for writer in waiting:
-            writer.start()
 
 
 def cache_files(folder: Path) -> list[tuple[Path, os.stat_result]]:
