@@ -25,7 +25,10 @@ static inline void norm_row(const float *x, const float *scale, float eps, int64
 
 static void run_copy(const SpOp &op, int64_t t) { memcpy(op.out + t * op.n, op.in + t * op.n, op.n * sizeof(float)); }
 
-static void run_norm(const SpOp &op, int64_t t) { norm_row(op.in + t * op.n, op.scale, op.eps, op.n, op.out + t * op.n); }
+static void run_norm(const SpOp &op, int64_t t) {
+  if (op.copy) memcpy(op.copy + t * op.n, op.in + t * op.n, op.n * sizeof(float));
+  norm_row(op.in + t * op.n, op.scale, op.eps, op.n, op.out + t * op.n);
+}
 
 // Dimension i is paired with i + dim / 2.
 static inline void rotate_head(float *x, const float *cosine, const float *sine, int64_t half) {

@@ -44,6 +44,7 @@ typedef struct {
   const float *bias;         /* SP_LINEAR: n (SP_SILU: [2, n], gate and up); SP_ROTATE: the keys' norm, dim; or NULL */
   const float *in;
   float *out;
+  float *copy;               /* SP_NORM: [T, n], the rows of `in` are copied to it; or NULL */
   int32_t heads, kv_heads, dim, window; /* window 0 = none */
   float eps, factor;         /* of norms; of attention scores */
 } SpOp;

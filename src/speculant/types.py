@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from torch import Tensor
 
@@ -48,6 +48,51 @@ class Logprob:
     decoded_token: str | None = None  # None if the tokenizer can't decode the token by itself
 
 
+class LayerStates(Sequence[Tensor]):
+    """The hidden states of several layers: item i is [n, hidden], those of the i-th one.
+
+    They are the rows `first` to `end` - 1 of `memory` [layers, rows, hidden]. A tensor is made when an item is read:
+    that takes microseconds, and a drafter that rests reads its states late, many at once.
+    """
+
+    __slots__ = ("end", "first", "memory")
+
+    def __init__(self, memory: Tensor, first: int, end: int) -> None:
+        self.memory, self.first, self.end = memory, first, end
+
+    def __len__(self) -> int:
+        return self.memory.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return self.memory[index, self.first : self.end]
+
+    def part(self, first: int, end: int) -> LayerStates:
+        """Return rows first .. end - 1 of these."""
+        return LayerStates(self.memory, self.first + first, self.first + end)
+
+    def grow(self, following: LayerStates) -> bool:
+        """Take in the rows that follow, if they lie behind these in memory; say whether they do."""
+        if following.memory is not self.memory or following.first != self.end:
+            return False
+        self.end = following.end
+        return True
+
+
+def state_rows(layers: Sequence[Tensor], first: int, end: int) -> Sequence[Tensor]:
+    """Return rows first .. end - 1 of each layer's states."""
+    if isinstance(layers, LayerStates):
+        return layers.part(first, end)
+    return tuple([states[first:end] for states in layers])
+
+
 Successors = Sequence[tuple[int, Sequence[int]]]  # tokens, each with the most likely next ones
 
 
@@ -68,7 +113,7 @@ class CommittedRows(NamedTuple):
     start: int
     tokens: Sequence[int]
     gained: Sequence[int] = ()
-    hidden: tuple[Tensor, ...] = ()
+    hidden: Sequence[Tensor] = ()
     successors: Successors = ()
     ahead: Tensor | None = None
 

@@ -77,11 +77,11 @@ class GuardedDrafter:
 
     def _own(self, rows: CommittedRows, layers: Sequence[int]) -> CommittedRows:
         """Return rows with the hidden states and the successors that the drafter announces."""
-        if rows.hidden and tuple(layers) != self.needs.hidden_layers:
-            own = tuple(rows.hidden[layers.index(layer)] for layer in self.needs.hidden_layers)
-            rows = rows._replace(hidden=own)
-        if rows.successors and len(rows.successors[0][1]) != self.needs.target_top_k:
-            count = self.needs.target_top_k
+        needs = self.drafter.needs
+        if layers != needs.hidden_layers and rows.hidden:
+            rows = rows._replace(hidden=tuple(rows.hidden[layers.index(layer)] for layer in needs.hidden_layers))
+        if rows.successors and len(rows.successors[0][1]) != needs.target_top_k:
+            count = needs.target_top_k
             own_successors = [(token, best[:count]) for token, best in rows.successors] if count else ()
             rows = rows._replace(successors=own_successors)
         return rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from speculant.cache.base import KVCache
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.scheduling.scheduler import Scheduled
-from speculant.types import DraftTree, Request, Successors
+from speculant.types import DraftTree, Request, Successors, state_rows
 
 _NOBODY = 0  # a sequence id; those of requests count from 1
 GROUP = 64  # neighbouring logits of which only the largest is ranked at first
@@ -33,7 +33,7 @@ class TargetOutput(NamedTuple):
     tree: DraftTree
     logits: Tensor | None
     prompt_hidden: Tensor | None
-    hidden: tuple[Tensor, ...] = ()
+    hidden: Sequence[Tensor] = ()
     nodes: Sequence[int] = ()
     successors: Successors = ()
     ahead: Tensor | None = None
@@ -129,7 +129,7 @@ def _output(
         tree,
         logits if item.completes else None,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
-        hidden.taps if is_all else tuple([states[first:end] for states in hidden.taps]),
+        hidden.taps if is_all else state_rows(hidden.taps, first, end),
         nodes,
         ahead=own,
     )

@@ -32,7 +32,7 @@ from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
-from speculant.types import CommittedRows, DraftTree, Request, Verdict
+from speculant.types import CommittedRows, DraftTree, Request, Verdict, state_rows
 from speculant.verification.base import Verifier, verifier_for
 
 MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
@@ -184,11 +184,14 @@ def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> No
 def committed_rows(output: TargetOutput, committed: Committed) -> CommittedRows:
     """Return the rows of a pass that were committed."""
     item, tree = output.item, output.tree
-    kept, hidden = committed.kept, output.hidden
-    tokens = [*item.tokens, *[tree.token_list[node] for node in kept]]
-    if hidden and len(tokens) < item.count + tree.size:
-        rows = [*range(item.count), *[item.count + node for node in kept]]
-        hidden = tuple(states[rows] for states in hidden)
+    kept, tokens, hidden = committed.kept, item.tokens, output.hidden
+    if tree.size:
+        tokens = [*tokens, *[tree.token_list[node] for node in kept]]
+        if not hidden or tuple(kept) == tuple(range(len(kept))):
+            hidden = state_rows(hidden, 0, len(tokens))
+        else:
+            rows = [*range(item.count), *[item.count + node for node in kept]]
+            hidden = tuple(states[rows] for states in hidden)
     ahead = None if output.ahead is None else output.ahead[1 + kept[-1] if kept else 0]
     return CommittedRows(item.start, tokens, committed.tokens, hidden, output.successors, ahead)
 

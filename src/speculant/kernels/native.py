@@ -26,7 +26,7 @@ from speculant.kernels.base import SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.native_structs import Draft, settings_array
 
-VERSION = 11
+VERSION = 12
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -73,6 +73,7 @@ class Op(Structure):
         ("code", c_int32), ("type", c_int32), ("flags", c_int32), ("layer", c_int32),
         ("n", c_int64), ("k", c_int64),
         ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("source", c_void_p), ("out", c_void_p),
+        ("copy", c_void_p),
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
         ("eps", c_float), ("factor", c_float),
     ]  # fmt: skip

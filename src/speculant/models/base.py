@@ -92,7 +92,7 @@ class Hidden(NamedTuple):
     """
 
     last: Tensor  # [T, hidden], after the final norm: the input of `logits`
-    taps: tuple[Tensor, ...] = ()  # [T, hidden] each, in float32 or the model's dtype
+    taps: Sequence[Tensor] = ()  # [T, hidden] each, in float32 or the model's dtype
     carried: Tensor | None = None  # [T, hidden], the states that the next rows take in; None = the model takes none
 
 

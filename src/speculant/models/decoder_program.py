@@ -19,6 +19,10 @@ from torch import Tensor
 from speculant.kernels.native import TYPES, Code, Flag, Op, Type, Weight
 from speculant.models.config import DecoderConfig
 from speculant.models.weight_reader import WeightReader
+from speculant.types import LayerStates
+
+FLOAT_BYTES = 4
+TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,34 @@ class Buffers:
         self.gated = torch.empty(room, config.intermediate_size)
 
 
+class TapMemory:
+    """Memory for the states of `layers` layers, which passes fill row after row.
+
+    One allocation serves many passes of few rows. It lives as long as any `LayerStates` of it.
+    """
+
+    def __init__(self, layers: int, width: int) -> None:
+        self._layers, self._width = layers, width
+        self._memory, self._first_bytes = torch.empty(layers, 0, width), list[int]()
+        self._used = 0
+
+    def take(self, rows: int) -> tuple[LayerStates, list[int]]:
+        """Return the next rows, float32 [rows, width] of each layer, and the address of each layer's first one."""
+        if self._used + rows > self._memory.shape[1]:
+            room = max(rows, TAPPED_ROWS)
+            self._memory, self._used = torch.empty(self._layers, room, self._width, dtype=torch.float32), 0
+            first = self._memory.data_ptr()
+            self._first_bytes = [first + FLOAT_BYTES * layer * room * self._width for layer in range(self._layers)]
+        first, offset = self._used, FLOAT_BYTES * self._used * self._width
+        self._used += rows
+        return LayerStates(self._memory, first, self._used), [address + offset for address in self._first_bytes]
+
+
 class Program:
     """A recorded pass. Programs share the buffers, which hold one pass at a time.
 
     The result is in `hidden` [room, hidden]. The input of each of `layers` (the number of layers = the output of the
-    last one) is copied to where `write_taps` says, which must be said before each pass.
+    last one) is copied to memory that `next_taps` takes, which must be called before each pass.
     """
 
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
@@ -112,28 +139,36 @@ class Program:
         self._weights, self._buffers, self._layers = weights, buffers, layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
-        copies = [op for op in self.ops if op.code == Code.COPY and op.out is None]
-        order = sorted(range(len(layers)), key=layers.__getitem__)
-        self._taps = [copies[order.index(tap)] for tap in range(len(layers))]
+        tapped = [op for op in self.ops if op.copy == buffers.y.data_ptr()]  # until `next_taps` says where
+        found = dict(zip(sorted(set(layers)), tapped, strict=True))
+        distinct = list(dict.fromkeys(layers))
+        self._taps = [found[layer] for layer in distinct]
+        self._places = None if len(distinct) == len(layers) else [distinct.index(layer) for layer in layers]
+        self._tap_memory = TapMemory(len(distinct), weights.config.hidden_size)
 
-    def write_taps(self, taps: Sequence[Tensor]) -> None:
-        """Let the next pass write the input of layer `layers[i]` to taps[i], float32 [rows, hidden]."""
-        for op, tap in zip(self._taps, taps, strict=True):
-            op.out = tap.data_ptr()
+    def next_taps(self, rows: int) -> Sequence[Tensor]:
+        """Return where the next pass of `rows` rows writes the input of each of `layers`, float32 [rows, hidden] each.
+
+        No row is written twice.
+        """
+        if not self._taps:
+            return ()
+        states, addresses = self._tap_memory.take(rows)
+        for op, address in zip(self._taps, addresses, strict=True):
+            op.copy = address
+        return states if self._places is None else tuple([states[place] for place in self._places])
 
     def _record(self) -> Iterator[Op]:
         weights, buffers = self._weights, self._buffers
         yield embedding(weights.table, buffers.x)
         for index, layer in enumerate(weights.layers):
-            yield from self._tap(index)
             yield from self._layer(index, layer)
-        yield from self._tap(len(weights.layers))
-        yield self._norm(weights.norm, buffers.x, buffers.y)
+        yield self._tapped_norm(len(weights.layers), weights.norm)
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         buffers = self._buffers
         assert layer.input_norm is not None, "the layer has no input norm"
-        yield self._norm(layer.input_norm, buffers.x, buffers.y)
+        yield self._tapped_norm(index, layer.input_norm)
         yield linear(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
         yield from self._behind_queries(index, layer)
 
@@ -148,13 +183,14 @@ class Program:
         yield linear(layer.gate_up, buffers.y, buffers.gated, layer.gate_up_bias, Flag.SILU)
         yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
 
-    def _tap(self, layer: int) -> Iterator[Op]:
-        for _ in range(self._layers.count(layer)):
-            yield copying(self._buffers.x, None)
+    def _tapped_norm(self, layer: int, scale: Tensor) -> Op:
+        """Return the norm of a layer's input; if it is tapped, `next_taps` says where it is copied to."""
+        buffers = self._buffers
+        return self._norm(scale, buffers.x, buffers.y, buffers.y if layer in self._layers else None)
 
-    def _norm(self, scale: Tensor, source: Tensor, out: Tensor) -> Op:
+    def _norm(self, scale: Tensor, source: Tensor, out: Tensor, copy: Tensor | None = None) -> Op:
         config = self._weights.config
-        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=source, out=out, eps=config.norm_eps)
+        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=source, out=out, copy=copy, eps=config.norm_eps)
 
     def _attention(self, code: Code, layer: int, **fields: Tensor | int | None) -> Op:
         config = self._weights.config
@@ -170,7 +206,7 @@ def embedding(table: Weight, out: Tensor) -> Op:
     return _op(Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out)
 
 
-def copying(source: Tensor, out: Tensor | None) -> Op:
+def copying(source: Tensor, out: Tensor) -> Op:
     """Return the operation out = source, of the same width."""
     return _op(Code.COPY, n=source.shape[1], source=source, out=out)
 

@@ -130,10 +130,9 @@ class NativeDecoder:
         """See `CausalLM.forward`; hidden states are float32."""
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         program = self._program(tuple(taps))
-        tapped = [torch.empty(rows, self.hidden_size, dtype=torch.float32) for _ in taps]
-        program.write_taps(tapped)
+        tapped = program.next_taps(rows)
         self.kernels.run(program.ops, layout.on)
-        return Hidden(program.hidden[:rows].clone(), tuple(tapped))
+        return Hidden(program.hidden[:rows].clone(), tapped)
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""

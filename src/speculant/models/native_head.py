@@ -131,9 +131,11 @@ class HeadProgram(Program):
         yield embedding(head.decoder.table, buffers.x)
         yield self._norm(first.input_norm, buffers.x, buffers.y)
         yield linear(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)
-        yield self._norm(head.hidden_norm, self.states, buffers.y)
+        normed = head.config.norm_before_residual
+        yield self._norm(head.hidden_norm, self.states, buffers.y, None if normed else buffers.x)
         yield linear(head.hidden, buffers.y, buffers.qkv, flags=Flag.ADD)
-        yield copying(buffers.y if head.config.norm_before_residual else self.states, buffers.x)
+        if normed:
+            yield copying(buffers.y, buffers.x)
 
 
 class NativeHead(NativeDecoder):

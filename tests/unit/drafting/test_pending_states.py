@@ -20,10 +20,10 @@ def test_waiting_states_are_encoded_when_they_are_read() -> None:
 
     pending, rows = Pending(encode), torch.arange(5.0)[:, None]
     for first, end in ((0, 1), (1, 2), (2, 4)):
-        pending.add((rows[first:end], torch.ones(end - first, 1)))
+        pending.add((rows[first:end], torch.ones(end - first, 1)), end - first)
     assert (pending.count, encoded) == (4, [])
     assert pending.read().flatten().tolist() == [10, 11, 12, 13]
     pending.drop(3)
-    pending.add((rows[4:], torch.ones(1, 1)))
+    pending.add((rows[4:], torch.ones(1, 1)), 1)
     assert pending.read().flatten().tolist() == [13, 14]
     assert (pending.count, encoded) == (2, [4, 1])

@@ -40,7 +40,7 @@ class HiddenDrafter(TreeDrafter):
         """See `Drafter.observe`."""
         if request.search is not None:
             return
-        if self._runner.observe(request, rows.start, rows.hidden) > MOST_PENDING:
+        if self._runner.observe(request, rows) > MOST_PENDING:
             self.catch_up([request])
 
     def catch_up(self, requests: Sequence[Request]) -> None:

@@ -23,7 +23,7 @@ from speculant.cache.base import KVCache
 from speculant.drafting.growth.runner import DraftModelRunner
 from speculant.models.base import CausalLM, Hidden, SequenceInput
 from speculant.sampling.chance import Chances
-from speculant.types import DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
 PROBE = -(2**62)  # the sequence with which the prefix index is asked
 
@@ -36,13 +36,18 @@ class Pending:
 
     def __init__(self, encode: Encode) -> None:
         self._encode, self._new = encode, list[Sequence[Tensor]]()
+        self._last: LayerStates | None = None  # of `_new`
         self._encoded: Tensor | None = None
         self.count = 0
 
-    def add(self, layers: Sequence[Tensor]) -> None:
-        """Append states, [n, hidden] of each layer."""
-        self._new.append(layers)
-        self.count += layers[0].shape[0]
+    def add(self, layers: Sequence[Tensor], count: int) -> None:
+        """Append states, [count, hidden] of each layer."""
+        self.count += count
+        last = self._last
+        if last is not None and isinstance(layers, LayerStates) and last.grow(layers):
+            return
+        self._last = layers.part(0, count) if isinstance(layers, LayerStates) else None  # one of its own, which grows
+        self._new.append(self._last or layers)
 
     def read(self) -> Tensor:
         """Return all states [count, hidden]; there is at least one."""
@@ -51,7 +56,7 @@ class Pending:
             parts.append(
                 self._encode([torch.cat(own) if len(own) > 1 else own[0] for own in zip(*self._new, strict=True)])
             )
-            self._new = []
+            self._new, self._last = [], None
         self._encoded = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self._encoded
 
@@ -114,20 +119,21 @@ class HiddenStateRunner(DraftModelRunner):
         self._followed.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
-    def observe(self, request: Request, start: int, layers: Sequence[Tensor]) -> int:
-        """Take the states of layers, [n, hidden] each, of the committed tokens at positions from `start` on.
-
-        Returns how many observed states have no row yet.
-        """
-        followed = self._followed[request.seq_id]
+    def observe(self, request: Request, rows: CommittedRows) -> int:
+        """Take what layers told of committed tokens. Returns how many observed states have no row yet."""
+        followed, start, count = self._followed[request.seq_id], rows.start, len(rows.tokens)
+        pending = followed.pending
+        if pending is not None and start == followed.first + followed.length + pending.count:  # as nearly always
+            pending.add(rows.hidden, count)
+            return pending.count
         if followed.pending is None:
             self._take_prefix(followed, start)
         elif start > followed.end:
             self._restart(followed, start)
         known = followed.end - start
-        if known < layers[0].shape[0]:
+        if known < count:
             followed.pending = followed.pending or Pending(self._encode)
-            followed.pending.add([states[known:] for states in layers] if known else layers)
+            followed.pending.add(state_rows(rows.hidden, known, count) if known else rows.hidden, count - known)
         return followed.num_pending
 
     def num_pending(self, request: Request) -> int:
