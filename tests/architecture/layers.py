@@ -65,6 +65,7 @@ NATIVE = frozenset(
         "models.packings",
         "models.replay",
         "models.native_head",
+        "models.native_linears",
         "models.backends.native",
         "kernels.native_suffix_index",
     }

@@ -21,7 +21,7 @@ from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.short import short_heads, short_tokens
 from speculant.models.base import CausalLM
 from speculant.models.fields import count
-from speculant.models.future_heads import FeedForwardHeads, FutureShape
+from speculant.models.future_heads import FeedForwardHeads, FutureShape, PlacedHeads
 
 KIND = "blockwise"
 METHOD = Method(default_length=3, uses_model=True)
@@ -52,7 +52,7 @@ def build(context: DrafterContext) -> FutureDrafter:
     return FutureDrafter(heads, target, context.chances, chain, context.sampler, own_heads)
 
 
-def load(folder: HeadFolder, target: CausalLM) -> FeedForwardHeads:
+def load(folder: HeadFolder, target: CausalLM) -> PlacedHeads:
     """Read the heads."""
     folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
@@ -62,5 +62,4 @@ def load(folder: HeadFolder, target: CausalLM) -> FeedForwardHeads:
     Renamed(folder, {name: name for name in folder.names()}).check(heads.stored(), KIND)
     heads.to_empty(device="cpu")
     heads.load({name: folder.read(name) for name in folder.names()})
-    of = target.cache_shape
-    return heads.to(of.device, of.dtype).requires_grad_(False).eval()
+    return heads.on(target)

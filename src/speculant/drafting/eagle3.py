@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.growth.hidden_drafter import HiddenDrafter
@@ -33,6 +32,7 @@ from speculant.kernels.reference import rms_norm
 from speculant.models.base import CausalLM
 from speculant.models.fields import flag, is_whole, show
 from speculant.models.heads import Entry, HeadConfig, usual_taps
+from speculant.models.linears import linears_of
 
 KIND = "eagle3"
 METHOD = Method(default_length=4, uses_model=True)
@@ -141,13 +141,14 @@ def encoder(weights: Renamed, target: CausalLM, norms: Sequence[str], eps: float
     """Return what maps the states of three layers, [n, hidden] each, to one; norms: none, that of all, or of each."""
     of = target.cache_shape
     matrix, *scales = (weights.read(name).to(of.device, of.dtype) for name in (ENCODER, *norms))
+    multiply = linears_of(target, [matrix])
 
     def encode(hidden: Sequence[Tensor]) -> Tensor:
-        states = torch.cat(tuple(hidden), dim=-1).to(of.dtype)
+        states = torch.cat(tuple(hidden), dim=-1)
         if scales:
             parts = states.chunk(len(scales), dim=-1)
             states = torch.cat([rms_norm(*pair, eps) for pair in zip(parts, scales, strict=True)], dim=-1)
-        return functional.linear(states, matrix)
+        return multiply(states[None])[0]
 
     return encode
 

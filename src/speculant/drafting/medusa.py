@@ -12,12 +12,10 @@ Memory: one state per sequence, and the heads' weights. Cost: the blocks, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
 from speculant.drafting.growth.topology import StaticTree
@@ -29,7 +27,8 @@ from speculant.drafting.heads.short import short_heads, short_tokens
 from speculant.errors import ConfigError, ModelError
 from speculant.models.base import CausalLM
 from speculant.models.fields import show
-from speculant.models.future_heads import FutureShape, ResidualHeads
+from speculant.models.future_heads import FutureShape, PlacedHeads, ResidualHeads
+from speculant.models.linears import linears_of
 
 KIND = "medusa"
 CHAIN = "chain"
@@ -70,7 +69,7 @@ def build(context: DrafterContext) -> FutureDrafter:
     return FutureDrafter(heads, target, context.chances, topology, context.sampler, own_heads, nodes)
 
 
-def load(folder: HeadFolder, target: CausalLM) -> tuple[ResidualHeads, OwnHeads | None]:
+def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | None]:
     """Read the heads, and their own output heads if they have some."""
     folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
@@ -83,7 +82,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[ResidualHeads, OwnHeads 
     found.to_empty(device="cpu")
     found.load({name: folder.read(name) for name in folder.names() if name not in own})
     matrices = [folder.read(name).to(of.device, of.dtype) for name in own]
-    return found.to(of.device, of.dtype).requires_grad_(False).eval(), _own_heads(matrices) if own else None
+    return found.on(target), linears_of(target, matrices) if own else None
 
 
 def _shape_in(folder: HeadFolder, target: CausalLM) -> FutureShape:
@@ -111,14 +110,6 @@ def _shape_in(folder: HeadFolder, target: CausalLM) -> FutureShape:
             )
     has_own = f"0.{num_layers}.weight" in folder.names()
     return FutureShape(num_heads, target.hidden_size, num_layers, vocab_size=target.vocab_size if has_own else None)
-
-
-def _own_heads(matrices: Sequence[Tensor]) -> OwnHeads:
-    def logits(states: Tensor) -> Tensor:
-        own = [state @ matrix.T for state, matrix in zip(states, matrices, strict=False)]
-        return torch.stack(own).to(torch.float32 if states.dtype == torch.bfloat16 else states.dtype)
-
-    return logits
 
 
 def choose_tree(given: Any, config: dict[str, Any], num_heads: int) -> StaticTree:

@@ -5,17 +5,23 @@ which an output head predicts the token i + 2 places behind: the target's own he
 
     residual blocks     x + SiLU(W x + b), several in a row           (Medusa)
     feed-forward        x + V ReLU(U x + u) + v                       (blockwise parallel decoding)
+
+They are trained as modules of torch; `FutureModule.on` puts them on the kernels of their target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from speculant.models.base import CausalLM
+from speculant.models.linears import Linears, TorchLinears, linears_of
 
 
 @dataclass(frozen=True)
@@ -41,22 +47,71 @@ class FutureHeads(Protocol):
         ...
 
 
-class ResidualHeads(nn.Module):
-    """Heads of residual blocks. The weights of all heads lie side by side: [layers, heads, hidden, hidden]."""
+@dataclass(frozen=True)
+class PlacedHeads:
+    """Heads on the kernels of a model. apply: computes [count, r, hidden] by the layers of the first `count` heads."""
+
+    shape: FutureShape
+    layers: Sequence[Linears]
+    apply: Callable[[Sequence[Linears], Tensor], Tensor]
+
+    def states(self, hidden: Tensor, count: int) -> Tensor:
+        """See `FutureHeads.states`."""
+        return self.apply(self.layers, hidden.expand(count, *hidden.shape))
+
+
+class FutureModule(nn.Module, ABC):
+    """Heads in plain PyTorch."""
+
+    apply_layers: Callable[[Sequence[Linears], Tensor], Tensor]
 
     def __init__(self, shape: FutureShape) -> None:
         super().__init__()
         self.shape = shape
+
+    @abstractmethod
+    def layers(self) -> list[TorchLinears]:
+        """Return the matrices of all heads, in the order in which they are applied."""
+
+    def states(self, hidden: Tensor, count: int) -> Tensor:
+        """See `FutureHeads.states`."""
+        return PlacedHeads(self.shape, self.layers(), self.apply_layers).states(hidden, count)
+
+    def on(self, model: CausalLM) -> PlacedHeads:
+        """Return these heads on the kernels of a model, of its dtype."""
+        of = model.cache_shape
+        self.to(of.device, of.dtype).requires_grad_(False)
+        placed = [linears_of(model, [*each.weight], each.bias) for each in self.layers()]
+        return PlacedHeads(self.shape, placed, self.apply_layers)
+
+
+def residual(layers: Sequence[Linears], x: Tensor) -> Tensor:
+    """Return what leaves residual blocks."""
+    for layer in layers:
+        x = x + functional.silu(layer(x))
+    return x
+
+
+def feed_forward(layers: Sequence[Linears], x: Tensor) -> Tensor:
+    """Return what leaves a feed-forward block."""
+    up, down = layers
+    return x + down(up(x).relu())
+
+
+class ResidualHeads(FutureModule):
+    """Heads of residual blocks. The weights of all heads lie side by side: [layers, heads, hidden, hidden]."""
+
+    apply_layers = staticmethod(residual)
+
+    def __init__(self, shape: FutureShape) -> None:
+        super().__init__(shape)
         size = (shape.num_layers, shape.num_heads, shape.hidden_size)
         self.weight = nn.Parameter(torch.zeros(*size, shape.hidden_size))
         self.bias = nn.Parameter(torch.zeros(size))
 
-    def states(self, hidden: Tensor, count: int) -> Tensor:
-        """See `FutureHeads.states`."""
-        x = hidden.expand(count, *hidden.shape)
-        for weight, bias in zip(self.weight, self.bias, strict=True):
-            x = x + functional.silu(torch.baddbmm(bias[:count, None], x, weight[:count].mT))
-        return x
+    def layers(self) -> list[TorchLinears]:
+        """See the base."""
+        return [*map(TorchLinears, self.weight, self.bias)]
 
     def stored(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of the tensors in a file; the names are those of Medusa's own."""
@@ -87,14 +142,14 @@ class ResidualHeads(nn.Module):
         return found
 
 
-class FeedForwardHeads(nn.Module):
+class FeedForwardHeads(FutureModule):
     """Heads of one feed-forward block each. The weights of all heads lie side by side."""
 
+    apply_layers = staticmethod(feed_forward)
     NAMES = ("up.weight", "up.bias", "down.weight", "down.bias")
 
     def __init__(self, shape: FutureShape) -> None:
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape)
         heads, size, inner = shape.num_heads, shape.hidden_size, shape.inner
         self.up, self.up_bias = nn.Parameter(torch.zeros(heads, inner, size)), nn.Parameter(torch.zeros(heads, inner))
         self.down, self.down_bias = (
@@ -102,11 +157,9 @@ class FeedForwardHeads(nn.Module):
             nn.Parameter(torch.zeros(heads, size)),
         )
 
-    def states(self, hidden: Tensor, count: int) -> Tensor:
-        """See `FutureHeads.states`."""
-        x = hidden.expand(count, *hidden.shape)
-        inner = torch.baddbmm(self.up_bias[:count, None], x, self.up[:count].mT).relu()
-        return x + torch.baddbmm(self.down_bias[:count, None], inner, self.down[:count].mT)
+    def layers(self) -> list[TorchLinears]:
+        """See the base."""
+        return [TorchLinears(self.up, self.up_bias), TorchLinears(self.down, self.down_bias)]
 
     def stored(self) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of the tensors in a file."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.kernels.native import Kernels, Op, Pass, Type, address
+from speculant.kernels.native import TYPES, Kernels, Op, Pass, Type, address
 from speculant.kernels.native_structs import Draft
 from speculant.models.base import (
     Batch,
@@ -26,6 +26,7 @@ from speculant.models.base import (
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import spread
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
+from speculant.models.native_linears import NativeLinears
 from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
 from speculant.models.weight_cache import WeightStore
@@ -108,6 +109,10 @@ class NativeDecoder:
         from speculant.models.native_head import NativeHead
 
         return NativeHead(config, weights, self)
+
+    def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
+        """See `LinearHost.linears`."""
+        return NativeLinears(self.kernels, TYPES[self.cache_shape.dtype], matrices, biases)
 
     def truncated(self, num_layers: int) -> NativeDecoder:
         """See `Truncatable.truncated`."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from speculant.drafting.head_tokens import KEY, read_head_tokens
 from speculant.drafting.heads.folder import HeadFolder
@@ -21,6 +20,7 @@ from speculant.drafting.heads.future import OwnHeads
 from speculant.errors import PairError
 from speculant.models.base import CausalLM
 from speculant.models.decoder import spread
+from speculant.models.linears import linears_of
 from speculant.models.weight_source import WeightSource
 
 FILE = f"{KEY}.json"
@@ -52,10 +52,10 @@ def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
 def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
     """Return what computes the logits of these tokens; all others have -inf."""
     rows, index = output_rows(target, tokens), torch.tensor(tokens, device=target.cache_shape.device)
+    multiply = linears_of(target, [rows])
 
     def logits(states: Tensor) -> Tensor:
-        found = functional.linear(states, rows).flatten(0, 1)
-        found = found.float() if found.dtype == torch.bfloat16 else found
+        found = multiply(states.flatten(0, 1)[None])[0]
         return spread(found, index, target.vocab_size).view(*states.shape[:2], -1)
 
     return logits

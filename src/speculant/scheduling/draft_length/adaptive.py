@@ -34,6 +34,7 @@ CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried
 HOLDS = 8  # steps for which a choice holds, for the same sequences
 LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
 FOLLOWED = 4  # of so many steps with drafts the times of one are taken in
+LATE = 8  # tokens that a draft had to process first: it takes longer than one that follows a draft
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
@@ -152,7 +153,7 @@ class Adaptive:
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
         started, probed = time.perf_counter(), dict[str, bool]()
-        held, missed, doubted = self._held, bool(outcomes), False
+        held, missed, dear = self._held, bool(outcomes), False
         if not (outcomes or held.asked):
             self._plain_steps.observe(held, timing)
             return
@@ -161,14 +162,14 @@ class Adaptive:
             tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request.seq_id)
             if draft is None:
-                self._backlogs.note(outcome.request)
+                dear = self._backlogs.note(outcome.request) > LATE + sum(outcome.accepted) or dear
             self._note_scores(outcome.request, method, draft is not None)
             key = method if draft is None else scored(method)
             trials = self._trials.get(key)
             self._acceptance[key].observe(outcome, draft)
             if trials is not None and trials.probing:
                 probed[key] = probed.get(key, True) and all(tests)
-                doubted = doubted or trials.doubting
+                dear = dear or trials.doubting
             missed = missed and not any(tests) and method not in self._scored
         for key, accepted in probed.items():
             self._trials[key].end(accepted)
@@ -182,7 +183,7 @@ class Adaptive:
         drafted = self._plain_steps.drafted()
         if held.pure:
             if drafted % FOLLOWED == 1 or not held.left:
-                self._follow(outcomes, timing, doubted)
+                self._follow(outcomes, timing, dear)
             self._own_s = time.perf_counter() - started
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
@@ -267,21 +268,22 @@ class Adaptive:
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
         return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
 
-    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, doubted: bool) -> None:
+    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, dear: bool) -> None:
         """Let the curves follow a step with drafts in which every sequence decodes.
 
-        doubted: it was a trial of costs alone, which can only show that they are lower.
+        dear: a trial of costs alone, or a draft that had much to process first: it can only show that costs are lower.
         """
         nodes = sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
         rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)
-        if doubted and timing.verify_s > self._costs.passes.at(rows) + attention_s:
+        if dear and timing.verify_s > self._costs.passes.at(rows) + attention_s:
             return
         self._costs.observe_pass(rows, timing.verify_s, attention_s, bool(self._scores))
         self._costs.observe_rest(timing.rest_s + self._own_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not (self._scores and methods & self._armed):
-            depth = max(len(outcome.drafted) for outcome in outcomes)
-            self._costs.observe_draft(methods.pop(), len(outcomes), depth, timing.draft_s)
+            method, depth = methods.pop(), max(len(outcome.drafted) for outcome in outcomes)
+            if not dear or timing.draft_s < self._costs.draft_s(method, len(outcomes), depth):
+                self._costs.observe_draft(method, len(outcomes), depth, timing.draft_s)
 
 
 def build(context: DraftLengthContext) -> Adaptive:

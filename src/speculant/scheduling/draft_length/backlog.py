@@ -24,9 +24,10 @@ class Backlogs:
         self._readings = costs.readings
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
-    def note(self, request: Request) -> None:
-        """Record that a request was drafted for."""
-        self._seen[request] = len(request.tokens)
+    def note(self, request: Request) -> int:
+        """Record that a request was drafted for; return how many of its tokens came since it was last."""
+        count, self._seen[request] = len(request.tokens) - self._seen.get(request, 0), len(request.tokens)
+        return count
 
     def seconds(self, method: str, request: Request) -> float:
         """Return what the request's backlog takes."""
