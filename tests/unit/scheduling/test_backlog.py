@@ -77,3 +77,19 @@ def test_a_request_that_was_drafted_for_goes_on() -> None:
     policy, request = Adaptive(None, costs()), request_of(4000, 50)
     policy._backlogs.note(request)
     assert any(chosen(policy, request))
+
+
+@pytest.mark.parametrize(("late", "draft_s", "change"), [
+    (True, 0.4, 0), (True, 0.01, -1), (False, 0.4, 1), (False, 0.01, -1),
+])  # fmt: skip
+def test_a_late_draft_is_not_what_drafts_take(late: bool, draft_s: float, change: int) -> None:
+    """One that processes many tokens first takes longer than one after another, and a pass after it may do so too."""
+    own = StepCosts(CostCurve({1: 1.0, 64: 6.4}), {"some": {1: CostCurve({1: 0.1, 8: 0.8})}})
+    policy, request = Adaptive(None, own), request_of(100, 50)
+    if not late:
+        policy._backlogs.note(request)
+    before = own.draft_s("some", 1, 1)
+    chosen(policy, request)
+    policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], StepTiming(0.0, draft_s, draft_s + 1.0, 1.0 + draft_s))
+    after = own.draft_s("some", 1, 1)
+    assert (after > before) - (after < before) == change
