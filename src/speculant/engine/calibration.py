@@ -30,7 +30,7 @@ from speculant.kernels.base import Sampler
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution
+from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.costs import CostCurve, KeyCosts, Reading, StepCosts
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
@@ -48,6 +48,7 @@ BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
 LEAST_ROWS, LEAST_PASSES = 3, 5  # sizes of the target's passes, and passes in all: two of each size but the largest
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
+PROCEDURE = "2"  # changes when something else is measured than before
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
 
@@ -85,7 +86,8 @@ class Calibration:
         return StepCosts(CostCurve(points(kept["passes"])), drafts, keys=KeyCosts(*kept["keys"]), readings=readings)
 
     def _key(self) -> str:
-        return key_of([str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits)])
+        engine = (str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits))
+        return key_of([PROCEDURE, *engine])
 
     @torch.inference_mode()
     def _measure(self) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class Calibration:
         (output,), logits = forward_target(self.target, self.cache, [item], [tree])
         if output.logits is not None:
             nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
-            distribution(logits, nodes, self.sampler).argmax(-1).tolist()
+            row_maxima(distribution(logits, nodes, self.sampler))
 
     def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
         """Return the seconds of a draft for `count` sequences, by depth."""

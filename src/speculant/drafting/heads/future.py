@@ -24,6 +24,7 @@ from speculant.models.base import CausalLM
 from speculant.models.future_heads import FutureHeads
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
+from speculant.sampling.top_tokens import top_tokens
 from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_NODES = 64
@@ -173,7 +174,7 @@ class Laws:
 def likeliest(logits: Tensor, shape: StaticTree) -> DraftTree:
     """Return the tree of the likeliest tokens by rank, for logits [depth, V]."""
     parents, depths, ranks = layout(shape)
-    best: list[list[int]] = logits[: max(depths) + 1].topk(1 + max(ranks)).indices.tolist()
+    best: list[list[int]] = top_tokens(logits[: max(depths) + 1], 1 + max(ranks)).tolist()
     return DraftTree.of([best[depth][rank] for depth, rank in zip(depths, ranks, strict=True)], parents)
 
 
