@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
-from speculant.sampling.top_tokens import top_tokens
+from speculant.sampling.rows import top_tokens
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request, Successors, state_rows
 

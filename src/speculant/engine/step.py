@@ -28,7 +28,8 @@ from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node, distribution, row_maxima
+from speculant.sampling.distribution import Node, distribution
+from speculant.sampling.rows import row_maxima
 from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled

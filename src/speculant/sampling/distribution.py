@@ -31,15 +31,6 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     return sampler.distribution(logits, settings, edits)
 
 
-def row_maxima(probs: Tensor) -> list[float]:
-    """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none.
-
-    On a processor torch would share the rows among its own threads, which then wait for more work beside the kernels'.
-    """
-    maxima: list[float] = (probs.numpy().max(axis=1) if probs.device.type == "cpu" else probs.amax(-1)).tolist()
-    return maxima
-
-
 def sampling_settings(params: SamplingParams) -> SamplingSettings:
     """Return the settings by which a sampler turns edited logits into a distribution."""
     return SamplingSettings(params.temperature, params.top_p, params.min_p, params.top_k)

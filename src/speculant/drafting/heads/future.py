@@ -24,7 +24,7 @@ from speculant.models.base import CausalLM
 from speculant.models.future_heads import FutureHeads
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.top_tokens import top_tokens
+from speculant.sampling.rows import take_rows, top_tokens
 from speculant.types import CommittedRows, DraftTree, Request
 
 MOST_NODES = 64
@@ -165,10 +165,10 @@ class Laws:
         keys = [(node.request.seq_id, len(node.drafted), *(node.drafted if node.edited else ())) for node in nodes]
         distinct = dict(zip(keys, nodes, strict=True))
         places = [(key[1], self.rows[key[0]]) for key in distinct]
-        depths, rows = zip(*places, strict=True)
-        probs = distribution(self.logits[list(depths), list(rows)], list(distinct.values()), self.sampler)
+        logits = take_rows(self.logits.flatten(0, 1), [depth * self.logits.shape[1] + row for depth, row in places])
+        probs = distribution(logits, list(distinct.values()), self.sampler)
         index = {key: place for place, key in enumerate(distinct)}
-        return probs[[index[key] for key in keys]]
+        return take_rows(probs, [index[key] for key in keys])
 
 
 def likeliest(logits: Tensor, shape: StaticTree) -> DraftTree:

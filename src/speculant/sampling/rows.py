@@ -1,6 +1,12 @@
-"""The largest logits of each row, by fewer comparisons than a ranking of all."""
+"""Rows of logits and distributions [m, V]: the largest of each, and some of them.
+
+On a processor torch would share them out among threads of its own, which then wait for more work beside those of the
+kernels: the target's next pass takes up to half as long again. numpy has none.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,12 +33,21 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 def _group_maxima(logits: Tensor, num_groups: int) -> Tensor:
-    """Return the largest logit of each group, [m, num_groups].
-
-    On a processor torch would share them out as well, and its threads wait for more work beside those of the kernels.
-    """
+    """Return the largest logit of each group, [m, num_groups]."""
     groups = logits[:, : num_groups * GROUP].view(-1, GROUP, num_groups)
-    if groups.device.type == "cpu" and groups.dtype in (torch.float32, torch.float64):
-        maxima: Tensor = torch.from_numpy(groups.detach().numpy().max(axis=1))
-        return maxima
-    return groups.amax(1)
+    return torch.from_numpy(groups.numpy().max(axis=1)) if _is_numpys(groups) else groups.amax(1)
+
+
+def row_maxima(probs: Tensor) -> list[float]:
+    """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none."""
+    maxima: list[float] = (probs.numpy().max(axis=1) if _is_numpys(probs) else probs.amax(-1)).tolist()
+    return maxima
+
+
+def take_rows(matrix: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return copies [len(rows), V] of rows of a matrix [m, V]."""
+    return torch.from_numpy(matrix.numpy()[list(rows)]) if _is_numpys(matrix) else matrix[list(rows)]
+
+
+def _is_numpys(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
