@@ -49,4 +49,4 @@ class TensorStorage:
     def move(self, moves: Moves) -> None:
         """See `KVStorage.move`; the gather makes a copy, so sources and targets may overlap."""
         sources, targets = (ids(slots).to(self._data.device) for slots in (moves.sources, moves.targets))
-        self._data[:, :, targets] = self._data[:, :, sources]
+        self._data.index_copy_(2, targets, self._data.index_select(2, sources))

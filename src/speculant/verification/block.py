@@ -52,8 +52,8 @@ def path_weights(ratios: list[float]) -> list[float]:
 
 def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
     """Return h_1 .. h_n; p is [n + 1, V] and q [n, V]."""
-    inner = p.new_tensor(weights[1:-1])[:, None]
-    owed = (inner * p[1:-1] - q[1:]).clamp(min=0).sum(-1).tolist()
+    rows = zip(weights[1:-1], p[1:-1], q[1:], strict=True)  # one by one: see sampling/rows.py
+    owed = [float((weight * own - drafted).clamp(min=0).sum()) for weight, own, drafted in rows]
     return [*map(share, owed, weights[1:-1]), weights[-1]]
 
 

@@ -68,7 +68,7 @@ def speculate(
                 f"f's distribution has {len(p)} outcomes and the approximation's has {len(q)}",
                 "let both give a weight to every outcome, 0 where it is impossible.",
             )
-        accepted, rest = choose(p, [draft], q[None], source)
+        accepted, rest = choose(p, [draft], [q], source)
         if accepted is not None:
             return Speculated(drafted.result(), draft, accepted=True)
         outcome = source.draw(rest)

@@ -29,21 +29,21 @@ class MultiDraft:
         while True:
             children = tree.children(node)
             tokens = [tree.token_list[child] for child in children]
-            accepted, rest = choose(p[1 + node], tokens, q[children], chance)
+            accepted, rest = choose(p[1 + node], tokens, [q[child] for child in children], chance)
             if accepted is None:
                 return Verdict(tuple(path), chance.draw(rest))
             node = children[accepted]
             path.append(node)
 
 
-def choose(p: Tensor, tokens: Sequence[int], q: Tensor, chance: Chance) -> tuple[int | None, Tensor]:
+def choose(p: Tensor, tokens: Sequence[int], q: Sequence[Tensor], chance: Chance) -> tuple[int | None, Tensor]:
     """Test proposals in order; return the accepted one's index, or None and the distribution to draw from instead.
 
-    p is [V] and q [k, V]: the distribution each of the k tokens was drawn from.
+    p is [V], and q are the distributions [V] that the k tokens were drawn from.
     """
     rest = p
     for index, token in enumerate(tokens):
-        if chance.accept(min(1.0, ratio_of(float(rest[token]), float(q[index, token])))):
+        if chance.accept(min(1.0, ratio_of(float(rest[token]), float(q[index][token])))):
             return index, rest
         rest = residual(rest, q[index])
         rest = rest / rest.sum()
@@ -56,7 +56,7 @@ def iterative_speculative_sample(p: Tensor, q: Tensor, chance: Chance) -> int:
     q [K, V] holds the distribution that each proposal is drawn from, independently of the others.
     """
     tokens = [chance.draw(token_probs) for token_probs in q]
-    accepted, rest = choose(p, tokens, q, chance)
+    accepted, rest = choose(p, tokens, [*q], chance)
     return chance.draw(rest) if accepted is None else tokens[accepted]
 
 
