@@ -98,6 +98,7 @@ class FutureDrafter(StatelessDrafter):
         )
         self._heads, self._target, self._own_heads = heads, target, own_heads
         self._chances, self._sampler, self._topology = chances, sampler, topology
+        self._dtype = target.cache_shape.dtype
         self._states: dict[int, tuple[int, Tensor]] = {}  # by sequence: a position, and states [n, hidden] up to it
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
@@ -145,7 +146,7 @@ class FutureDrafter(StatelessDrafter):
     def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
         """Return the logits [depth, r, V] of the heads down to a depth."""
         hidden = torch.stack([self._states[request.seq_id][1][-1] for request in requests])
-        states = self._heads.states(hidden, depth)
+        states = self._heads.states(hidden.to(self._dtype), depth)
         if self._own_heads is not None:
             logits = self._own_heads(states)
             return logits.float() if logits.dtype == torch.bfloat16 else logits
