@@ -82,7 +82,7 @@ METHODS = {
     "draft_model": Method(DRAFT),
     "suffix": Method(lengths=(4,), always=False),
     "early_exit": Method(note=ARTEFACT),
-    "blockwise": Method(HEAD),
+    "blockwise": Method(HEAD, lengths=(2, 3)),
     "medusa": Method(HEAD, chain={"tree": "chain"}, tree=({}, 8)),
     "eagle": Method(HEAD, tree=({"tree": [2, 1, 1]}, 6)),
     "eagle3": Method(HEAD, tree=({"tree": [2, 1, 1]}, 6)),
