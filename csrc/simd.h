@@ -259,7 +259,10 @@ static inline Ints look_up(Ints table, Ints index) {
 static inline Ints zip(Ints a, Ints b, int half) {
   Bytes first, second, zipped;
   memcpy(first, &a, sizeof first), memcpy(second, &b, sizeof second);
-  for (int i = 0; i < LANES * 4; i++) zipped[i] = (i % 2 ? second : first)[i / 16 * 16 + half * 8 + i % 16 / 2];
+  for (int i = 0; i < LANES * 4; i++) {
+    const uint8_t *from = i % 2 ? second : first;  // gcc 12 checks the bounds of a chosen array's index wrongly
+    zipped[i] = from[i / 16 * 16 + half * 8 + i % 16 / 2];
+  }
   return load_ints(zipped);
 }
 static inline Ints zip_low(Ints a, Ints b) { return zip(a, b, 0); }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload
 
@@ -73,6 +73,9 @@ class LayerStates(Sequence[Tensor]):
         if isinstance(index, slice):
             return tuple(self)[index]
         return self.memory[index, self.first : self.end]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.memory[:, self.first : self.end].unbind())
 
     def part(self, first: int, end: int) -> LayerStates:
         """Return rows first .. end - 1 of these."""
