@@ -21,6 +21,7 @@ from tests.models import Checkpoints
 pytestmark = pytest.mark.slow
 
 PROMPTS, TOKENS, LENGTH = 24, 64, 5
+WIDER = 3.29 / 1.96  # two-sided normal quantiles
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +51,18 @@ def test_both_estimates_of_alpha_agree(measured: tuple[float, Alpha]) -> None:
 
 
 def test_tokens_per_pass_are_those_of_the_formula(measured: tuple[float, Alpha]) -> None:
-    """Greedy texts are the same, so that passes are exact; sampled ones differ by chance."""
+    """Greedy texts are the same, so that passes are exact; sampled ones differ by chance, as both rates do."""
     temperature, found = measured
-    assert found.tokens_per_pass == pytest.approx(found.expected_per_pass, rel=0.12 if temperature else 1e-12)
+    assert temperature or found.tokens_per_pass == pytest.approx(found.expected_per_pass, rel=1e-12)
     assert found.accepted is not None
     low, high = (correlated_tokens(rate, found.correlation, LENGTH)[LENGTH] for rate in _ends(found))
     assert 0.95 * low <= found.tokens_per_pass <= 1.05 * high
 
 
 def _agree(one: Estimate, other: Estimate) -> bool:
-    """Whether two estimates differ by no more than their intervals allow."""
+    """Whether two estimates differ by no more than their intervals of 95% allow, widened so that 99.9% do."""
     widths = [(each.high - each.low) / 2 for each in (one, other)]
-    return abs(one.mean - other.mean) <= math.hypot(*widths)
+    return abs(one.mean - other.mean) <= WIDER * math.hypot(*widths)
 
 
 def _ends(found: Alpha) -> tuple[float, float]:
