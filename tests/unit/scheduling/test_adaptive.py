@@ -11,8 +11,9 @@ import pytest
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
+from speculant.scheduling.draft_length.acceptance import MethodAcceptance
 from speculant.scheduling.draft_length.adaptive import Adaptive
-from speculant.scheduling.draft_length.base import DraftLength, ScoredDraft
+from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
@@ -241,3 +242,18 @@ def test_a_method_with_trees_is_tried_with_whole_trees(monkeypatch: pytest.Monke
     plain = useless.world().run(Fixed(0), 1, STEPS)
     assert useless.world().run(policy, 1, STEPS) >= 0.95 * plain
     assert chosen == {0, 6}
+
+
+def test_two_rejections_at_a_depth_do_not_end_it() -> None:
+    """A depth that is no longer drafted is not tested either: its estimate follows the depth above until it is known."""
+    acceptance, request = MethodAcceptance(), make_request([1, 2, 3])
+    for _ in range(2):
+        acceptance.observe(DraftOutcome(request, [1] * 3, [1] * 3, [1, 1, 0], (0, 1)), None)
+    for _ in range(40):
+        acceptance.observe(DraftOutcome(request, [1] * 2, [1] * 2, [1, 1], (0, 1)), None)
+    first, second, third = acceptance.survivals(request, 3)
+    assert first > second > 0.8
+    assert third > 0.6 * second
+    for _ in range(40):
+        acceptance.observe(DraftOutcome(request, [1] * 3, [1] * 3, [1, 1, 0], (0, 1)), None)
+    assert acceptance.survivals(request, 3)[2] < 0.3

@@ -17,6 +17,7 @@ from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
 from speculant.types import Request
 
 PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
+DEPTH_PRIOR_TESTS = 8.0  # how many tests at a depth outweigh the rate at the depth above
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # what a test leaves of the tests before it
 SEQUENCE_PRIOR_TESTS = 15.0  # how many tests of its own outweigh what is known of its method
 HIGHEST = 0.995
@@ -65,7 +66,7 @@ class MethodAcceptance:
 
         They end before the first one below `least`.
         """
-        share, rates = self._share(request), [rate.value for rate in self._by_depth[:length]] or [PRIOR]
+        share, rates = self._share(request), self._rates(length) or [PRIOR]
         factors = [min(HIGHEST, share * rate) for rate in rates]
         factors += [factors[-1]] * (length - len(factors))
         return list(takewhile(least.__le__, accumulate(factors[:length], mul)))
@@ -89,7 +90,7 @@ class MethodAcceptance:
             own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
         if draft is None:
             while len(self._by_depth) < len(tests):
-                self._by_depth.append(Rate(self._by_depth[-1].value if self._by_depth else PRIOR))
+                self._by_depth.append(Rate(prior_tests=DEPTH_PRIOR_TESTS) if self._by_depth else Rate())
             _count(zip(self._by_depth, tests, strict=False))
         else:
             self._num_scored += 1
@@ -103,6 +104,14 @@ class MethodAcceptance:
         """Let a sequence that is not drafted for in so many steps return to its method's rate."""
         if (own := self._by_sequence.get(request)) is not None:
             own.forget(SEQUENCE_MEMORY**steps)
+
+    def _rates(self, length: int) -> list[float]:
+        """Return the estimates at the first `length` depths; few tests at a depth say less than the one above does."""
+        rates = list[float]()
+        for rate in self._by_depth[:length]:
+            rate.prior = rates[-1] if rates else PRIOR
+            rates.append(rate.value)
+        return rates
 
     def _share(self, request: Request) -> float:
         """Return a sequence's rate in proportion to its method's."""
