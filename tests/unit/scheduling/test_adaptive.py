@@ -245,7 +245,7 @@ def test_a_method_with_trees_is_tried_with_whole_trees(monkeypatch: pytest.Monke
 
 
 def test_two_rejections_at_a_depth_do_not_end_it() -> None:
-    """A depth that is no longer drafted is not tested either: its estimate follows the depth above until it is known."""
+    """A depth that is no longer drafted is not tested either; until it is known it follows the depth above."""
     acceptance, request = MethodAcceptance(), make_request([1, 2, 3])
     for _ in range(2):
         acceptance.observe(DraftOutcome(request, [1] * 3, [1] * 3, [1, 1, 0], (0, 1)), None)
