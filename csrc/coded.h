@@ -188,16 +188,44 @@ static void choose_common(const char *plain, int64_t k, uint8_t *table) {
 }
 
 // Finds the index of high bytes, that of the first entry with their value; COMMON = an escape.
+#if defined(SP_PORTABLE)
 struct Codes {
-  uint8_t table[16], places[256];
+  uint8_t first, indices[256];
 
-  explicit Codes(const uint8_t *from) {
-    memcpy(table, from, sizeof table);
-    memset(places, COMMON, sizeof places);
-    for (int t = COMMON - 1; t >= 0; t--) places[table[t]] = (uint8_t)t;
+  explicit Codes(const uint8_t *table) : first(table[0]) {
+    memset(indices, COMMON, sizeof indices);
+    for (int t = COMMON - 1; t >= 0; t--) indices[table[t]] = (uint8_t)t;
   }
-  inline __attribute__((always_inline)) Ints of(Ints highs) const { return find_bytes(highs, table, places, COMMON); }
+  inline Ints of(Ints highs) const { return map_bytes(highs, indices); }
 };
+#else
+// A byte's slot has the values that it may be, and their indices. The common exponents follow one another, so that there are one or two.
+struct Codes {
+  uint8_t first;
+  int most = 0;  // values in a slot
+  alignas(16) uint8_t values[COMMON][16], indices[COMMON][16];
+
+  explicit Codes(const uint8_t *table) : first(table[0]) {
+    int counts[16] = {0};
+    memset(indices, COMMON, sizeof indices);
+    for (int way = 0; way < COMMON; way++)
+      for (int slot = 0; slot < 16; slot++) values[way][slot] = (uint8_t)(slot + 1);  // a byte of another slot
+    for (int t = 0; t < COMMON; t++) {
+      if (memchr(table, table[t], t)) continue;
+      const int slot = (table[t] & 7) | (table[t] >> 4 & 8), way = counts[slot]++;
+      values[way][slot] = table[t], indices[way][slot] = (uint8_t)t;
+      if (way == most) most++;
+    }
+  }
+  inline __attribute__((always_inline)) Ints of(Ints highs) const {
+    const Ints slots = slots_of(highs);
+    Ints found = splat_byte(COMMON);
+    for (int way = 0; way < most; way++)
+      found = pick_equal(found, look_up(load_table(values[way]), slots), highs, look_up(load_table(indices[way]), slots));
+    return found;
+  }
+};
+#endif
 
 // Call work(b, its plain steps, whose number is in `some`) for all blocks of a plain panel, in order.
 template <typename Work>
@@ -271,7 +299,7 @@ static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
   uint8_t indices[LOW_BYTES], *data = (uint8_t *)&entry + entry.data;
   uint32_t *escape = (uint32_t *)((char *)&entry + entry.escapes);
   memset(data, 0, blocks.size());
-  each_plain_block(plain, k, codes.table[0], [&](int64_t b, const uint8_t *weights) __attribute__((always_inline)) {
+  each_plain_block(plain, k, codes.first, [&](int64_t b, const uint8_t *weights) __attribute__((always_inline)) {
     if (!code_block(weights, codes, data + blocks.at(b), indices)) return;
     for (int64_t e = 0; e < LOW_BYTES; e++)
       if (indices[low_place(e)] == COMMON) *escape++ = (uint32_t)(b * LOW_BYTES + e) << 8 | weights[2 * e + 1];

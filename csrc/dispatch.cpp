@@ -43,7 +43,7 @@ static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
 extern "C" {
 
-int sp_version(void) { return 12; }
+int sp_version(void) { return 13; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -62,6 +62,8 @@ int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const v
 void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index) {
   SETS[set].table->code_panels(panels, k, plain, index, threads);
 }
+
+void sp_touch(int set, int threads, void *memory, int64_t bytes) { SETS[set].table->touch(memory, bytes, threads); }
 
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }
 

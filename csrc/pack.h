@@ -22,4 +22,16 @@ static void pack(int type, int source, const void *weight, int64_t n, int64_t k,
   });
 }
 
+constexpr uintptr_t HUGE_PAGE = 1 << 21, PAGE = 1 << 12;  // bytes
+
+// Get the pages of new memory from the system, which clears them when they are first written to. Threads take whole huge pages: if two
+// write to one at the same time, both clear it.
+static void touch(void *memory, int64_t bytes, int threads) {
+  const uintptr_t begin = (uintptr_t)memory, end = begin + bytes, first = begin / HUGE_PAGE;
+  share_out(bytes ? (end - 1) / HUGE_PAGE - first + 1 : 0, threads, [&](int64_t piece) {
+    const uintptr_t from = (first + piece) * HUGE_PAGE, to = from + HUGE_PAGE < end ? from + HUGE_PAGE : end;
+    for (uintptr_t at = from < begin ? begin : from; at < to; at = (at / PAGE + 1) * PAGE) *(volatile char *)at = 0;
+  });
+}
+
 }  // namespace SP_NAMESPACE

@@ -60,20 +60,19 @@ static inline Ints load_table(const uint8_t *p) { return _mm512_broadcast_i32x4(
 static inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
 static inline Ints zip_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 static inline Ints zip_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
-// For coding them: what was zipped, the number of equal bytes, and the place of each byte in a table of `count` values; count = it has none.
-// places: that of every value, for processors without vectors of bytes.
+// For coding them: what was zipped, the number of equal bytes, a hash of each byte below 16 (the sign and the last three bits of what it has
+// of an exponent), and the bytes of `other` where a and b are equal, else those of `found`.
 static inline Ints unzip_first(Ints a, Ints b) {
   return _mm512_packus_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_and_si512(b, _mm512_set1_epi16(255)));
 }
 static inline Ints unzip_second(Ints a, Ints b) { return _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)); }
 static inline Ints splat_byte(uint8_t x) { return _mm512_set1_epi8((char)x); }
 static inline int count_equal(Ints a, Ints b) { return __builtin_popcountll(_mm512_cmpeq_epi8_mask(a, b)); }
-static inline __attribute__((always_inline)) Ints find_bytes(Ints values, const uint8_t *table, const uint8_t *, int count) {
-  Ints found = splat_byte((uint8_t)count);
-#pragma GCC unroll 15
-  for (int t = count - 1; t >= 0; t--)
-    found = _mm512_mask_mov_epi8(found, _mm512_cmpeq_epi8_mask(values, splat_byte(table[t])), splat_byte((uint8_t)t));
-  return found;
+static inline Ints slots_of(Ints v) {
+  return _mm512_or_si512(_mm512_and_si512(v, splat_byte(7)), _mm512_and_si512(_mm512_srli_epi16(v, 4), splat_byte(8)));
+}
+static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) {
+  return _mm512_mask_mov_epi8(found, _mm512_cmpeq_epi8_mask(a, b), other);
 }
 // Add the products of four unsigned bytes of w and four signed bytes of x to each dword, exactly.
 static inline Ints add_products(Ints sum, Ints w, Ints x) {
@@ -178,13 +177,10 @@ static inline Ints unzip_first(Ints a, Ints b) {
 static inline Ints unzip_second(Ints a, Ints b) { return _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)); }
 static inline Ints splat_byte(uint8_t x) { return _mm256_set1_epi8((char)x); }
 static inline int count_equal(Ints a, Ints b) { return __builtin_popcount((uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(a, b))); }
-static inline __attribute__((always_inline)) Ints find_bytes(Ints values, const uint8_t *table, const uint8_t *, int count) {
-  Ints found = splat_byte((uint8_t)count);
-#pragma GCC unroll 15
-  for (int t = count - 1; t >= 0; t--)
-    found = _mm256_blendv_epi8(found, splat_byte((uint8_t)t), _mm256_cmpeq_epi8(values, splat_byte(table[t])));
-  return found;
+static inline Ints slots_of(Ints v) {
+  return _mm256_or_si256(_mm256_and_si256(v, splat_byte(7)), _mm256_and_si256(_mm256_srli_epi16(v, 4), splat_byte(8)));
 }
+static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) { return _mm256_blendv_epi8(found, other, _mm256_cmpeq_epi8(a, b)); }
 static inline Ints add_products(Ints sum, Ints w, Ints x) {
   const Ints even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
   const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
@@ -290,10 +286,10 @@ static inline int count_equal(Ints a, Ints b) {
   for (int i = 0; i < LANES * 4; i++) equal = (uint8_t)(equal + (first[i] == second[i]));
   return equal;
 }
-static inline Ints find_bytes(Ints values, const uint8_t *, const uint8_t *places, int) {
+static inline Ints map_bytes(Ints values, const uint8_t *map) {
   Bytes found;
   memcpy(found, &values, sizeof found);
-  for (int i = 0; i < LANES * 4; i++) found[i] = places[found[i]];
+  for (int i = 0; i < LANES * 4; i++) found[i] = map[found[i]];
   return load_ints(found);
 }
 static inline int32_t products(uint32_t w, uint32_t x) {

@@ -127,6 +127,8 @@ void sp_pack(int set, int threads, int type, int source, const void *weight, int
 enum { SP_INDEX_BYTES = 32 };
 int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data);
 void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index);
+/* Get the pages of new memory from the system, with all threads. A byte of each is set to zero. */
+void sp_touch(int set, int threads, void *memory, int64_t bytes);
 void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass);
 /* Run a program on a pass, then `head` (SP_LINEAR without `in` and `out`) on each sequence's last row, and draw. Repeat with
  * each sequence's newest token at its next position until all have drawn up to their limits. */

@@ -8,6 +8,7 @@ struct SpTable {
   int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
   int64_t (*index_panels)(int64_t panels, int64_t k, const void *plain, void *index, int64_t data, int threads);
   void (*code_panels)(int64_t panels, int64_t k, const void *plain, void *index, int threads);
+  void (*touch)(void *memory, int64_t bytes, int threads);
   void (*draft)(const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft, int threads);
   void (*probs)(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
                 const SpEdits *const *edits, double *out, int threads);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculant.kernels.memory import Arena, aligned
-from speculant.kernels.native import open_kernels, usable_sets
+from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from tests.examples import examples
 
 SETS = usable_sets()
@@ -75,9 +78,9 @@ def test_the_order_of_parts_counts(places: list[int]) -> None:
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(0, 9000), st.floats(0, 1)), max_size=12))
 def test_arena_gives_memory_of_its_own(sizes: list[tuple[int, float]]) -> None:
-    arena, taken = Arena(), []
+    arena, taken = Arena(KERNELS[0].touch), []
     for value, (size, share) in enumerate(sizes):
-        memory = arena.take(size)
+        memory = arena.take(size, int(share * size))
         assert len(memory) == size
         assert size == 0 or memory.data_ptr() % 64 == 0
         memory.fill_(value)
@@ -87,10 +90,42 @@ def test_arena_gives_memory_of_its_own(sizes: list[tuple[int, float]]) -> None:
 
 
 def test_arena_has_pages_of_zeros() -> None:
-    arena = Arena()
-    first = arena.take(2**23)
+    arena = Arena(KERNELS[0].touch)
+    first = arena.take(2**23, 0)
     assert not first.any()
     arena.keep(first, 100)
-    assert arena.take(64).data_ptr() == first.data_ptr() + 128
+    assert arena.take(64, 64).data_ptr() == first.data_ptr() + 128
     assert arena.scratch(100).data_ptr() == arena.scratch(50).data_ptr()
     assert len(aligned(5)) == 5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("first", "size"), [(0, 0), (0, 1), (4095, 2), (5, 2**21), (2**21 - 1, 2**22 + 77), (100, 5000)]
+)
+def test_touch_gets_the_pages_of_a_range(kernels: Kernels, first: int, size: int) -> None:
+    memory = Arena(kernels.touch).take(2**24, 0)
+    assert not any(resident(memory, 0, len(memory)))
+    kernels.touch(memory[first : first + size])
+    assert all(resident(memory, first, size))
+    assert not any(resident(memory, 2**23, 2**22))
+    assert not memory.any()
+
+
+def resident(memory: Tensor, first: int, size: int) -> list[bool]:
+    """Return whether the system has given the pages of some bytes."""
+    found = (ctypes.c_ubyte * (len(memory) // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), found) == 0
+    return [bool(each & 1) for each in found[first // mmap.PAGESIZE : -(-(first + size) // mmap.PAGESIZE)]]
+
+
+def test_arena_touches_pages_once() -> None:
+    touched = list[tuple[int, int]]()
+    arena = Arena(lambda memory: touched.append((memory.data_ptr(), len(memory))), 2000)
+    places = list[int]()
+    for size, likely, used in ((1500, 800, 600), (700, 400, 500), (900, 300, 700), (700, 600, 640), (64, 64, 64)):
+        memory = arena.take(size, likely)
+        places.append(memory.data_ptr())
+        arena.keep(memory, used)
+    first, _, third, last, _ = places
+    assert touched == [(first, 2000), (third, 848), (last, 600), (last + 600, 104)]

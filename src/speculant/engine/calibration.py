@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -41,15 +41,16 @@ logger = logging.getLogger(__name__)
 # The most telling sizes first: a large model has time for few of them.
 ROWS = (1, 8, 24, 4, 2, 48, 16, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
-CONTEXT, LONG_CONTEXT = 16, 2048  # tokens before the measured rows; most of the longer ones are copies
+CONTEXT, LONG_CONTEXT = 16, 2048  # tokens up to the first measured row; most of the longer ones are copies
 LEAST_LONGER = 12  # times the shorter one: less does not show what attention takes
 MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
-BUDGET_S = 0.3  # for the target, and for each method and number of sequences
+BUDGET_S = 0.3  # for the target, and for each method and number of sequences; half of it for what a long text adds
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
-LEAST_ROWS, LEAST_PASSES = 3, 5  # sizes of the target's passes, and passes in all: two of each size but the largest
+LEAST_PASSES = 4  # of the target: two of one row and two of several, beside the first one
+COPIED = 128  # keys at a time: what they pass through takes little memory
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
-PROCEDURE = "2"  # changes when something else is measured than before
+PROCEDURE = "3"  # changes when something else is measured than before
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
 
@@ -115,15 +116,27 @@ class Calibration:
             self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
         )
         (request,) = requests(1, context + 1, self.target.vocab_size)
-        if context:
-            self._pass(Scheduled(request, 0, context), DraftTree.empty())
         try:
+            first_s = self._begin(request, context)
             sizes = [rows for rows in ROWS if rows <= max(1, most)]
-            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, LEAST_PASSES)
+            decode, left_s = partial(self._decode, request), BUDGET_S - first_s
+            rounds = timed_rounds(decode, sizes, LEAST_PASSES, left_s, context > 0)
+            if context > max(rounds):  # no time was left for more rows
+                rounds[context] = [first_s]
             short_s = least_seconds(rounds)
             return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
         finally:
             self.cache.release(request.seq_id)
+
+    def _begin(self, request: Request, context: int) -> float:
+        """Compute the text before the measured rows, as many rows with logits; return the seconds."""
+        if not context:
+            return 0.0
+        first, *others = request.tokens[:context]
+        started = time.perf_counter()
+        self._pass(Scheduled(replace(request, tokens=[first]), 0, 1), DraftTree.chain(others))
+        self.cache.truncate_to(request.seq_id, context)
+        return time.perf_counter() - started
 
     def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
         """Return what attention takes behind a long text: copies of its keys continue the sequence of `short_s`."""
@@ -133,9 +146,12 @@ class Calibration:
         table, size = self.cache.table(seq_id), self.cache.block_size
         sources = [table[place // size] * size + place % size for place in range(context)]
         copies = self.cache.reserve(seq_id, length - context).slots
-        self.cache.storage.move(Moves([sources[place % context] for place in range(len(copies))], copies))
+        for first in range(0, len(copies), COPIED):
+            targets = copies[first : first + COPIED]
+            self.cache.storage.move(Moves([sources[place % context] for place in range(len(targets))], targets))
         (request,) = requests(1, length + 1, self.target.vocab_size)
-        long_s = least_seconds(timed_rounds(partial(self._decode, request), [1, MANY_ROWS]))
+        rounds = timed_rounds(partial(self._decode, request), [1, MANY_ROWS], LEAST_SIZES, BUDGET_S / 2, True)
+        long_s = least_seconds(rounds)
         first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
         return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
@@ -212,24 +228,26 @@ def requests(count: int, length: int, vocab_size: int, params: SamplingParams = 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more."""
-    return least_seconds(timed_rounds(run, sizes))
+    return least_seconds(timed_rounds(run, sizes, LEAST_SIZES, BUDGET_S, False))
 
 
 def timed_rounds(
-    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, runs: int = LEAST_SIZES
+    run: Callable[[int], object], sizes: Sequence[int], runs: int, budget_s: float, is_warm: bool
 ) -> dict[int, list[float]]:
-    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of.
+    """Return the seconds of each round of `run` at sizes, at as many as the budget allows LEAST_ROUNDS rounds of.
 
-    least: the first sizes are measured at least once, so many. runs: there are at least so many in all.
+    runs: there are at least so many in all. is_warm: it has run before; else a first run, which takes memory and fills
+    caches, is not counted.
     """
     seconds, done = dict[int, list[float]](), 0
-    run(sizes[0])  # the first call takes memory and fills caches
+    if not is_warm:
+        run(sizes[0])
     started = begun = time.perf_counter()
     chosen = [*sizes]
     for place, size in enumerate(chosen * MOST_ROUNDS):
-        if place == least:
-            chosen = chosen[: max(LEAST_SIZES, int(BUDGET_S / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
-        if begun - started > BUDGET_S and done >= runs:
+        if place == LEAST_SIZES:
+            chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
+        if begun - started > budget_s and done >= runs:
             break
         if size in chosen:
             run(size)

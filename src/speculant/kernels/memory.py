@@ -12,6 +12,7 @@ import mmap
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -35,17 +36,28 @@ def aligned(size: int) -> Tensor:
 class Arena:
     """Memory for the weights of a model, whose sizes are known once they were written.
 
-    Pages that nothing was written to take no memory. A slab lives as long as a tensor in it.
+    Pages that nothing was written to take no memory. A slab lives as long as a tensor in it. touch: gets the pages of
+    some bytes from the system. It is called for as many at once as will be used, which threads can share evenly.
+    expected: about so many bytes are taken in all; 0 = unknown.
     """
 
-    def __init__(self) -> None:
-        self._slab, self._used, self._taken = _map(0), 0, 0
+    def __init__(self, touch: Callable[[Tensor], None], expected: int = 0) -> None:
+        self._touch, self._expected = touch, expected
+        self._slab, self._used, self._touched, self._taken = _map(0), 0, 0, 0
         self._scratch = _map(0)
 
-    def take(self, size: int) -> Tensor:
-        """Return `size` aligned bytes; `keep` says how many of them are used, before the next ones are taken."""
+    def take(self, size: int, likely: int) -> Tensor:
+        """Return `size` aligned bytes; `keep` says how many of them are used, before the next ones are taken.
+
+        likely: how many that will be, about: their pages are there.
+        """
         if size > len(self._slab) - self._used:
-            self._slab, self._used = _map(max(size, min(self._taken, MOST_SLAB))), 0
+            usual = max(self._taken, self._expected - self._taken)
+            self._slab, self._used, self._touched = _map(max(size, min(usual, MOST_SLAB))), 0, 0
+        if self._used + likely > self._touched:
+            end = min(self._used + max(likely, self._expected - self._taken), len(self._slab))
+            self._touch(self._slab[self._touched : end])
+            self._touched = end
         return self._slab[self._used : self._used + size]
 
     def keep(self, memory: Tensor, size: int) -> Tensor:

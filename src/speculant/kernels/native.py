@@ -26,7 +26,7 @@ from speculant.kernels.base import SamplingSettings
 from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.native_structs import Draft, settings_array
 
-VERSION = 12
+VERSION = 13
 MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
@@ -156,6 +156,10 @@ class Kernels:
         source = TYPES[rows.dtype]
         self.library.sp_pack(self.index, self.threads, type_, source, rows.data_ptr(), n, k, step, address)
 
+    def touch(self, memory: Tensor) -> None:
+        """Get the pages of new bytes from the system, with all threads; a byte of each page is set to zero."""
+        self.library.sp_touch(self.index, self.threads, memory.data_ptr(), memory.numel())
+
     def packed_bytes(self, type_: Type, n: int, k: int) -> int:
         """Return the bytes of a packed matrix [n, k]; a matrix of one row takes a whole panel."""
         return int(self.library.sp_packed_bytes(self.index, type_, n, k))
@@ -278,6 +282,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
     ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p, c_int64]),
     ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
+    ("sp_touch", None, [c_int, c_int, c_void_p, c_int64]),
     ("sp_run", None, [c_int, c_int, c_void_p, c_int, c_void_p]),
     ("sp_draft", None, [c_int, c_int, c_void_p, c_int, c_void_p, c_void_p, c_void_p]),
     ("sp_probs", None, [c_int, c_int, c_void_p, c_int64, *_MATRIX, c_void_p, c_void_p, c_void_p]),

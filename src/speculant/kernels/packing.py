@@ -18,6 +18,7 @@ from speculant.kernels.native import INDEX_BYTES, Kernels, Type, Weight
 
 CHUNK_BYTES = 2**22  # of rows that are converted at once; a chunk has at least one panel per thread
 WINDOW_BYTES = 2**23  # of plain panels that are coded at once: they stay in the processor's caches
+LIKELY_CODED = 0.755  # of the bytes of plain panels
 LEAST_SHARE = 4  # panels of a window for each thread
 
 Read = Callable[[], Tensor]
@@ -73,7 +74,7 @@ class Coder:
         self.rows = min(max(1, most), panels // lanes) * self._height
         window = arena.scratch(kernels.packed_bytes(Type.BF16, self.rows, k) * lanes)
         self.window = Weight(window, Type.BF16, self.rows, k)
-        self._memory = arena.take(kernels.most_coded_bytes(panels, k))
+        self._memory = arena.take(kernels.most_coded_bytes(panels, k), likely_bytes(kernels, Type.BF12, n, k, lanes))
         self._done, self._used = 0, -(-INDEX_BYTES * panels // 64) * 64  # panels, and bytes
 
     def code(self, rows: int) -> None:
@@ -106,7 +107,7 @@ def _blocks(reads: Sequence[Read], count: int) -> Iterator[list[Tensor]]:
 def allocate(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1, arena: Arena | None = None) -> Weight:
     """Return memory for `lanes` interleaved matrices [n, k]; one `Lane` writes each of them."""
     size = kernels.packed_bytes(type_, n, k) * lanes
-    return Weight(aligned(size) if arena is None else arena.keep(arena.take(size), size), type_, n, k)
+    return Weight(aligned(size) if arena is None else arena.keep(arena.take(size, size), size), type_, n, k)
 
 
 class Lane:
@@ -159,6 +160,13 @@ class Lane:
         if self._converted is None:
             self._converted = self._held.new_empty(self._chunk, rows.shape[1])
         return self._converted[: len(rows)].copy_(rows)
+
+
+def likely_bytes(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1) -> int:
+    """Return about how many bytes `lanes` matrices [n, k] take; seldom more than they take."""
+    if type_ == Type.BF12:
+        return int(LIKELY_CODED * kernels.packed_bytes(Type.BF16, n, k)) * lanes
+    return kernels.packed_bytes(type_, n, k) * lanes
 
 
 def panel_rows(kernels: Kernels) -> int:

@@ -201,6 +201,13 @@ class Program:
         )  # fmt: skip
 
 
+def linear_weights(config: DecoderConfig) -> int:
+    """Return how many weights of matrices a pass of a decoder reads."""
+    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+    layer = 2 * inner + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
+    return hidden * (config.num_layers * layer + config.vocab_size)
+
+
 def embedding(table: Weight, out: Tensor) -> Op:
     """Return the operation that looks tokens up in a table packed from [vocabulary, hidden]."""
     return _op(Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out)

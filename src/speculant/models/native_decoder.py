@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.kernels.memory import Arena
 from speculant.kernels.native import TYPES, Kernels, Op, Pass, Type, address
 from speculant.kernels.native_structs import Draft
+from speculant.kernels.packing import likely_bytes
 from speculant.models.base import (
     Batch,
     CausalLM,
@@ -25,7 +27,7 @@ from speculant.models.base import (
 )
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import spread
-from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear
+from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear, linear_weights
 from speculant.models.native_linears import NativeLinears
 from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
@@ -66,7 +68,9 @@ class NativeDecoder:
         coded: bool = False,
         store: WeightStore | None = None,
     ) -> None:
-        reader = WeightReader(weights, kernels, dtype, coded=coded, store=store)
+        type_ = quantization or (Type.BF12 if coded and dtype == torch.bfloat16 else TYPES[dtype])
+        expected = likely_bytes(kernels, type_, linear_weights(config) // config.hidden_size, config.hidden_size)
+        reader = WeightReader(weights, kernels, dtype, Arena(kernels.touch, expected), coded=coded, store=store)
         packed = PackedDecoder.read(config, reader, quantization)
         self._begin(packed, dtype, kernels)
 

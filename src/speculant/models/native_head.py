@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVStorage
+from speculant.kernels.memory import Arena
 from speculant.kernels.native import TYPES, Flag, Op, Weight
 from speculant.kernels.native_structs import Draft
 from speculant.models.base import Batch, Chain, Hidden
@@ -72,8 +73,8 @@ class PackedHead:
     def read(cls, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> PackedHead:
         """Read and pack a head's weights; table and output head are the target's unless it has its own."""
         host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
-        type_, own = TYPES[dtype], config.decoder
-        of_e, of_h = (WeightReader(Half(weights, _double(config), index), kernels, dtype) for index in (0, 1))
+        type_, own, arena = TYPES[dtype], config.decoder, Arena(kernels.touch)
+        of_e, of_h = (WeightReader(Half(weights, _double(config), index), kernels, dtype, arena) for index in (0, 1))
         decoder = PackedDecoder(
             config=own,
             cache_type=type_,

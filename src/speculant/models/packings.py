@@ -23,7 +23,7 @@ from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import panel_rows
 from speculant.models.backends.base import CODED, PLAIN, Packing
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder_program import linear
+from speculant.models.decoder_program import linear, linear_weights
 
 MIB = 2**20
 LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
@@ -31,7 +31,7 @@ TIMED_BYTES = 64 * MIB  # that are read in turn; more if the caches are large
 MOST_TIMED_BYTES = 512 * MIB
 ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
 LAYER_BYTES = 8 * MIB
-SECONDS = 0.15  # after which no further round of runs begins
+SECONDS = 0.1  # after which no further round of runs begins
 DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
@@ -45,7 +45,7 @@ def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str |
     """Return the faster way to store a model's bfloat16 weights here; takes some tenths of a second the first time."""
     if quantization is not None:
         return Packing(PLAIN, f"its linear layers are {quantization}")
-    size = linear_bytes(config)
+    size = 2 * linear_weights(config)  # bytes
     if size < LEAST_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
     depths = sorted({config.hidden_size, config.intermediate_size})
@@ -73,13 +73,6 @@ def choose(gains: Mapping[int, float]) -> Packing:
     pays = gains[1] >= LEAST_GAIN and min(gains.values()) >= LEAST_ELSEWHERE
     found = ", ".join(f"{gain:.2f} x at {rows} row{'s' if rows > 1 else ''}" for rows, gain in gains.items())
     return Packing(CODED if pays else PLAIN, f"12 bits are {found} as fast as plain here")
-
-
-def linear_bytes(config: DecoderConfig) -> int:
-    """Return how many bytes of bfloat16 weights a pass of a decoder reads."""
-    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-    layer = 2 * inner + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
-    return 2 * hidden * (config.num_layers * layer + config.vocab_size)
 
 
 def timed_bytes() -> int:
@@ -114,7 +107,10 @@ def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Ti
     """
     count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
     plain = [_random_matrix(kernels, depth) for depth in depths]
-    layers = {PLAIN: _copies(plain, count), CODED: _copies([kernels.code(each) for each in plain], count)}
+    layers = {
+        PLAIN: _copies(kernels, plain, count),
+        CODED: _copies(kernels, [kernels.code(each) for each in plain], count),
+    }
     x, out = torch.randn(max(ROWS), max(depths)), torch.empty(max(ROWS), max(each.n for each in plain))
     programs = {name: [(Op * 1)(linear(each, x, out)) for each in own] for name, own in layers.items()}
     seconds: Times = {(name, rows): {depth: [] for depth in depths} for rows in ROWS for name in layers}
@@ -139,12 +135,12 @@ def _random_matrix(kernels: Kernels, depth: int) -> Weight:
     return Weight(memory, Type.BF16, times * height, depth)
 
 
-def _copies(weights: Sequence[Weight], count: int) -> list[Weight]:
+def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Weight]:
     """Return copies of weights, each in memory of its own."""
-    arena = Arena()
+    arena = Arena(kernels.touch)
 
     def copy(weight: Weight) -> Weight:
         size = len(weight.memory)
-        return replace(weight, memory=arena.keep(arena.take(size), size).copy_(weight.memory))
+        return replace(weight, memory=arena.keep(arena.take(size, size), size).copy_(weight.memory))
 
     return [copy(weight) for weight in weights for _ in range(count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,9 +27,9 @@ class WeightReader:
     weights: WeightSource
     kernels: Kernels
     dtype: torch.dtype
+    arena: Arena
     prefix: str = ""
     coded: bool = False
-    arena: Arena = field(default_factory=Arena)
     store: WeightStore | None = None
 
     def inside(self, part: str) -> WeightReader:

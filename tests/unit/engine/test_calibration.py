@@ -64,7 +64,7 @@ def test_calibration_measures_what_attention_takes(
     seen = list[tuple[int, int]]()
     timed_rounds = calibration.timed_rounds
 
-    def rounds(run: partial[None], sizes: list[int], *rest: int) -> dict[int, list[float]]:
+    def rounds(run: partial[None], sizes: list[int], *rest: Any) -> dict[int, list[float]]:
         if isinstance(run, partial):
             keys = len(run.args[0].tokens)
             seen.extend((keys, size) for size in sizes)
@@ -110,20 +110,28 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
 
     assert calibration.timed(run, [1, 8, 4, 2]).keys() == {1, 8}
     assert asked == [1, 1, 8]
+    asked.clear()
+    rounds = calibration.timed_rounds(run, [1, 8, 24, 4], calibration.LEAST_PASSES, 0.0, True)
+    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 2}
+    assert asked == [1, 8, 1, 8], "nothing runs without being counted"
 
 
-def test_calibration_measures_many_rows_once(kept: Path) -> None:
-    """However slow a pass is: a line through a few rows alone does not tell what a batch with drafts costs."""
-    asked: list[int] = []
+def test_calibration_measures_many_rows_of_slow_models(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line through a few rows alone does not tell what a batch with drafts costs."""
+    forward, clock = calibration.forward_target, [0.0]
 
-    def run(size: int) -> None:
-        asked.append(size)
-        time.sleep(0.02)
+    def slow(*arguments: Any) -> Any:
+        (item,), (tree,) = arguments[2:]
+        clock[0] += 0.1 + 0.01 * (item.count + tree.size)
+        return forward(*arguments)
 
-    rounds = calibration.timed_rounds(run, [1, 8, 24, 4], calibration.LEAST_ROWS, calibration.LEAST_PASSES)
-    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 2, 24: 1}
-    assert calibration.ROWS[: calibration.LEAST_ROWS] == (1, 8, 24)
-    assert asked == [1, 1, 8, 24, 1, 8]
+    monkeypatch.setattr(calibration, "forward_target", slow)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    engine(checkpoints)
+    (file,) = kept.glob("*.json")
+    assert json.loads(file.read_text())["passes"] == pytest.approx({"1": 0.11, "8": 0.18, "15": 0.25})
 
 
 def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:

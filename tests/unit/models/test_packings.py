@@ -17,7 +17,8 @@ from speculant.models import packings
 from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
 from speculant.models.decoder import Decoder
-from speculant.models.packings import choose, fastest_packing, kept_gains, linear_bytes, measure_gains
+from speculant.models.decoder_program import linear_weights
+from speculant.models.packings import choose, fastest_packing, kept_gains, measure_gains
 from tests.contracts.test_backends import CONFIG
 from tests.models import Checkpoints
 
@@ -48,12 +49,12 @@ def test_packing_is_chosen_where_it_pays(gains: dict[int, float], name: str) -> 
     assert f"{gains[1]:.2f} x at 1 row, {gains[5]:.2f} x at 5 rows" in str(chosen)
 
 
-def test_linear_bytes_are_those_of_the_matrices() -> None:
+def test_linear_weights_are_those_of_the_matrices() -> None:
     with torch.device("meta"):
         model = Decoder(CONFIG)
     matrices = {name: each.numel() for name, each in model.named_parameters() if each.dim() == 2}
     del matrices["model.embed_tokens.weight"]  # the head has its size
-    assert linear_bytes(CONFIG) == 2 * sum(matrices.values())
+    assert linear_weights(CONFIG) == sum(matrices.values())
 
 
 @native
