@@ -119,13 +119,29 @@ def resident(memory: Tensor, first: int, size: int) -> list[bool]:
     return [bool(each & 1) for each in found[first // mmap.PAGESIZE : -(-(first + size) // mmap.PAGESIZE)]]
 
 
-def test_arena_touches_pages_once() -> None:
-    touched = list[tuple[int, int]]()
-    arena = Arena(lambda memory: touched.append((memory.data_ptr(), len(memory))), 2000)
-    places = list[int]()
-    for size, likely, used in ((1500, 800, 600), (700, 400, 500), (900, 300, 700), (700, 600, 640), (64, 64, 64)):
-        memory = arena.take(size, likely)
-        places.append(memory.data_ptr())
-        arena.keep(memory, used)
-    first, _, third, last, _ = places
-    assert touched == [(first, 2000), (third, 848), (last, 600), (last + 600, 104)]
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.tuples(st.integers(1, 900), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12),
+    st.integers(0, 9000),
+)
+def test_arena_touches_pages_once(pieces: list[tuple[int, float, float]], expected: int) -> None:
+    touched, taken, largest = list[int](), 0, max(size for size, *_ in pieces)
+    arena = Arena(lambda memory: touched.extend(range(memory.data_ptr(), memory.data_ptr() + len(memory))), expected)
+    slabs = []  # their addresses are not used again
+    for size, likely, used in pieces:
+        memory = arena.take(size, int(likely * size))
+        slabs.append(memory)
+        assert {*range(memory.data_ptr(), memory.data_ptr() + int(likely * size))} <= {*touched}
+        arena.keep(memory, int(used * size))
+        taken += int(used * size)
+    assert len({*touched}) == len(touched)
+    assert len(touched) <= max(taken, expected) + len(pieces) * (largest + 64), "not much more than is used"
+
+
+def test_arena_touches_much_at_once() -> None:
+    touched = list[int]()
+    arena = Arena(lambda memory: touched.append(len(memory)), 100_000)
+    for _ in range(100):
+        arena.keep(arena.take(1024, 960), 960)
+    assert len(touched) < 10
+    assert sum(touched) == pytest.approx(96_000, rel=0.05)

@@ -23,6 +23,7 @@ ALIGNMENT = 64  # bytes
 LEAST_BYTES = 2**20  # smaller tensors are made as usual
 MOST_BYTES = 2**28  # that are kept
 MOST_SLAB = 2**28  # bytes that an arena takes from the system at once, unless one piece is larger
+AHEAD_PER_TAKEN = 4  # so much more than was taken is got at once: the largest piece is soon known
 HUGE_BYTES = 2**22  # a slab of so many has huge pages: the system hands those out several times as fast
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -44,6 +45,7 @@ class Arena:
     def __init__(self, touch: Callable[[Tensor], None], expected: int = 0) -> None:
         self._touch, self._expected = touch, expected
         self._slab, self._used, self._touched, self._taken = _map(0), 0, 0, 0
+        self._largest = 0
         self._scratch = _map(0)
 
     def take(self, size: int, likely: int) -> Tensor:
@@ -51,11 +53,14 @@ class Arena:
 
         likely: how many that will be, about: their pages are there.
         """
+        self._largest = max(self._largest, size)
         if size > len(self._slab) - self._used:
             usual = max(self._taken, self._expected - self._taken)
             self._slab, self._used, self._touched = _map(max(size, min(usual, MOST_SLAB))), 0, 0
         if self._used + likely > self._touched:
-            end = min(self._used + max(likely, self._expected - self._taken), len(self._slab))
+            ahead = min(self._expected - self._taken, AHEAD_PER_TAKEN * self._taken)
+            most = len(self._slab) - self._largest - self._used  # behind it the next piece may not fit
+            end = self._used + max(likely, min(ahead, most))
             self._touch(self._slab[self._touched : end])
             self._touched = end
         return self._slab[self._used : self._used + size]
