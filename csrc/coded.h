@@ -30,7 +30,7 @@ constexpr int COMMON = 15;                                // entries of a table;
 constexpr uint32_t END = 0xffffffff;
 constexpr int64_t MOST_WEIGHTS = (1 << 24) - LOW_BYTES;   // of a panel: a place has 24 bits
 constexpr int64_t LEAST_PER_ESCAPE = 128;                 // weights: a panel with more escapes is stored plain
-constexpr int64_t SAMPLED = 4, LEAST_SAMPLED = 512;       // steps: the table of a panel with so many is chosen from one in SAMPLED
+constexpr int64_t SAMPLED = 8, LEAST_SAMPLED = 512;       // steps: the table of a panel with so many is chosen from one in SAMPLED
 
 struct CodedPanel {
   int64_t data, escapes;  // bytes from this entry to the panel, and to its escapes; escapes 0 = the panel is plain
@@ -298,11 +298,14 @@ static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
   const Codes codes(entry.table);
   uint8_t indices[LOW_BYTES], *data = (uint8_t *)&entry + entry.data;
   uint32_t *escape = (uint32_t *)((char *)&entry + entry.escapes);
-  memset(data, 0, blocks.size());
+  for (int64_t b = blocks.count; b < blocks.streams * blocks.length; b++) memset(data + blocks.at(b), 0, BLOCK);
   each_plain_block(plain, k, codes.first, [&](int64_t b, const uint8_t *weights) __attribute__((always_inline)) {
     if (!code_block(weights, codes, data + blocks.at(b), indices)) return;
-    for (int64_t e = 0; e < LOW_BYTES; e++)
-      if (indices[low_place(e)] == COMMON) *escape++ = (uint32_t)(b * LOW_BYTES + e) << 8 | weights[2 * e + 1];
+    for (int64_t first = 0; first < LOW_BYTES; first += VECTOR) {
+      if (!count_equal(load_ints(indices + first), splat_byte(COMMON))) continue;
+      for (int64_t e = first; e < first + VECTOR; e++)
+        if (indices[low_place(e)] == COMMON) *escape++ = (uint32_t)(b * LOW_BYTES + e) << 8 | weights[2 * e + 1];
+    }
   });
   *escape = END;
 }

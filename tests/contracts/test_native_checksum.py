@@ -76,11 +76,11 @@ def test_the_order_of_parts_counts(places: list[int]) -> None:
 
 
 @settings(max_examples=examples(50))
-@given(st.lists(st.tuples(st.integers(0, 9000), st.floats(0, 1)), max_size=12))
-def test_arena_gives_memory_of_its_own(sizes: list[tuple[int, float]]) -> None:
-    arena, taken = Arena(KERNELS[0].touch), []
-    for value, (size, share) in enumerate(sizes):
-        memory = arena.take(size, int(share * size))
+@given(st.lists(st.tuples(st.integers(0, 9000), st.floats(0, 1), st.floats(0, 1)), max_size=12), st.integers(0, 90000))
+def test_arena_gives_memory_of_its_own(sizes: list[tuple[int, float, float]], expected: int) -> None:
+    arena, taken = Arena(KERNELS[0].touch, expected), []
+    for value, (size, share, likely) in enumerate(sizes):
+        memory = arena.take(size, int(likely * size))
         assert len(memory) == size
         assert size == 0 or memory.data_ptr() % 64 == 0
         memory.fill_(value)

@@ -69,6 +69,7 @@ class Arena:
         """Keep the first `size` bytes of what was taken last."""
         whole = -(-size // ALIGNMENT) * ALIGNMENT
         self._used, self._taken = self._used + whole, self._taken + whole
+        self._touched = max(self._touched, self._used)  # what is written must not be touched
         return memory[:size]
 
     def scratch(self, size: int) -> Tensor:

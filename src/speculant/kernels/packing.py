@@ -122,44 +122,54 @@ class Lane:
         self._first = self._address = weight.address + index * self._panel  # of the next panel
         self._height = panel_rows(kernels)
         self._chunk = max(kernels.threads, CHUNK_BYTES // (4 * weight.k * self._height)) * self._height
-        self._held = torch.empty(0, weight.k, dtype=dtype)
+        self._panel_rows = torch.empty(self._height, weight.k, dtype=dtype)
+        self._held = 0  # rows of it
         self._converted: Tensor | None = None  # scratch for a chunk, allocated when it is needed
 
     def write(self, rows: Tensor) -> None:
         """Pack rows [m, k] of any floating type on the CPU after the rows written before."""
-        begun = min(-len(self._held) % self._height, len(rows))  # these rows complete the current panel
+        begun = min(-self._held % self._height, len(rows))  # these rows complete the current panel
         self._hold(rows[:begun])
         whole = begun + (len(rows) - begun) // self._height * self._height
-        chunk = self._chunk if rows.dtype != self._held.dtype else max(1, whole - begun)
+        chunk = self._chunk if rows.dtype != self._panel_rows.dtype else max(1, whole - begun)
         for first in range(begun, whole, chunk):
             self._put(rows[first : min(first + chunk, whole)])
         self._hold(rows[whole:])
 
     def close(self) -> None:
         """Pack the rows still held; the rest of their panel is zeros."""
-        self._put(self._held)
-        self._held = self._held[:0]
+        self._put(self._panel_rows[: self._held])
+        self._held = 0
 
     def rewind(self) -> None:
         """Begin again at the first panel."""
         self._address = self._first
 
     def _hold(self, rows: Tensor) -> None:
-        self._held = torch.cat([self._held, rows.to(self._held)])
-        if len(self._held) == self._height:
-            self._put(self._held)
-            self._held = self._held[:0]
+        copy_rows(rows, self._panel_rows[self._held : self._held + len(rows)])
+        self._held += len(rows)
+        if self._held == self._height:
+            self.close()
 
     def _put(self, rows: Tensor) -> None:
-        if rows.dtype != self._held.dtype:
+        if rows.dtype != self._panel_rows.dtype:
             rows = self._convert(rows)
         self._kernels.pack_panels(self._type, rows, self._address, self._lanes)
         self._address += -(-len(rows) // self._height) * self._panel * self._lanes
 
     def _convert(self, rows: Tensor) -> Tensor:
         if self._converted is None:
-            self._converted = self._held.new_empty(self._chunk, rows.shape[1])
+            self._converted = self._panel_rows.new_empty(self._chunk, rows.shape[1])
         return self._converted[: len(rows)].copy_(rows)
+
+
+def copy_rows(rows: Tensor, out: Tensor) -> None:
+    """Copy rows; in this thread, if their type stays, as torch's own threads would be in the way of the kernels'."""
+    if rows.dtype != out.dtype:
+        out.copy_(rows)
+        return
+    bits = torch.int16 if out.dtype.itemsize == 2 else torch.int32  # numpy has no bfloat16
+    out.view(bits).numpy()[...] = rows.detach().view(bits).numpy()
 
 
 def likely_bytes(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1) -> int:
