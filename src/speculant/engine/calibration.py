@@ -45,9 +45,9 @@ CONTEXT, LONG_CONTEXT = 16, 2048  # tokens up to the first measured row; most of
 LEAST_LONGER = 12  # times the shorter one: less does not show what attention takes
 MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
-BUDGET_S = 0.3  # for the target, and for each method and number of sequences; half of it for what a long text adds
+BUDGET_S = 0.3  # for the target, and for each method and number of sequences; a third of it for a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
-LEAST_PASSES = 4  # of the target: two of one row and two of several, beside the first one
+LEAST_PASSES = 3  # of the target beside the first one: two of one row, which all others are compared with
 COPIED = 128  # keys at a time: what they pass through takes little memory
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
 PROCEDURE = "3"  # changes when something else is measured than before
@@ -150,7 +150,7 @@ class Calibration:
             targets = copies[first : first + COPIED]
             self.cache.storage.move(Moves([sources[place % context] for place in range(len(targets))], targets))
         (request,) = requests(1, length + 1, self.target.vocab_size)
-        rounds = timed_rounds(partial(self._decode, request), [1, MANY_ROWS], LEAST_SIZES, BUDGET_S / 2, True)
+        rounds = timed_rounds(partial(self._decode, request), [1, MANY_ROWS], LEAST_SIZES, BUDGET_S / 3, True)
         long_s = least_seconds(rounds)
         first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
         return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
