@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -39,15 +39,16 @@ from speculant.types import CommittedRows, DraftTree, Request
 logger = logging.getLogger(__name__)
 
 # The most telling sizes first: a large model has time for few of them.
-ROWS = (1, 8, 24, 4, 2, 48, 16, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
+ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
-CONTEXT, LONG_CONTEXT = 16, 2048  # tokens up to the first measured row; most of the longer ones are copies
-LEAST_LONGER = 12  # times the shorter one: less does not show what attention takes
+LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens that show what attention takes: copies of one
+DRAFTED_BEHIND = 16  # tokens
 MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
-BUDGET_S = 0.3  # for the target, and for each method and number of sequences; a third of it for a long text
+BUDGET_S = 0.3  # for the target, and for each method and number of sequences
+LONG_SHARE = 0.3  # of it for passes behind a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
-LEAST_PASSES = 3  # of the target beside the first one: two of one row, which all others are compared with
+LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: two of one row, the least dear
 COPIED = 128  # keys at a time: what they pass through takes little memory
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
 PROCEDURE = "3"  # changes when something else is measured than before
@@ -111,47 +112,34 @@ class Calibration:
 
     def _passes(self) -> tuple[dict[int, float], KeyCosts, bool]:
         """Return the seconds of a pass and its distributions, by rows, those of keys, and whether they were steady."""
-        context = max(0, min(CONTEXT, self.limits.max_model_len // 2, self.limits.max_num_batched_tokens) - 1)
+        context = 1 if self.limits.max_model_len > 2 else 0
         most = min(
             self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
         )
         (request,) = requests(1, context + 1, self.target.vocab_size)
+        if context:
+            self._pass(Scheduled(request, 0, context), DraftTree.empty())
         try:
-            first_s = self._begin(request, context)
             sizes = [rows for rows in ROWS if rows <= max(1, most)]
-            decode, left_s = partial(self._decode, request), BUDGET_S - first_s
-            rounds = timed_rounds(decode, sizes, LEAST_PASSES, left_s, context > 0)
-            if context > max(rounds):  # no time was left for more rows
-                rounds[context] = [first_s]
+            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, LEAST_PASSES, is_warm=context > 0)
             short_s = least_seconds(rounds)
             return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
         finally:
             self.cache.release(request.seq_id)
 
-    def _begin(self, request: Request, context: int) -> float:
-        """Compute the text before the measured rows, as many rows with logits; return the seconds."""
-        if not context:
-            return 0.0
-        first, *others = request.tokens[:context]
-        started = time.perf_counter()
-        self._pass(Scheduled(replace(request, tokens=[first]), 0, 1), DraftTree.chain(others))
-        self.cache.truncate_to(request.seq_id, context)
-        return time.perf_counter() - started
-
     def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
-        """Return what attention takes behind a long text: copies of its keys continue the sequence of `short_s`."""
+        """Return what attention takes behind a long text, copies of one key: of the sequence of `short_s`."""
         length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
-        if not context or length < LEAST_LONGER * context or not {1, MANY_ROWS} <= short_s.keys():
+        if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return KeyCosts()
-        table, size = self.cache.table(seq_id), self.cache.block_size
-        sources = [table[place // size] * size + place % size for place in range(context)]
+        slot = self.cache.table(seq_id)[0] * self.cache.block_size
         copies = self.cache.reserve(seq_id, length - context).slots
         for first in range(0, len(copies), COPIED):
             targets = copies[first : first + COPIED]
-            self.cache.storage.move(Moves([sources[place % context] for place in range(len(targets))], targets))
+            self.cache.storage.move(Moves([slot] * len(targets), targets))
         (request,) = requests(1, length + 1, self.target.vocab_size)
-        rounds = timed_rounds(partial(self._decode, request), [1, MANY_ROWS], LEAST_SIZES, BUDGET_S / 3, True)
-        long_s = least_seconds(rounds)
+        decode = partial(self._decode, request)
+        long_s = least_seconds(timed_rounds(decode, [1, MANY_ROWS], share=LONG_SHARE, is_warm=True))
         first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
         return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
@@ -169,7 +157,7 @@ class Calibration:
 
     def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
         """Return the seconds of a draft for `count` sequences, by depth."""
-        drafting = requests(count, min(CONTEXT, self.limits.max_model_len // 2), self.target.vocab_size)
+        drafting = requests(count, min(DRAFTED_BEHIND, self.limits.max_model_len // 2), self.target.vocab_size)
         depths = [depth for depth in DEPTHS if depth <= self.limits.max_model_len // 2]
         for request in drafting:
             drafter.begin(request)
@@ -228,24 +216,25 @@ def requests(count: int, length: int, vocab_size: int, params: SamplingParams = 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more."""
-    return least_seconds(timed_rounds(run, sizes, LEAST_SIZES, BUDGET_S, False))
+    return least_seconds(timed_rounds(run, sizes))
 
 
 def timed_rounds(
-    run: Callable[[int], object], sizes: Sequence[int], runs: int, budget_s: float, is_warm: bool
-) -> dict[int, list[float]]:
-    """Return the seconds of each round of `run` at sizes, at as many as the budget allows LEAST_ROUNDS rounds of.
+    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, runs: int = LEAST_SIZES,
+    share: float = 1.0, is_warm: bool = False,
+) -> dict[int, list[float]]:  # fmt: skip
+    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of.
 
-    runs: there are at least so many in all. is_warm: it has run before; else a first run, which takes memory and fills
-    caches, is not counted.
+    least: the first sizes are measured at least once, so many. runs: there are at least so many in all. share: of the
+    budget. is_warm: `run` has run before; else a first run, which takes memory and fills caches, is not counted.
     """
-    seconds, done = dict[int, list[float]](), 0
+    seconds, done, budget_s = dict[int, list[float]](), 0, share * BUDGET_S
     if not is_warm:
         run(sizes[0])
     started = begun = time.perf_counter()
     chosen = [*sizes]
     for place, size in enumerate(chosen * MOST_ROUNDS):
-        if place == LEAST_SIZES:
+        if place == least:
             chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
         if begun - started > budget_s and done >= runs:
             break

@@ -64,18 +64,18 @@ def test_calibration_measures_what_attention_takes(
     seen = list[tuple[int, int]]()
     timed_rounds = calibration.timed_rounds
 
-    def rounds(run: partial[None], sizes: list[int], *rest: Any) -> dict[int, list[float]]:
+    def rounds(run: partial[None], sizes: list[int], *rest: Any, **options: Any) -> dict[int, list[float]]:
         if isinstance(run, partial):
             keys = len(run.args[0].tokens)
             seen.extend((keys, size) for size in sizes)
             run(sizes[0])
             return {rows: [1e-3 + 1e-6 * keys * rows] for rows in sizes}
-        return timed_rounds(run, sizes, *rest)
+        return timed_rounds(run, sizes, *rest, **options)
 
     monkeypatch.setattr(calibration, "timed_rounds", rounds)
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
-    assert {keys for keys, _ in seen} == {calibration.CONTEXT, 256 - calibration.MANY_ROWS + 1}
-    assert [each * (1e-3 + calibration.CONTEXT * 1e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
+    assert {keys for keys, _ in seen} == {2, 256 - calibration.MANY_ROWS + 1}
+    assert [each * (1e-3 + 2e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
     before = {*kept.glob("*.json")}
     engine(checkpoints, max_model_len=64)
     (short,) = {*kept.glob("*.json")} - before
@@ -111,9 +111,9 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
     assert calibration.timed(run, [1, 8, 4, 2]).keys() == {1, 8}
     assert asked == [1, 1, 8]
     asked.clear()
-    rounds = calibration.timed_rounds(run, [1, 8, 24, 4], calibration.LEAST_PASSES, 0.0, True)
-    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 1}
-    assert asked == [1, 8, 1], "nothing runs without being counted"
+    rounds = calibration.timed_rounds(run, [1, 8, 16, 4], calibration.LEAST_ROWS, calibration.LEAST_PASSES, 0.1, True)
+    assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 1, 16: 1}
+    assert asked == [1, 8, 16, 1], "nothing runs without being counted"
 
 
 def test_calibration_measures_many_rows_of_slow_models(
@@ -131,7 +131,7 @@ def test_calibration_measures_many_rows_of_slow_models(
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     engine(checkpoints)
     (file,) = kept.glob("*.json")
-    assert json.loads(file.read_text())["passes"] == pytest.approx({"1": 0.11, "8": 0.18, "15": 0.25})
+    assert json.loads(file.read_text())["passes"] == pytest.approx({"1": 0.11, "8": 0.18, "16": 0.26})
 
 
 def test_calibration_takes_the_least_of_equal_and_larger_sizes(kept: Path) -> None:
