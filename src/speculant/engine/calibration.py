@@ -128,7 +128,7 @@ class Calibration:
             self.cache.release(request.seq_id)
 
     def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
-        """Return what attention takes behind a long text, copies of one key: of the sequence of `short_s`."""
+        """Return what attention takes behind a long text: the sequence of `short_s`, and copies of its key."""
         length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
         if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return KeyCosts()
