@@ -11,7 +11,7 @@ from tests.architecture.source import PACKAGE, Module, functions, load_package, 
 MEDIAN_FUNCTION = 9  # lines; exclusive
 NINE_IN_TEN_FUNCTIONS = 30  # lines; exclusive
 LONGEST_FUNCTION = 60  # lines; inclusive
-LONGEST_MODULE = 300  # lines; exclusive
+LONGEST_MODULE = 500  # lines; exclusive
 
 
 @dataclass(frozen=True)
