@@ -217,7 +217,9 @@ def build_drafters(
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
         drafters |= {method: workshop.build(method, {}) for method in spec.methods if method not in drafters}
     name = method_name(spec) if spec else None
-    return Drafters(drafters, name, workshop.on_request, usual_length(drafters)), "".join(workshop.notes)
+    absence = describe(config, None, 0)
+    made = Drafters(drafters, name, workshop.on_request, usual_length(drafters), absence)
+    return made, "".join(workshop.notes)
 
 
 @dataclass(frozen=True)

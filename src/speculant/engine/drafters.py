@@ -26,7 +26,7 @@ class Drafters:
 
     drafters: those that are there from the start. default: the method of requests that name none; None = none.
     make: makes a drafter that a request names and that is not there yet; it raises ConfigError for what can't be made.
-    usual_length: how many tokens a method drafts by default.
+    usual_length: how many tokens a method drafts by default. absence: why there is no default method.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class Drafters:
         default: str | None = None,
         make: Callable[[str], Drafter] | None = None,
         usual_length: Callable[[str], int] = lambda method: 1,
+        absence: str = "it was made without a drafter",
     ) -> None:
-        self.default, self._make, self.usual_length = default, make, usual_length
+        self.default, self._make, self.usual_length, self.absence = default, make, usual_length, absence
         self._guard = Guard(logger, "and the step goes on without its draft")
         self._drafters = {name: self._guarded(name, each) for name, each in (drafters or {}).items()}
         self._listening = [each for each in self._drafters.values() if each.listens]

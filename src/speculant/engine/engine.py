@@ -102,14 +102,26 @@ class Engine:
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(prompt, params, request_id, stop_checker, constraint, priority, cache_salt)
-        sequences = samples if params.beam_width is None else samples[:1]  # a search runs on its first sample
+        sequences = samples[: _num_sequences(params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
         return samples
 
-    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise what `add_request` does for a prompt or parameters that can't be served; nothing is queued."""
-        self._factory.check(prompt, params)
+    def check_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        constrained: bool = False,
+    ) -> None:
+        """Raise what `add_request` does for a request that can't be served even while no other is there.
+
+        Nothing is queued. constrained: it comes with a constraint.
+        """
+        self._factory.check(prompt, params, priority, cache_salt, constrained)
+        self._scheduler.check_size(_num_sequences(params))
 
     def accepts(self, n: int) -> bool:
         """Whether a prompt with n samples would find room in the queue."""
@@ -221,6 +233,11 @@ class Engine:
         metrics, cache = self.metrics, self._context.cache
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
+
+
+def _num_sequences(params: SamplingParams) -> int:
+    """Return how many sequences run for a request: a beam search runs on its first sample."""
+    return params.n if params.beam_width is None else 1
 
 
 def _is_unexplained(error: Exception | None) -> bool:

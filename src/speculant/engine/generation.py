@@ -70,7 +70,13 @@ class Generation:
 
     def check(self, engine: Engine) -> None:
         """Raise what `start` would raise for a prompt that can't be served."""
-        engine.check_request(self._tokens, self.params)
+        engine.check_request(
+            self._tokens,
+            self.params,
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+            constrained=self._constrain is not None,
+        )
 
     def start(self, engine: Engine, tokenizer: Tokenizer) -> None:
         """Queue the prompt; raises what `Engine.add_request` does, and nothing is queued then."""

@@ -50,17 +50,9 @@ class RequestFactory:
         priority: int,
         cache_salt: str,
     ) -> list[Request]:
-        """Return the sequences; raises RequestError or ConfigError for what can't be served."""
-        self.check(prompt, params)
-        given: tuple[object, object] = priority, cache_salt
-        if not (isinstance(given[0], int) and isinstance(given[1], str)):
-            raise RequestError(
-                f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
-            )
-        if constraint is not None and params.beam_width is not None:
-            raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
-        method = self._method(params)
-        prediction = self._prediction(params, method)
+        """Return the sequences; raises what `check` raises, and nothing else."""
+        self.check(prompt, params, priority, cache_salt, constraint is not None)
+        method, prediction = self._method(params), _prediction(params)
         samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.cache_salt, sample.prediction = priority, cache_salt, prediction
@@ -98,26 +90,7 @@ class RequestFactory:
         if wanted is False:
             return None
         method = wanted.get("method") if isinstance(wanted, Mapping) else None
-        if method is None:
-            return self._drafters.default
-        self._drafters.find(method)
-        return str(method)
-
-    def _prediction(self, params: SamplingParams, method: str | None) -> tuple[int, ...]:
-        """Return the token ids of a request's guess of its output; none if it has no guess."""
-        given = params.prediction
-        if given is None:
-            return ()
-        if method is None or not self._drafters.find(method).needs.reads_prediction:
-            drafter = "no drafter" if method is None else f"the drafter {method!r}, which does not read it"
-            raise RequestError(
-                f"the request has a prediction and {drafter}",
-                "leave the prediction out, or set a method that reads predictions beside it (docs/drafters.md).",
-            )
-        if isinstance(given, str):
-            raise RequestError("the prediction is text and the engine knows tokens", "give its token ids.")
-        _check_tokens("the prediction", given, self._rules.vocab_size)
-        return tuple(given)
+        return self._drafters.default if method is None else str(method)
 
     def _begin_search(self, samples: list[Request], width: int) -> None:
         """Give samples a beam search, which runs on the first one."""
@@ -145,7 +118,6 @@ class RequestFactory:
             request.metrics.verification = "beam" if needs.nodes_per_beam else None
             return
         name = asked.get("verification") or self._rules.verification
-        self._check_verifier(name, needs)
         if name == "auto" or request.params.seed is not None:
             name = choose_verifier(request, not needs.emits_probs, needs.emits_tree)
         verifier = verifier_for(self._verifiers[name], request)
@@ -157,8 +129,28 @@ class RequestFactory:
         method = request.drafter
         return None if method is None or method == self._drafters.default else self._drafters.usual_length(method)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError or ConfigError for a prompt or parameters that can't be served."""
+    def check(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+        constrained: bool = False,
+    ) -> None:
+        """Raise RequestError or ConfigError for what can't be served. constrained: its output has a constraint."""
+        self._check_prompt(prompt)
+        for name, tokens in {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}.items():
+            _check_tokens(name, tokens, self._rules.vocab_size)
+        given: tuple[object, object] = priority, cache_salt
+        if not (isinstance(given[0], int) and isinstance(given[1], str)):
+            raise RequestError(
+                f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
+            )
+        if constrained and params.beam_width is not None:
+            raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
+        self._check_speculation(params)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
         longest = self._rules.limits.max_model_len
         if not prompt:
             raise RequestError("the prompt has no tokens", "send at least one token.")
@@ -167,12 +159,46 @@ class RequestFactory:
                 f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
                 "shorten the prompt or raise max_model_len.",
             )
-        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        for name, tokens in named.items():
-            _check_tokens(name, tokens, self._rules.vocab_size)
-        if isinstance(params.speculation, Mapping) and "verification" in params.speculation:
-            self._check_verifier(params.speculation["verification"], None)
-        self._method(params)
+        _check_tokens("prompt", prompt, self._rules.vocab_size)
+
+    def _check_speculation(self, params: SamplingParams) -> None:
+        """Check what a request wants of its drafts against the drafter that it would have."""
+        wanted = params.speculation
+        own = wanted.get("verification") if isinstance(wanted, Mapping) else None
+        if own is not None:
+            self._check_verifier(own, None)
+        method = self._method(params)
+        needs = None if method is None else self._drafters.find(method).needs
+        if wanted is True:
+            self._check_drafting(needs, params.beam_width is not None)
+        if params.prediction is not None:
+            self._check_prediction(params.prediction, method, needs)
+        if needs is not None and params.beam_width is None:
+            self._check_verifier(own or self._rules.verification, needs)
+
+    def _check_drafting(self, needs: DrafterNeeds | None, searches: bool) -> None:
+        """Refuse a request that asks for drafts where none can be made."""
+        if needs is None:
+            raise RequestError(
+                f"the request has speculation=True and the engine drafts nothing: {self._drafters.absence}",
+                "leave speculation out of the request, or make the engine with use_speculative_decoding=True.",
+            )
+        if searches and needs.nodes_per_beam is None:
+            raise RequestError(
+                "the request has speculation=True and the engine's drafter does not draft for beam searches",
+                "leave out speculation, or beam_width.",
+            )
+
+    def _check_prediction(self, given: str | Sequence[int], method: str | None, needs: DrafterNeeds | None) -> None:
+        if needs is None or not needs.reads_prediction:
+            drafter = "no drafter" if method is None else f"the drafter {method!r}, which does not read it"
+            raise RequestError(
+                f"the request has a prediction and {drafter}",
+                "leave the prediction out, or set a method that reads predictions beside it (docs/drafters.md).",
+            )
+        if isinstance(given, str):
+            raise RequestError("the prediction is text and the engine knows tokens", "give its token ids.")
+        _check_tokens("the prediction", given, self._rules.vocab_size)
 
     def _check_verifier(self, name: str, needs: DrafterNeeds | None) -> None:
         if name != "auto" and name not in self._verifiers:
@@ -181,6 +207,12 @@ class RequestFactory:
             raise ConfigError(
                 f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
             )
+
+
+def _prediction(params: SamplingParams) -> tuple[int, ...]:
+    """Return the token ids of a request's guess of its output, which was checked; none if it has no guess."""
+    given = params.prediction
+    return () if given is None or isinstance(given, str) else tuple(given)
 
 
 def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:

@@ -114,8 +114,17 @@ class Scheduler:
     def _num_places(self) -> int:
         return self._limits.max_num_seqs + self._limits.max_waiting
 
+    def check_size(self, count: int) -> None:
+        """Raise CapacityError if `count` requests never find places together."""
+        if count > self._num_places:
+            raise CapacityError(
+                f"{count} sequences come together and max_num_seqs + max_waiting is {self._num_places}",
+                "lower n, or raise max_waiting.",
+            )
+
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests together; CapacityError if there are no places for them."""
+        self.check_size(len(requests))
         if len(requests) > self.num_vacant:
             raise CapacityError(
                 f"{len(self.running)} sequences run and {len(self.waiting)} wait, {len(requests)} more came and "

@@ -51,7 +51,7 @@ def test_a_full_queue_refuses_and_nothing_of_the_request_stays() -> None:
 
 def test_samples_are_refused_together() -> None:
     rig = rig_of(few_blocks(12))
-    with pytest.raises(CapacityError, match="4 more came"):
+    with pytest.raises(CapacityError, match="4 sequences come together"):
         rig.add((0,), SamplingParams(n=4), "a")
     assert not rig.engine.has_unfinished()
     assert rig.engine.accepts(3)

@@ -1,0 +1,125 @@
+"""`check_request` refuses what `add_request` refuses, with the same error, and before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from speculant import LLM, SamplingParams
+from speculant.config import Limits
+from speculant.drafting.base import DrafterNeeds
+from speculant.engine.drafters import Drafters
+from speculant.engine.engine import Engine, EngineOptions
+from speculant.errors import CapacityError, RequestError, SpeculantError
+from speculant.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.exactness.tables import TableModel
+from speculant.sampling.chance import KeyedChances
+from speculant.scheduling.draft_length.fixed import Fixed
+from tests.fakes import ScriptedDrafter, known_verifiers, paged
+from tests.models import Checkpoints
+
+V = 6
+LIMITS = Limits(max_model_len=8, max_num_seqs=2, max_num_batched_tokens=16, max_waiting=1)
+TREES = ScriptedDrafter(lambda request: [1], DrafterNeeds(emits_tree=True))
+CHAINS = ScriptedDrafter(lambda request: [1], DrafterNeeds())
+
+
+def engine_of(drafter: ScriptedDrafter | None) -> Engine:
+    target = TableModel(Pair(1, V, FULL_SUPPORT).target, V)
+    options = EngineOptions(LIMITS, seed=0, end_token_ids=frozenset({0}))
+    cache = paged(target.cache_shape, LIMITS)
+    drafters = Drafters(make=_unknown) if drafter is None else Drafters({"d": drafter}, "d", _unknown)
+    return Engine(options, target, cache, KeyedChances(), known_verifiers(), Fixed(2), drafters)
+
+
+def _unknown(method: str) -> ScriptedDrafter:
+    raise RequestError(f"nothing is named {method!r}", "use another name.")
+
+
+BAD: Mapping[str, tuple[ScriptedDrafter | None, list[Any], dict[str, Any], dict[str, Any]]] = {
+    "no tokens": (None, [], {}, {}),
+    "too long": (None, [1] * 8, {}, {}),
+    "unknown token": (None, [V], {}, {}),
+    "no token": (None, ["1"], {}, {}),
+    "bias of an unknown token": (None, [1], {"logit_bias": {V: 1.0}}, {}),
+    "unknown stop token": (None, [1], {"stop_token_ids": [V]}, {}),
+    "more samples than places": (None, [1], {"n": 4}, {}),
+    "priority as text": (None, [1], {}, {"priority": "high"}),
+    "salt as a number": (None, [1], {}, {"cache_salt": 7}),
+    "constrained search": (None, [1], {"beam_width": 2}, {"constraint": object}),
+    "unknown verifier": (CHAINS, [1], {"speculation": {"verification": "macht"}}, {}),
+    "unknown verifier and no drafter": (None, [1], {"speculation": {"verification": "macht"}}, {}),
+    "verifier of chains for trees": (TREES, [1], {"speculation": {"verification": "rejection"}}, {}),
+    "unknown drafter": (CHAINS, [1], {"speculation": {"method": "magic"}}, {}),
+    "drafts without a drafter": (None, [1], {"speculation": True}, {}),
+    "drafts for a search": (CHAINS, [1], {"speculation": True, "beam_width": 2}, {}),
+    "prediction without a drafter": (None, [1], {"speculation": {"prediction": [1]}}, {}),
+    "prediction that is not read": (CHAINS, [1], {"speculation": {"prediction": [1]}}, {}),
+}
+
+
+def error_of(call: Any) -> SpeculantError:
+    with pytest.raises(SpeculantError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_check_refuses_what_adding_refuses(name: str) -> None:
+    drafter, prompt, values, named = BAD[name]
+    engine, params = engine_of(drafter), SamplingParams(**values)
+    checked = {key: value for key, value in named.items() if key != "constraint"}
+    constrained = "constraint" in named
+    found = error_of(lambda: engine.check_request(prompt, params, constrained=constrained, **checked))
+    expected = error_of(lambda: engine.add_request(prompt, params, "a", **named))
+    assert (type(found), str(found)) == (type(expected), str(expected))
+    assert not engine.has_unfinished()
+
+
+READER = ScriptedDrafter(lambda request: request.prediction, DrafterNeeds(reads_prediction=True))
+
+
+@pytest.mark.parametrize("prediction", ["text", [V], ["x"]])
+def test_check_refuses_predictions_that_adding_refuses(prediction: Any) -> None:
+    engine, params = engine_of(READER), SamplingParams(speculation={"prediction": prediction})
+    found = error_of(lambda: engine.check_request([1], params))
+    expected = error_of(lambda: engine.add_request([1], params, "a"))
+    assert (type(found), str(found)) == (type(expected), str(expected))
+
+
+def test_full_queue_is_no_error_of_the_request() -> None:
+    """It finds a place later, unlike one that asks for more samples than there are places."""
+    engine = engine_of(None)
+    for name in "abc":
+        engine.add_request([1], SamplingParams(), name)
+    engine.check_request([1], SamplingParams(n=3))
+    with pytest.raises(CapacityError, match="2 sequences run|3 wait"):
+        engine.add_request([1], SamplingParams(), "d")
+
+
+def test_drafts_without_a_drafter_are_refused_with_the_reason(checkpoints: Checkpoints) -> None:
+    llm = LLM(checkpoints.target, dtype="float64", use_speculative_decoding=False)
+    with pytest.raises(RequestError, match=r"(?s)speculation=True.*use_speculative_decoding is False.*Fix: leave"):
+        llm.generate("def f(", SamplingParams(speculation=True))
+    assert llm.generate("def f(", SamplingParams(max_tokens=2))[0].finished
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"speculation": {"method": "ngram", "prediction": [1]}},
+        {"speculation": {"method": "magic"}},
+        {"speculation": True},
+        {"n": 21},
+    ],
+)
+def test_list_with_a_bad_request_fails_before_any_runs(checkpoints: Checkpoints, bad: dict[str, Any]) -> None:
+    """More prompts come before it than there are places, so some would have to finish first."""
+    drafts = "method" in str(bad)
+    llm = LLM(checkpoints.target, dtype="float64", use_speculative_decoding=drafts, max_num_seqs=2, max_waiting=2)
+    params = [SamplingParams(max_tokens=2)] * 20 + [SamplingParams(max_tokens=2, **bad)]
+    with pytest.raises(SpeculantError):
+        llm.generate(["def f("] * 21, params)
+    assert llm.engine.metrics.steps == 0
