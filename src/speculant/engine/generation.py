@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,8 +41,7 @@ class Generation:
 
     prompt: its text; None if it came as token ids. stops: the stop strings of `params`, compiled; None = none.
     constrain: makes the constraint of a sequence; None = there is none.
-    unread: committed tokens that no stream has shown yet. Raises RequestError for an id, a priority or a salt of
-    another type.
+    Raises RequestError for an id, a priority or a salt of another type.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Generation:
         _check_type("priority", priority, int)
         _check_type("cache_salt", cache_salt, str)
         self.request_id, self.params = request_id, params
-        self.unread: deque[StepOutput] = deque()
         self._prompt, self._tokens, self._stops = prompt, tokens, stops
         self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
         self._requests: list[Request] = []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from speculant.engine.frontend import Frontend, Message, Prompt, RenderedPrompt
-from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.generation import StreamPiece, with_token_texts
+from speculant.engine.shared import SharedEngine
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
@@ -16,14 +19,15 @@ from speculant.types import RequestOutput
 class LLM(Frontend):
     """Runs prompts to their end, or streams them, in the caller's own thread.
 
-    Arguments are the fields of `EngineConfig`, see `Frontend`.
+    Arguments are the fields of `EngineConfig`, see `Frontend`. Several threads may use one `LLM`: their prompts run in
+    one batch, the threads take turns at its steps, and each gets its own results.
     """
 
     def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
         super().__init__(model, draft_model, **arguments)
         self.engine = self._runtime.engine
         self._ids = itertools.count()
-        self._generations: dict[str, Generation] = {}
+        self._shared = SharedEngine(self.engine, self.tokenizer)
 
     def generate(
         self,
@@ -38,41 +42,26 @@ class LLM(Frontend):
         """
         listed = _as_prompts(prompts)
         pairs = zip(listed, self._params_for(listed, sampling_params), strict=True)
-        made = [self._generation(prompt, params, f"request-{next(self._ids)}") for prompt, params in pairs]
-        for generation in made:
-            generation.check(self.engine)
-        generations: list[Generation] = []
-        try:
-            for generation in made:
-                while not self.engine.accepts(generation.params.n) and self.engine.has_unfinished():
-                    self._step()
-                generations.append(self._start(generation))
-            while not all(generation.finished for generation in generations):
-                self._step()
-        finally:
-            self._close(generations)
-        outputs = [generation.output() for generation in generations]
-        errors = [generation.error for generation in generations]
-        if errors and errors[0] is not None and all(errors):
+        made = deque(self._generation(prompt, params, f"request-{next(self._ids)}") for prompt, params in pairs)
+        self._shared.check(made)
+        outputs, errors = dict[int, RequestOutput](), dict[int, Exception | None]()
+        with closing(self._shared.run(made)) as ended:
+            for number, generation in ended:
+                outputs[number] = with_token_texts(generation.output(), self.tokenizer)
+                errors[number] = generation.error
+        if errors and errors[0] is not None and all(errors.values()):
             raise errors[0]
-        return [with_token_texts(output, self.tokenizer) for output in outputs]
+        return [outputs[number] for number in range(len(outputs))]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
 
-        Several streams may be open at once: whichever is asked next moves all of them on.
+        Several streams may be open at once, in several threads too: whichever is asked next moves all of them on.
         """
-        generation = self._start(self._generation(prompt, sampling_params, f"request-{next(self._ids)}"))
-        try:
-            while generation.unread or not generation.finished:
-                while generation.unread:
-                    yield self._readable(generation.piece(generation.unread.popleft()))
-                if not generation.finished:
-                    self._step()
-        finally:
-            self._close([generation])
-        if generation.error is not None:
-            raise generation.error
+        generation = self._generation(prompt, sampling_params, f"request-{next(self._ids)}")
+        with closing(self._shared.stream(generation)) as pieces:
+            for piece in pieces:
+                yield self._readable(piece)
 
     def chat(
         self,
@@ -115,21 +104,6 @@ class LLM(Frontend):
             messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
         )
         return self.stream(prompt, sampling_params)
-
-    def _start(self, generation: Generation) -> Generation:
-        generation.start(self.engine, self.tokenizer)
-        self._generations[generation.request_id] = generation
-        return generation
-
-    def _step(self) -> None:
-        for output in self.engine.step():
-            self._generations[output.request_id].unread.append(output)
-
-    def _close(self, generations: Sequence[Generation]) -> None:
-        for generation in generations:
-            del self._generations[generation.request_id]
-            if not generation.finished:
-                self.engine.abort(generation.request_id)
 
     def _params_for(
         self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
