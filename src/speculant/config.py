@@ -19,7 +19,6 @@ CACHES = ("paged", "slotted")
 PACKINGS = ("auto", "plain", "12bit")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
 POLICIES = ("first-come", "decode-first", "shortest-prompt")
-DEFAULT_CONTEXT = 4096  # positions per sequence unless the model has fewer or max_model_len is set
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,13 @@ class EngineConfig:
     `speculative_config` is given, or the backend computes a row alike in every batch: only then a draft can't change
     which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
     seed: seeds the requests that bring no seed of their own; they are verified by `match` then, so that their texts can
-    be repeated. None = sampled texts may differ from run to run, for the lengths of drafts follow times.
+    be repeated. None = sampled texts differ from run to run.
 
-    kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB"; None = the need of
-    max_num_seqs sequences of max_model_len, but at most half of the free memory.
+    max_model_len: positions per sequence, prompt and output together. None = all that the model was made for, or fewer
+    if their keys and values do not fit into memory.
+    kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB". None = the need of
+    max_num_seqs sequences of max_model_len, or of 4096 positions if max_model_len is None and the model has more; room
+    for one sequence of max_model_len in any case, and at most half of the free memory.
     kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
     reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
@@ -199,14 +201,17 @@ class Limits:
 
 
 def resolve(config: EngineConfig, max_positions: int) -> Limits:
-    """Turn missing sizes into values for a model of at most `max_positions` positions."""
+    """Turn missing sizes into values for a model of at most `max_positions` positions.
+
+    A context that is not configured is the model's own; the memory for it may lower it (engine/memory.py).
+    """
     if config.max_model_len is not None and config.max_model_len > max_positions:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is beyond the {max_positions} positions the model was made for",
             f"use at most {max_positions}.",
         )
     return Limits(
-        max_model_len=config.max_model_len or min(max_positions, DEFAULT_CONTEXT),
+        max_model_len=config.max_model_len or max_positions,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting=config.max_waiting,

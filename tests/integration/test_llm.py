@@ -175,6 +175,28 @@ def test_an_engine_s_seed_repeats_unseeded_text(checkpoints: Checkpoints) -> Non
     assert fresh(1) == fresh(1) == fresh(1, spec_length=4) == fresh(1, use_speculative_decoding=False) != fresh(2)
 
 
+def test_engines_without_a_seed_sample_different_texts(checkpoints: Checkpoints) -> None:
+    """Two processes are two engines: neither time nor batch tells them apart, only what they draw from the system."""
+    arguments: dict[str, Any] = {"dtype": "float64", "use_speculative_decoding": False}
+    one, other = (LLM(checkpoints.target, **arguments) for _ in range(2))
+    params = SamplingParams(max_tokens=24)
+    assert tokens_of(one.generate(TEXTS[:2], params)) != tokens_of(other.generate(TEXTS[:2], params))
+
+
+def test_context_is_the_model_s_own_unless_memory_is_short(checkpoints: Checkpoints, caplog: Any) -> None:
+    own = LLM(checkpoints.target, dtype="float64")
+    assert own.limits.max_model_len == own._runtime.checkpoint.model.max_positions
+    assert own.context == f"{own.limits.max_model_len} tokens"
+    assert not [each for each in caplog.records if "max_model_len" in each.message]
+    short = LLM(checkpoints.target, dtype="float64", draft_model=checkpoints.near, kv_memory="40KiB")
+    assert 16 < short.limits.max_model_len < own.limits.max_model_len
+    assert "raise kv_memory" in short.context
+    assert [each.message for each in caplog.records if "max_model_len" in each.message] == [
+        f"max_model_len is {short.context}"
+    ]
+    assert short.generate([[40] * (short.limits.max_model_len - 1)], SamplingParams(max_tokens=5))[0].finished
+
+
 # --- samples
 
 

@@ -73,6 +73,7 @@ def figures(llm: LLM, output: RequestOutput) -> str:
     seconds = (timing.ttft_s or 0.0) + timing.decode_s
     made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
     detail, weights = speculation(llm, output), ", ".join(filter(None, (llm.weight_packing, llm.weight_source)))
+    weights += f"; context: {llm.context}"
     if output.metrics.verification is None:
         return f"{made}; speculation is off: {detail}; weights are {weights}"
     return (

@@ -100,11 +100,17 @@ def _read(path: str) -> str:
 
 
 def _memory(speeds: Speeds) -> dict[str, Any]:
+    """Return sizes and speed; by default keys and values take no more, which bounds the context of large models."""
+    import torch
+
+    from speculant.engine.memory import SHARE_OF_FREE, free_memory
+
     page = os.sysconf("SC_PAGE_SIZE")
     available = re.search(r"^MemAvailable:\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
     return {
         "total_gib": page * os.sysconf("SC_PHYS_PAGES") / GIB,
         "available_gib": int(available.group(1)) * 1024 / GIB if available else None,
+        "most_for_keys_and_values_gib": SHARE_OF_FREE * free_memory(torch.device("cpu")) / GIB,
         "read_bandwidth_gb_per_s": speeds.read,
     }
 

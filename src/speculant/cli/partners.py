@@ -69,7 +69,8 @@ class LocalPartner:
     def introduction(self) -> str:
         """See `Partner`."""
         return (
-            f"{self.llm.config.model}; speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
+            f"{self.llm.config.model}; speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}; "
+            f"context: {self.llm.context}"
         )
 
     @property

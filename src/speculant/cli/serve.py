@@ -106,7 +106,8 @@ def run(values: dict[str, Any], options: ServerOptions) -> None:
         loaded = AsyncEngine(**values)
         gc.collect()
         gc.freeze()  # what is loaded stays: to look at it in each collection would hold up all requests
-        messages().print(f"{name}: ready; speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}")
+        state = f"speculation is {'on' if loaded.speculating else 'off'}: {loaded.speculation}"
+        messages().print(f"{name}: ready; {state}; context: {loaded.context}")
         return loaded
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +41,7 @@ _LENGTHS = "speculant.scheduling.draft_length"
 class Runtime:
     """An engine, its tokenizer and checkpoint. `speculation` names the drafter, or the reason why there is none.
 
+    context: how long a sequence may be, and why it is shorter than the model allows, if it is.
     drafting_beams: whether it drafts for beam searches too. prediction_method: the one that a request with a prediction
     may name; None if it may not.
     """
@@ -51,6 +53,7 @@ class Runtime:
     drafting: bool
     drafting_beams: bool
     speculation: str
+    context: str
     prediction_method: str | None = None
 
 
@@ -70,22 +73,25 @@ def build_engine(config: EngineConfig) -> Runtime:
 def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     """Build an engine around a target that is loaded; several engines may share one."""
     tokenizer = Tokenizer.from_folder(target.folder)
-    limits = resolve(config, target.model.max_positions)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
-    memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes)
+    longest = target.model.max_positions
+    memory = CacheMemory.of(config, resolve(config, longest), target.model.cache_shape, target.mapped_bytes)
     verifiers, _ = build_verifiers(spec)
     arms = Arms()
     drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, arms)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
+    limits, context = memory.limits, memory.context(longest)
+    if limits.max_model_len < (config.max_model_len or longest):
+        logger.warning("max_model_len is %s", context)
     facts = str(replace(config, seed=0, weight_cache="off"))  # costs depend on neither
     identity = (facts, target.kernels, str(target.folder), notes)
     measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
     policy = _draft_length(spec, length, drafters, measured)
     arms.judge = policy if isinstance(policy, Judge) else None
     engine = Engine(
-        EngineOptions(limits, config.seed or 0, target.eos_token_ids, _verification(config, spec), sampler),
+        EngineOptions(limits, _seed(config), target.eos_token_ids, _verification(config, spec), sampler),
         target.model,
         cache,
         KeyedChances(sampler),
@@ -100,7 +106,12 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     predicts = _prediction_method() if config.use_speculative_decoding is not False else None
-    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, predicts)
+    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, predicts)
+
+
+def _seed(config: EngineConfig) -> int:
+    """Return the seed of requests without one of their own: the configured one, else one that no other engine has."""
+    return secrets.randbits(63) if config.seed is None else config.seed
 
 
 def drafts(config: EngineConfig, target: Checkpoint) -> bool:

@@ -74,6 +74,11 @@ class Frontend:
         return self._runtime.limits
 
     @property
+    def context(self) -> str:
+        """How many tokens a sequence may have, and why they are fewer than the model allows, if they are."""
+        return self._runtime.context
+
+    @property
     def prediction_method(self) -> str | None:
         """The method that drafts from a request's prediction alone; None if nothing drafts."""
         return self._runtime.prediction_method

@@ -8,6 +8,7 @@ All caches hold about the same number of positions, so that a sequence that fits
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,15 +22,19 @@ from speculant.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory says otherwise
+USUAL_CONTEXT = 4096  # positions per sequence that memory is set aside for, unless max_model_len or kv_memory is set
 FALLBACK = 2**31  # bytes, where the free memory can't be asked for
 
 
 class CacheMemory:
-    """Makes caches within a budget of bytes; the drafter's first, the target's takes what is left."""
+    """Makes caches within a budget of bytes; the drafter's first, the target's takes what is left.
+
+    limits: the context in them is lowered to what fits, unless the configuration has set it.
+    """
 
     def __init__(self, config: EngineConfig, limits: Limits, target: CacheShape, budget: int) -> None:
-        self._config, self._limits, self._target = config, limits, target
-        self._left = budget
+        self._config, self.limits, self._target = config, limits, target
+        self._left = self._budget = budget
         self.made: list[KVCache] = []
 
     @classmethod
@@ -61,23 +66,43 @@ class CacheMemory:
         return cache
 
     def _make_paged(self, shape: CacheShape, share: int) -> KVCache:
-        size, limits = self._config.block_size, self._limits
-        per_sequence = -(-limits.max_model_len // size)
+        size = self._config.block_size
         num_blocks = share // (size * shape.bytes_per_token)
+        self._shorten(num_blocks * size)
+        per_sequence = -(-self.limits.max_model_len // size)
         if num_blocks < per_sequence:
             raise self._too_small(shape, share, 1, size)
         if self._config.kv_memory_bytes() is None:
-            num_blocks = min(num_blocks, limits.max_num_seqs * per_sequence)
+            usual = per_sequence if self._config.max_model_len else min(per_sequence, -(-USUAL_CONTEXT // size))
+            num_blocks = min(num_blocks, max(per_sequence, self.limits.max_num_seqs * usual))
         return paged_cache(shape, num_blocks, size, self._config.enable_prefix_caching)
 
     def _slotted(self, shape: CacheShape, share: int) -> KVCache:
-        limits = self._limits
+        self._shorten(share // (self.limits.max_num_seqs * shape.bytes_per_token))
+        limits = self.limits
         if limits.max_num_seqs * limits.max_model_len * shape.bytes_per_token > share:
             raise self._too_small(shape, share, limits.max_num_seqs, 1)
         return slotted_cache(shape, limits.max_num_seqs, limits.max_model_len)
 
+    def _shorten(self, positions: int) -> None:
+        """Lower the context to the positions that a sequence can have in a cache, unless it was configured."""
+        if self._config.max_model_len is None and 1 < positions < self.limits.max_model_len:
+            self.limits = replace(self.limits, max_model_len=positions)
+
+    def context(self, max_positions: int) -> str:
+        """Say how long a sequence may be, and why it is shorter than the model allows, if it is."""
+        longest = self.limits.max_model_len
+        if longest == max_positions:
+            return f"{longest} tokens"
+        if self._config.max_model_len is not None:
+            return f"{longest} tokens, as max_model_len says; the model has {max_positions}"
+        return (
+            f"{longest} tokens and not the model's {max_positions}: the memory for keys and values has "
+            f"{self._budget / 2**20:.1f} MiB; raise kv_memory for more"
+        )
+
     def _too_small(self, shape: CacheShape, share: int, num_seqs: int, block_size: int) -> CapacityError:
-        longest, mib = self._limits.max_model_len, 2**20
+        longest, mib = self.limits.max_model_len, 2**20
         needed = num_seqs * longest * shape.bytes_per_token
         fits = share // (num_seqs * shape.bytes_per_token) // block_size * block_size
         fewer = "" if num_seqs == 1 else ", lower max_num_seqs"

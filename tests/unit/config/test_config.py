@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from speculant.config import DEFAULT_CONTEXT, EngineConfig, Limits, SpeculativeConfig, read_bytes, resolve
+from speculant.config import EngineConfig, Limits, SpeculativeConfig, read_bytes, resolve
 from speculant.errors import ConfigError
 
 BAD: dict[str, list[Any]] = {
@@ -220,7 +220,7 @@ def test_a_configuration_is_frozen() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "positions", "expected"),
-    [(None, 100, 100), (None, 10**6, DEFAULT_CONTEXT), (60, 100, 60), (100, 100, 100), (10**5, 10**6, 10**5)],
+    [(None, 100, 100), (None, 10**6, 10**6), (60, 100, 60), (100, 100, 100), (10**5, 10**6, 10**5)],
 )
 def test_the_context_is_resolved(asked: int | None, positions: int, expected: int) -> None:
     config = EngineConfig(model="m", max_model_len=asked, max_num_seqs=3, max_num_batched_tokens=9)

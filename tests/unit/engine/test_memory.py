@@ -31,7 +31,8 @@ LIMITS = Limits(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=8)
 
 
 def memory_of(limits: Limits = LIMITS, target: CacheShape = TARGET, **arguments: Any) -> CacheMemory:
-    return CacheMemory.of(EngineConfig(model="m", **arguments), limits, target)
+    config = EngineConfig(model="m", **{"max_model_len": limits.max_model_len, **arguments})
+    return CacheMemory.of(config, limits, target)
 
 
 def positions(cache: KVCache) -> int:
@@ -209,3 +210,37 @@ def test_free_memory_is_what_the_machine_says_or_a_guess(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "read_text", unreadable)
     assert free_memory(torch.device("cpu")) == FALLBACK
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("draft", [DRAFT, None], ids=["drafter", "none"])
+def test_context_that_is_not_set_is_what_fits(backend: str, draft: CacheShape | None) -> None:
+    """It is the model's own where memory allows, else what one sequence can have; with slots, what each can have."""
+    own = Limits(1000, 2, 8)
+    both = TARGET.bytes_per_token + (draft.bytes_per_token if draft else 0)
+    sequences = 2 if backend == "slotted" else 1
+    for room, expected in ((1000, 1000), (480, 480)):
+        budget = sequences * room * both
+        memory = memory_of(own, kv_cache_backend=backend, kv_memory=budget, block_size=8, max_model_len=None)
+        caches = [memory.make(draft)] if draft else []
+        caches.append(memory.make_target())
+        assert memory.limits == Limits(expected, 2, 8)
+        assert all(positions(cache) >= sequences * expected for cache in caches)
+
+
+def test_context_says_what_it_is_and_why() -> None:
+    lowered = memory_of(Limits(1000, 2, 8), kv_memory=480 * TARGET.bytes_per_token, block_size=8, max_model_len=None)
+    lowered.make_target()
+    assert lowered.context(1000).startswith("480 tokens and not the model's 1000")
+    assert "raise kv_memory" in lowered.context(1000)
+    assert memory_of(Limits(1000, 2, 8), max_model_len=None).context(1000) == "1000 tokens"
+    assert "as max_model_len says" in memory_of(Limits(60, 2, 8)).context(1000)
+
+
+def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked for eight sequences of it: there is room for one, and for all at the usual length."""
+    monkeypatch.setattr(memory_module, "USUAL_CONTEXT", 64)
+    for own, sequences, expected in ((1000, 3, 1008), (1000, 20, 20 * 64), (48, 3, 3 * 48)):
+        memory = memory_of(Limits(own, sequences, 100), block_size=16, max_model_len=None)
+        assert positions(memory.make_target()) == expected
+        assert memory.limits.max_model_len == own
