@@ -32,7 +32,7 @@ def test_more_prompts_than_may_wait_are_all_completed(llm_of: MakeLLM) -> None:
 
 def test_more_samples_than_may_ever_wait_are_refused(llm_of: MakeLLM) -> None:
     llm = llm_of(max_waiting=2, max_num_seqs=2)
-    with pytest.raises(CapacityError, match="5 more came and max_num_seqs . max_waiting is 4"):
+    with pytest.raises(CapacityError, match="5 sequences come together and max_num_seqs . max_waiting is 4"):
         llm.generate(PROMPTS[:2], [GREEDY, SamplingParams(n=5)])
     assert not llm.engine.has_unfinished()
 

@@ -68,10 +68,8 @@ class LocalPartner:
     @property
     def introduction(self) -> str:
         """See `Partner`."""
-        return (
-            f"{self.llm.config.model}; speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}; "
-            f"context: {self.llm.context}"
-        )
+        state = f"speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
+        return f"{self.llm.config.model}; {state}; context: {self.llm.context}"
 
     @property
     def can_switch(self) -> bool:

@@ -63,7 +63,8 @@ class AsyncEngine(Frontend):
         cancelling the task that reads it aborts the request before the engine's next step; leave a loop
         early under `contextlib.aclosing`, so that this does not wait for the garbage collector.
 
-        Text is tokenised in the caller's loop; token ids spare it that. A grammar is compiled in another thread.
+        Text is tokenised in the caller's loop; token ids spare it that. A grammar is compiled in another
+        thread, unless the task is cancelled before that begins.
         A lower priority is served sooner, and prompts of different salts share no cache. Before anything
         is queued, raises RequestError or ConfigError for what can't be served, CapacityError if too many
         requests wait, and as `check_health` does. A request that fails raises its error after the pieces that it had;
@@ -71,8 +72,8 @@ class AsyncEngine(Frontend):
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if (compiling := self._compiling(sampling_params)) is not None:
-            await asyncio.shield(asyncio.wrap_future(compiling))  # others may wait for it too
-        stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt))
+            await asyncio.wrap_future(compiling)
+        stream = PieceStream(self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling))
         self._thread.add(stream)
         try:
             while (piece := await stream.receive()) is not None:

@@ -50,7 +50,8 @@ class Frontend:
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
         self._runtime = build_engine(self.config)
         self.tokenizer = self._runtime.tokenizer
-        self._grammars = Grammars(self.tokenizer, self._runtime.checkpoint.eos_token_ids)
+        ends, most_waiting = self._runtime.checkpoint.eos_token_ids, self.limits.max_waiting
+        self._grammars = Grammars(self.tokenizer, ends, most_waiting=most_waiting)
         self._compile_stops = lru_cache(maxsize=8)(compile_stops)  # many prompts share their stop strings
 
     @property
@@ -139,13 +140,22 @@ class Frontend:
         return None if start is None or end is None else Reasoning(start, end, is_opened(tags, prompt))
 
     def _generation(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        compiled: Future[Grammar] | None = None,
     ) -> Generation:
-        """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails."""
+        """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails.
+
+        compiled: the form, if the caller has it already; otherwise this call waits for it.
+        """
         text, tokens = self._read_prompt(prompt)
         params = self._tokenised(params or self.default_params)
-        stops, compiling = self._compile_stops(tuple(params.stop)), self._compiling(params)
-        constrain = None if compiling is None else _constrain(compiling.result(), prompt)
+        stops, compiling = self._compile_stops(tuple(params.stop)), compiled or self._compiling(params)
+        constrain = None if compiling is None else _constrain(_awaited(compiling), prompt)
         return Generation(request_id, text, tokens, params, priority, cache_salt, stops, constrain)
 
     def _read_prompt(self, prompt: object) -> tuple[str | None, list[int]]:
@@ -177,6 +187,14 @@ class Frontend:
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""
         return piece if piece.output is None else replace(piece, output=with_token_texts(piece.output, self.tokenizer))
+
+
+def _awaited(compiling: Future[Grammar]) -> Grammar:
+    """Wait for a form; a caller who is interrupted no longer waits for it."""
+    try:
+        return compiling.result()
+    finally:
+        compiling.cancel()
 
 
 def _constrain(grammar: Grammar, prompt: Prompt) -> Callable[[], Constraint]:

@@ -6,10 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from speculant.errors import ConfigError, Converts, RequestError
+from speculant.errors import CapacityError, ConfigError, Converts, RequestError
 from speculant.structured.constraint import SIMPLIFY, Grammar, shortened
 from speculant.structured.spec import GrammarSource, StructuredOutputs
 from speculant.text.tokenizer import Tokenizer
@@ -18,37 +20,97 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CAPACITY = 64  # grammars that are kept
+MOST_WAITING = 1024  # callers, as many as the requests that an engine lets wait by default
 COMPILERS = 2  # threads, so that a form that takes long is not in the way of all others
 STACK_BYTES = 256 * 2**20  # the compiler recurses once per rule of a chain of rules
+INSTALL = 'run: pip install -c constraints.txt "speculant[structured]"'
 CORRECT = "correct it; docs/structured.md says what is supported."
+
+
+@dataclass(eq=False)
+class _Compilation:
+    """One form's compilation, and the futures of those who wait for it."""
+
+    source: GrammarSource
+    work: Future[Grammar]
+    waiters: set[Future[Grammar]] = field(default_factory=set)
 
 
 class Grammars:
     """Compiled grammars over one tokenizer, the most recently used ones.
 
-    end_token_ids: the tokens that end a text; if the tokenizer has none of them, its own end token does. Any thread may
-    use it.
+    end_token_ids: the tokens that end a text; if the tokenizer has none of them, its own end token does. capacity: how
+    many compiled forms are kept. most_waiting: how many callers may wait for forms at a time. Any thread may use it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int], capacity: int = CAPACITY) -> None:
-        self._tokenizer, self._ends, self._capacity = tokenizer, end_token_ids, capacity
-        self._known: OrderedDict[GrammarSource, Future[Grammar]] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_token_ids: Collection[int],
+        capacity: int = CAPACITY,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
+        self._tokenizer, self._ends = tokenizer, end_token_ids
+        self._capacity, self._most_waiting = capacity, most_waiting
+        self._known: OrderedDict[GrammarSource, _Compilation] = OrderedDict()
+        self._num_waiting = 0
+        self._lock = threading.Lock()  # never held while a form is compiled
 
     def compile(self, form: StructuredOutputs) -> Future[Grammar]:
-        """Have a form compiled, unless it is or was already; the caller need not wait.
+        """Have a form compiled, unless it is or was already; the caller need not wait, and may cancel the future.
 
-        The result is an error for a form that can't be used: RequestError, or ConfigError without llguidance.
+        A compilation that has not begun is dropped when everybody who waits for it has cancelled. Raises CapacityError
+        if too many callers wait, and ConfigError without llguidance. For a form that can't be used the result is a
+        RequestError.
         """
         _require_library()
         with self._lock:
-            future = self._known.get(form.source)
-            if future is None:
-                future = self._known[form.source] = self._compiler.submit(self._compile, form.source)
-            self._known.move_to_end(form.source)
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        return future
+            known = self._known.get(form.source)
+            if known is not None and known.work.done():
+                self._known.move_to_end(form.source)
+                return known.work
+            self._check_room()
+            compilation = known or _Compilation(form.source, self._compiler.submit(self._compile, form.source))
+            waiter = Future[Grammar]()
+            compilation.waiters.add(waiter)
+            self._num_waiting += 1
+            self._known[form.source] = compilation
+        waiter.add_done_callback(partial(self._leave, compilation))
+        if known is None:  # after the lock: the work may be done by now, and then this call delivers it
+            compilation.work.add_done_callback(partial(self._deliver, compilation))
+        return waiter
+
+    def _check_room(self) -> None:
+        if self._num_waiting >= self._most_waiting:
+            raise CapacityError(
+                f"{self._num_waiting} requests wait until the forms of their outputs are compiled and max_waiting is "
+                f"{self._most_waiting}",
+                "try again later, or raise max_waiting.",
+            )
+
+    def _deliver(self, compilation: _Compilation, work: Future[Grammar]) -> None:
+        """Pass a result on to those who wait for it, and forget the least recent ones beyond the capacity."""
+        if work.cancelled():
+            return
+        with self._lock:
+            waiters = list(compilation.waiters)
+            done = [source for source, each in self._known.items() if each.work.done()]
+            for source in done[: max(0, len(self._known) - self._capacity)]:
+                del self._known[source]
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():
+                if (error := work.exception()) is not None:
+                    waiter.set_exception(error)
+                else:
+                    waiter.set_result(work.result())
+
+    def _leave(self, compilation: _Compilation, waiter: Future[Grammar]) -> None:
+        """Count one caller less, who has the result or has cancelled; the last one who cancels ends the compilation."""
+        with self._lock:
+            self._num_waiting -= 1
+            compilation.waiters.discard(waiter)
+            if not compilation.waiters and compilation.work.cancel():
+                del self._known[compilation.source]
 
     @cached_property
     def _compiler(self) -> ThreadPoolExecutor:
@@ -66,7 +128,8 @@ class Grammars:
         return ThreadPoolExecutor(1, "speculant-masks")
 
     def _compile(self, source: GrammarSource) -> Grammar:
-        from llguidance import LLMatcher
+        with Converts(ConfigError, "the package llguidance can't be loaded", INSTALL):
+            from llguidance import LLMatcher
 
         tokens, ends = self._tokens
         with Converts(RequestError, f"the {source.kind} of structured_outputs can't be used", CORRECT):
@@ -139,10 +202,6 @@ def _limits() -> LLParserLimits:
 
 
 def _require_library() -> None:
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "structured outputs need the package llguidance, which is not installed",
-            'run: pip install -c constraints.txt "speculant[structured]"',
-        ) from None
+    """Raise ConfigError without llguidance; it is not imported, for that takes time and the caller may be a loop."""
+    if find_spec("llguidance") is None:
+        raise ConfigError("structured outputs need the package llguidance, which is not installed", INSTALL)

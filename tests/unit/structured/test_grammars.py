@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from speculant.errors import ConfigError, RequestError
+from speculant.errors import CapacityError, ConfigError, RequestError
 from speculant.structured.constraint import Grammar, GrammarConstraint
 from speculant.structured.grammars import Grammars
 from speculant.structured.spec import GrammarSource, StructuredOutputs
@@ -21,18 +21,18 @@ WORD = StructuredOutputs(regex="[a-z]+")
 
 def test_a_form_is_compiled_once(grammars: Grammars) -> None:
     first = grammars.compile(WORD)
-    assert grammars.compile(replace(WORD)) is first
-    assert grammars.compile(StructuredOutputs(regex="[a-z]+?")) is not first
+    assert grammars.compile(replace(WORD)).result() is first.result()
+    assert grammars.compile(StructuredOutputs(regex="[a-z]+?")).result() is not first.result()
 
 
 def test_the_least_recent_grammar_is_dropped(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, {END}, capacity=2)
     forms = [StructuredOutputs(regex=text) for text in "abc"]
-    first, second = (grammars.compile(form) for form in forms[:2])
-    assert grammars.compile(forms[0]) is first
-    grammars.compile(forms[2])
-    assert grammars.compile(forms[0]) is first
-    assert grammars.compile(forms[1]) is not second
+    first, second = (grammars.compile(form).result() for form in forms[:2])
+    assert grammars.compile(forms[0]).result() is first
+    grammars.compile(forms[2]).result()
+    assert grammars.compile(forms[0]).result() is first
+    assert grammars.compile(forms[1]).result() is not second
 
 
 INVALID = {
@@ -169,3 +169,85 @@ def test_end_tokens_are_the_engines_or_the_tokenizers(tokenizer: Tokenizer) -> N
 def test_a_checkpoint_without_end_tokens_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="no end token"):
         Grammars(Tokenizer(tokenizer.backend, {}), ()).compile(WORD).result()
+
+
+class Watched:
+    """Compilations that wait until `go` is set; `begun` has the texts of those that have begun."""
+
+    def __init__(self, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.begun, self._compile = threading.Event(), list[str](), grammars._compile
+        monkeypatch.setattr(grammars, "_compile", self.compile)
+
+    def compile(self, source: GrammarSource) -> Grammar:
+        self.begun.append(source.text)
+        assert self.go.wait(20)
+        return self._compile(source)
+
+
+def form_of(text: str) -> StructuredOutputs:
+    return StructuredOutputs(regex=text)
+
+
+def test_cancelled_compilations_never_begin(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are under way; 500 queue behind them and are cancelled, so the next one comes at once."""
+    grammars = Grammars(tokenizer, {END})
+    watched = Watched(grammars, monkeypatch)
+    under_way = [grammars.compile(form_of(text)) for text in ("first", "second")]
+    for number in range(500):
+        assert grammars.compile(form_of(f"x{number}")).cancel()
+    following = grammars.compile(form_of("next"))
+    watched.go.set()
+    for future in (*under_way, following):
+        assert future.result(timeout=20)
+    assert watched.begun[2:] == ["next"]
+
+
+def test_compilation_goes_on_for_others_who_wait(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer, {END})
+    watched = Watched(grammars, monkeypatch)
+    busy = [grammars.compile(form_of(text)) for text in ("first", "second")]
+    one, other = (grammars.compile(form_of("shared")) for _ in range(2))
+    assert one.cancel()
+    assert not other.cancelled()
+    watched.go.set()
+    assert other.result(timeout=20)
+    assert [future.result(timeout=20) for future in busy]
+    assert watched.begun.count("shared") == 1
+
+
+def test_form_that_was_dropped_can_be_asked_for_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer, {END})
+    watched = Watched(grammars, monkeypatch)
+    busy = [grammars.compile(form_of(text)) for text in ("first", "second")]
+    assert grammars.compile(form_of("again")).cancel()
+    again = grammars.compile(form_of("again"))
+    watched.go.set()
+    assert again.result(timeout=20)
+    assert [future.result(timeout=20) for future in busy]
+
+
+def test_callers_who_wait_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one counts, of the same form too, until it has the result or has cancelled."""
+    grammars = Grammars(tokenizer, {END}, most_waiting=3)
+    watched = Watched(grammars, monkeypatch)
+    waiting = [grammars.compile(form_of(text)) for text in ("a", "a", "b")]
+    with pytest.raises(CapacityError, match=r"(?s)3 requests wait.*max_waiting is 3.*Fix: try again later"):
+        grammars.compile(form_of("c"))
+    assert waiting.pop().cancel()
+    waiting.append(grammars.compile(form_of("d")))
+    watched.go.set()
+    assert all(future.result(timeout=20) for future in waiting)
+    assert all(grammars.compile(form_of(text)).result(timeout=20) for text in "efgh")
+
+
+def test_form_is_kept_for_those_who_wait_beyond_the_capacity(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(tokenizer, {END}, capacity=2)
+    watched = Watched(grammars, monkeypatch)
+    texts = [f"x{number}" for number in range(9)]
+    waiting = [grammars.compile(form_of(text)) for text in texts]
+    watched.go.set()
+    assert all(future.result(timeout=20) for future in waiting)
+    assert sorted(watched.begun) == texts, "each was compiled once"
+    assert len(grammars._known) == 2
