@@ -28,7 +28,6 @@ from speculant.models.decoder import Layer, RMSNorm, spread
 from speculant.models.rotary import Rotary
 from speculant.models.weight_source import WeightSource, read_plain
 
-
 logger = logging.getLogger(__name__)
 
 
