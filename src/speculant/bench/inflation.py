@@ -24,6 +24,7 @@ from speculant.bench.model_shapes import Shape
 from speculant.errors import ConfigError, ModelError
 from speculant.models.config import DecoderConfig
 from speculant.models.fields import show
+from speculant.models.formats import quantised_format
 from speculant.models.llama import read_config
 from speculant.models.source import read_json
 from speculant.models.tensors import TensorFiles, check_layers, check_tensors
@@ -163,7 +164,7 @@ def _check_family(hf: Mapping[str, Any]) -> None:
             " other families have parts that were not taken into account",
             "use a checkpoint whose model_type is 'llama'.",
         )
-    if "quantization_config" in hf or "compression_config" in hf:
+    if quantised_format(hf) is not None:
         raise ModelError(
             "this checkpoint is quantised, so its numbers can't be spread", "use the unquantised one it came from."
         )

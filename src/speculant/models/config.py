@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class DecoderConfig:
 
 def read_decoder(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
     """Read the fields that all families share from a Hugging Face config; `family` adds or replaces fields."""
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+    if hf.get("hidden_act") not in (None, "silu", "swish"):
         raise ModelError(
             f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
             "use a checkpoint of one of the supported families.",
@@ -124,9 +124,9 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     With both, rope_scaling replaces rope_parameters, as in transformers 5.
     """
     scaling = _rope_settings(hf)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if kind not in _ROPE_KINDS or partial not in (None, 1.0) or any(isinstance(v, dict) for v in scaling.values()):
+    kind = _first((scaling.get("rope_type"), scaling.get("type"), "default"))
+    partial = _first((scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), 1.0))
+    if kind not in _ROPE_KINDS or partial != 1.0 or any(isinstance(v, dict) for v in scaling.values()):
         raise ModelError(
             "config.json asks for rotary settings that are not implemented:"
             f" {show(scaling)}, over {show(partial)} of each head",
@@ -140,6 +140,11 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
         original_max_positions=_original_positions(hf, scaling, max_positions) if kind == "llama3" else max_positions,
         **_rope_factors(scaling, kind),
     )
+
+
+def _first(values: Iterable[Any]) -> Any:
+    """Return the first value that is not null."""
+    return next(value for value in values if value is not None)
 
 
 def _rope_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,13 +23,14 @@ def read_generation(folder: Path) -> dict[str, Any]:
 def read_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
     """Return the end tokens. generation_config.json takes precedence, as it also lists the end tokens of chats.
 
-    Both files are checked. Raises ModelError for an entry that is not a token id below vocab_size.
+    Both files are checked. A null entry counts as absent. Raises ModelError for an entry that is not a token id below
+    vocab_size.
     """
     files = {_CONFIG: config, _GENERATION: generation}
     given = {
         name: _read_ids(name, content["eos_token_id"], vocab_size)
         for name, content in files.items()
-        if "eos_token_id" in content
+        if content.get("eos_token_id") is not None
     }
     return given.get(_GENERATION, given.get(_CONFIG, frozenset()))
 

@@ -11,6 +11,7 @@ The embedding table and the output head are the target's unless the head's files
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,6 +27,8 @@ from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Layer, RMSNorm, spread
 from speculant.models.rotary import Rotary
 from speculant.models.weight_source import WeightSource, read_plain
+
+logger = logging.getLogger(__name__)
 
 
 class Entry(Enum):
@@ -57,6 +60,10 @@ class HeadConfig:
 class HeadHost(Protocol):
     """A `CausalLM` that computes heads with kernels of its own."""
 
+    def why_not(self, config: DecoderConfig) -> str | None:
+        """Return why its kernels can't compute a head with layers of these sizes; None if they can."""
+        ...
+
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
         """Return a head that shares this model's embedding table and output head, where it has none of its own."""
         ...
@@ -77,9 +84,12 @@ def usual_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def attach(target: CausalLM, config: HeadConfig, weights: WeightSource) -> CausalLM:
-    """Return a head of a target, on the target's kernels if they compute heads, else on torch's."""
+    """Return a head of a target, on the target's kernels if they can compute it, else on torch's."""
     if isinstance(target, HeadHost):
-        return target.attach(config, weights)
+        why = target.why_not(config.decoder)
+        if why is None:
+            return target.attach(config, weights)
+        logger.warning("the head runs on the reference kernels, which are slower: %s", why)
     shape = target.cache_shape
     with torch.device("meta"):
         head = HeadDecoder(config, target)
@@ -156,7 +166,7 @@ class HeadDecoder(nn.Module):
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; there are no taps."""
         assert batch.hidden is not None, "a head takes in a hidden state for each row"
-        embedded = self.embed(batch.tokens)
+        embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         angles = self._rotary.angles(batch.positions, embedded.dtype)
         plan = AttentionPlan.build(batch, self._windows, self._groups, embedded.dtype)
         x = self.first(embedded, batch.hidden.to(embedded.dtype), lambda x: self._attend(x, angles, plan, storage))

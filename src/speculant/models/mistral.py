@@ -12,4 +12,4 @@ from speculant.models.fields import count, window
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Mistral config.json."""
     windows = (window(hf),) * count(hf, "num_hidden_layers")
-    return read_decoder(hf, windows=windows, num_kv_heads=count(hf, "num_key_value_heads", 8))
+    return read_decoder({"num_key_value_heads": 8, **hf}, windows=windows)  # null = as many as query heads

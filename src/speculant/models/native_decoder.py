@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.memory import Arena
-from speculant.kernels.native import TYPES, Kernels, Op, Pass, Type, address
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type, address
 from speculant.kernels.native_structs import Draft
 from speculant.kernels.packing import likely_bytes
 from speculant.models.base import (
@@ -107,6 +107,14 @@ class NativeDecoder:
 
     def _record(self, taps: tuple[int, ...]) -> Program:
         return Program(self.packed, self._buffers, taps)
+
+    @staticmethod
+    def why_not(config: DecoderConfig) -> str | None:
+        """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
+        group = config.num_heads // config.num_kv_heads
+        if config.head_dim > MOST_DIM or group > MOST_GROUP:
+            return f"heads of {config.head_dim} in groups of {group} are too large for them"
+        return None
 
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
         """See `HeadHost.attach`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from speculant.errors import ModelError
 from speculant.files import read_json as read_json
+from speculant.models.formats import check_not_gguf, gguf_error, has_weights, is_named_gguf
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -26,6 +27,7 @@ def resolve_source(source: str, role: str = "target", revision: str | None = Non
     try:
         folder = Path(source).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
+        check_not_gguf(source)
     except (OSError, RuntimeError) as error:  # not allowed, too long, or the home of an unknown user
         raise ModelError(f"{source!r} can't be looked up: {error}", "check the path.") from error
     if is_folder:
@@ -33,6 +35,8 @@ def resolve_source(source: str, role: str = "target", revision: str | None = Non
     if exists:
         raise ModelError(f"{source} is a file, not a folder", "name the folder that holds config.json.")
     if not _HUB_ID.fullmatch(source):
+        if is_named_gguf(source):
+            raise gguf_error(f"{source} names GGUF files")
         raise ModelError(f"there is no folder {source}", "check the path, or give a Hugging Face id such as org/name.")
     return _download(source, revision)
 
@@ -65,6 +69,8 @@ def _download(name: str, revision: str | None) -> Path:
         folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
     except Exception as error:  # which errors a dead network raises depends on the client's version
         raise _hub_error(name, error) from error
+    if is_named_gguf(name) and not has_weights(Path(folder)):
+        raise gguf_error(f"{name} holds GGUF files alone")
     return Path(folder)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from speculant import plugins
-from speculant.errors import ConfigError, ModelError, suggest
+from speculant.errors import ConfigError, suggest
 from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
 from speculant.models.config import DecoderConfig
 from speculant.models.decoder import Decoder
+from speculant.models.formats import check_unquantised, unknown_family
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import Stamp, TensorFiles, check_layers, check_tensors
@@ -89,6 +90,7 @@ def load_model(
     tensors = TensorFiles.open(folder)
     check_layers(tensors, config)  # before anything is allocated per layer
     decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    _warn_of_dynamic_rope(decoder)
     shapes = tensor_shapes(decoder)
     check_tensors(tensors, shapes)
     generation = read_generation(folder)
@@ -183,21 +185,20 @@ def _read_device(device: str) -> torch.device:
 
 
 def _check_family(config: Mapping[str, Any]) -> None:
-    family = config.get("model_type")
-    if family not in (known := plugins.names(_FAMILIES)):
-        raise _unknown_family(config, known)
-    if "quantization_config" in config or "compression_config" in config:
-        raise ModelError(
-            "this checkpoint is quantised, which is not supported yet", "use the unquantised checkpoint it came from."
+    if config.get("model_type") not in (known := plugins.names(_FAMILIES)):
+        raise unknown_family(config, known)
+    check_unquantised(config)
+
+
+def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
+    """Say that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
+    if config.rope.kind == "dynamic":
+        logger.warning(
+            "config.json asks for dynamic rope scaling, which has no effect here. It begins beyond %d positions, and a"
+            " longer context is refused: the angles would depend on the length of the whole sequence, and keys in the"
+            " cache would keep those of a shorter one.",
+            config.max_positions,
         )
-
-
-def _unknown_family(config: Mapping[str, Any], known: list[str]) -> ModelError:
-    family = config.get("model_type")
-    if not isinstance(family, str):
-        return ModelError("config.json names no model_type", f"name one of: {', '.join(known)}.")
-    own_code = " and wants to run code of its own (auto_map), which is never done" if "auto_map" in config else ""
-    return ModelError(f"model_type {family!r} is unknown{own_code}", suggest(family, known))
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import MOST_DIM, MOST_GROUP, QUANTIZED, TYPES, Kernels, open_kernels
+from speculant.kernels.native import QUANTIZED, TYPES, Kernels, open_kernels
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.config import DecoderConfig
@@ -42,10 +42,7 @@ class NativeBackend:
         """See `Backend.why_not`."""
         if self.kernels is None:
             return "they were not built"
-        group = config.num_heads // config.num_kv_heads
-        if config.head_dim > MOST_DIM or group > MOST_GROUP:
-            return f"heads of {config.head_dim} in groups of {group} are too large for them"
-        return None
+        return NativeDecoder.why_not(config)
 
     def describe(self) -> str:
         """See `Backend.describe`."""

@@ -1,0 +1,193 @@
+"""Formats that can't be read are named, with what helps; null entries of a config are absent ones."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from speculant import plugins
+from speculant.config import EngineConfig, resolve
+from speculant.errors import ConfigError, ModelError
+from speculant.models.source import resolve_source
+from speculant.models.weights import load_model
+from tests.unit.models.families import SMALL, Pair, Session, make_pair
+from tests.unit.models.test_loading import PROMPT, edit, edit_tensors
+
+HELP = ("--quantization int4", 'quantization="int4"')
+GGUF_HELP = ("GGUF", "llama.cpp", "safetensors", *HELP)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("mistral"), "mistral", "v0.1")
+
+
+@pytest.fixture
+def folder(original: Pair, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(original.folder, tmp_path / "model")
+
+
+def refused(source: Path | str, *words: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(source))
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_null_quantization_config_is_none(folder: Path, key: str, original: Pair) -> None:
+    edit(folder / "config.json", **{key: None})
+    assert Session(load_model(str(folder)).model).greedy(PROMPT, 4) == Session(original.ours).greedy(PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, "(gptq, 4 bits)"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "(awq, 4 bits)"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "(compressed-tensors)"),
+        ({"compression_config": {"format": "pack-quantized"}}, "(compressed-tensors)"),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "(fp8)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "(bitsandbytes, 4 bits)"),
+        ({"quantization_config": {"load_in_8bit": True, "load_in_4bit": False}}, "(bitsandbytes, 8 bits)"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "(mxfp4)"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "(NVFP4)"),
+        ({"quantization_config": {}}, "(quantization_config does not name the format)"),
+        ({"quantization_config": [4]}, "(quantization_config does not name the format)"),
+        ({"quantization_config": {"quant_method": {"name": "x"}, "bits": "4"}}, "({'name': 'x'})"),
+    ],
+    ids=str,
+)
+def test_a_quantised_checkpoint_is_called_by_its_format(folder: Path, changes: dict[str, Any], name: str) -> None:
+    edit(folder / "config.json", **changes)
+    refused(folder, f"this checkpoint is quantised {name}", "unquantised", *HELP)
+
+
+@pytest.mark.parametrize("family", ["mistral3", "ministral", "qwen3_moe", "qwen2_moe", "llama4", "mixtral", "lama"])
+def test_a_family_that_is_not_implemented_is_not_taken_for_another(folder: Path, family: str) -> None:
+    """A similar name is no reason to load it as another family; a class that config.json names is one."""
+    own = "".join(family.title().split("_")) + "ForCausalLM"
+    for architectures in ([own], None, own, [3]):
+        edit(folder / "config.json", model_type=family, architectures=architectures)
+        assert "did you mean" not in refused(folder, repr(family), "llama, mistral, qwen2, qwen3")
+    edit(folder / "config.json", architectures=["MistralForCausalLM"])
+    refused(folder, "did you mean 'mistral'?", "architectures")
+    edit(folder / "config.json", model_type="mistral")
+    load_model(str(folder))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", 3, None])
+def test_a_null_auto_map_is_no_code(folder: Path, family: Any) -> None:
+    edit(folder / "config.json", model_type=family, auto_map=None)
+    assert "auto_map" not in refused(folder, "model_type")
+
+
+def test_a_gguf_file_is_called_what_it_is(tmp_path: Path) -> None:
+    for name in ("model.gguf", "Model.Q4_K_M.GGUF", "renamed.bin"):
+        (tmp_path / name).write_bytes(b"GGUF" + bytes(20))
+        refused(tmp_path / name, f"{name} is a GGUF file", *GGUF_HELP)
+    refused(tmp_path / "absent.gguf", "is a GGUF file")
+    refused("org/name/model-q4.gguf", "is a GGUF file")
+    refused("https://huggingface.co/org/name/resolve/main/model-q4.gguf", "is a GGUF file")
+
+
+def test_a_folder_of_gguf_files_is_called_what_it_is(folder: Path) -> None:
+    (folder / "model-q4.gguf").write_bytes(b"GGUF")
+    load_model(str(folder))  # they lie beside weights that can be read
+    (folder / "model.safetensors").unlink()
+    refused(folder, "holds GGUF files alone (model-q4.gguf)", *GGUF_HELP)
+    (folder / "model-q8.gguf").write_bytes(b"GGUF")
+    (folder / "config.json").unlink()
+    refused(folder, "holds GGUF files alone (model-q4.gguf, ...)", *GGUF_HELP)
+
+
+def test_a_repository_of_gguf_files_is_called_what_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path))
+    refused("org/Model-1B-GGUF", "org/Model-1B-GGUF holds GGUF files alone", *GGUF_HELP)
+    refused("org/Model-1B-GGUF:Q4_K_M", "names GGUF files", *GGUF_HELP)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve_source("org/Model-1B-GGUF") == tmp_path
+
+
+def test_null_key_heads_of_mistral_are_its_query_heads() -> None:
+    """As in transformers 4; version 5 refuses null. Absent, they are 8."""
+    read, shared = plugins.load("speculant.models", "mistral").read_config, {**SMALL, "model_type": "mistral"}
+    assert read({**shared, "num_attention_heads": 16, "num_key_value_heads": None}).num_kv_heads == 16
+    del shared["num_key_value_heads"]
+    assert read({**shared, "num_attention_heads": 16}).num_kv_heads == 8
+
+
+NULLS = ["num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"]
+
+
+@pytest.mark.parametrize("key", NULLS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_null_sizes_are_those_of_transformers(family: str, key: str) -> None:
+    if (family, key) == ("mistral", "num_key_value_heads"):
+        pytest.skip("transformers 5 refuses it")
+    hf = {**SMALL, "model_type": family, key: None}
+    theirs = AutoConfig.for_model(**hf)
+    ours = plugins.load("speculant.models", family).read_config(hf)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"hidden_act": None},
+        {"rms_norm_eps": None},
+        {"tie_word_embeddings": None},
+        {"attention_bias": None},
+        {"partial_rotary_factor": None},
+        {"rope_scaling": {"rope_type": None, "type": None}},
+        {"rope_parameters": {"rope_type": None, "partial_rotary_factor": None}},
+        {"use_sliding_window": None},
+    ],
+    ids=str,
+)
+def test_null_entries_are_absent_ones(entry: dict[str, Any]) -> None:
+    for family in plugins.names("speculant.models"):
+        read, shared = plugins.load("speculant.models", family).read_config, {**SMALL, "model_type": family}
+        assert read({**shared, **entry}) == read(shared), family
+
+
+def test_a_null_factor_does_not_hide_another(folder: Path) -> None:
+    edit(folder / "config.json", rope_scaling={"type": None, "partial_rotary_factor": None}, partial_rotary_factor=0.5)
+    refused(folder, "0.5")
+
+
+def test_null_end_tokens_hide_no_others(folder: Path) -> None:
+    """A text without an end token would run up to its limit."""
+    edit(folder / "config.json", eos_token_id=7)
+    edit(folder / "generation_config.json", eos_token_id=None)
+    assert load_model(str(folder)).eos_token_ids == {7}
+
+
+@pytest.mark.parametrize(("kind", "said"), [("dynamic", 1), ("linear", 0)])
+def test_dynamic_rope_says_that_it_has_no_effect(
+    folder: Path, kind: str, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(folder / "config.json", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
+    with caplog.at_level(logging.WARNING, "speculant"):
+        model = load_model(str(folder)).model
+    lines = [record.getMessage() for record in caplog.records if "dynamic rope scaling" in record.getMessage()]
+    assert len(lines) == said
+    assert all("no effect" in line and "128 positions" in line for line in lines)
+    with pytest.raises(ConfigError, match="beyond the 128 positions"):  # where it would have one
+        resolve(EngineConfig(model="m", max_model_len=129), model.max_positions)
+
+
+def test_null_is_no_reason_for_a_missing_tensor(folder: Path) -> None:
+    edit(folder / "config.json", tie_word_embeddings=None)
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    refused(folder, "lm_head.weight")
