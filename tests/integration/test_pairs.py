@@ -118,7 +118,7 @@ def test_a_draft_without_some_of_the_target_s_tokens_is_used(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)
 def test_tokens_that_the_draft_lacks_are_never_drafted(tmp_path: Path, shape: Shape, kernels: str) -> None:
-    """A short head does not know them, even where the draft's rows of padding would be likely; it reads a line break."""
+    """Even where the draft's rows of padding would be likely; the draft reads a line break in their place."""
     draft = write_checkpoint(tmp_path / "draft", shape)
     vocabulary = DraftVocabulary(VOCAB_SIZE, frozenset({258, 259}), substitute=10)
     model = load_model(draft, "float32", kernels=kernels, vocabulary=vocabulary).model
