@@ -39,18 +39,21 @@ class Shape:
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 256
     end: int | list[int] = END
+    tied: bool = False
 
 
-def write_checkpoint(folder: Path, shape: Shape = Shape(), tokens: Sequence[str] = ALPHABET) -> str:
+def write_checkpoint(
+    folder: Path, shape: Shape = Shape(), tokens: Sequence[str] = ALPHABET, added: Sequence[str] = ()
+) -> str:
     """Write a checkpoint that prefers printable characters, and return its folder as text.
 
-    `tokens` are the tokenizer's, by id; two special ones follow them.
+    `tokens` are the tokenizer's, by id; two special ones follow them, and then those of `added`.
     """
     folder.mkdir(parents=True)
     config = _config(shape)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
-    _tokenizer(tokens).save(str(folder / "tokenizer.json"))
+    _tokenizer(tokens, added).save(str(folder / "tokenizer.json"))
     with torch.device("meta"):
         model = Decoder(plugins.load("speculant.models", shape.family).read_config(config))
     weights = {name: _weight(name, parameter, shape) for name, parameter in sorted(model.named_parameters())}
@@ -71,14 +74,15 @@ def _config(shape: Shape) -> dict[str, Any]:
         "max_position_embeddings": shape.max_positions,
         "eos_token_id": shape.end,
         "torch_dtype": "float32",
+        "tie_word_embeddings": shape.tied,
     }
 
 
-def _tokenizer(tokens: Sequence[str]) -> Tokenizer:
+def _tokenizer(tokens: Sequence[str], added: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>", "<begin>"])
+    tokenizer.add_special_tokens(["<end>", "<begin>", *added])
     return tokenizer
 
 
@@ -88,7 +92,7 @@ def _weight(name: str, parameter: Tensor, shape: Shape) -> Tensor:
         weight += shape.noise * weight.std(correction=0) * _random(name, parameter, shape.seed + 1000)
     if name == "lm_head.weight":
         rare = torch.full((len(weight), 1), 0.1)
-        rare[PRINTABLE] = 1.0
+        rare[[token for token in PRINTABLE if token < len(rare)]] = 1.0
         weight *= rare
     return weight
 

@@ -35,7 +35,7 @@ from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
 SMALL = ("--tokens", "12", "--kernels", "reference")
 TOP = {
     "target", "draft", "size_ratio", "sampling", "texts", "step_ms", "verification", "verify_curve", "precisions",
-    "best", "measured", "pays", "verdict", "flags",
+    "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
@@ -232,6 +232,12 @@ def test_other_tokenizer_is_a_clear_error(checkpoints: Checkpoints, tmp_path: Pa
     assert "ids differ" in error.problem
     missing = CliRunner().invoke(app, ["check-pair", checkpoints.target, "/nowhere"]).exception
     assert isinstance(missing, ModelError)
+
+
+def test_tokens_that_the_draft_lacks_are_counted(checkpoints: Checkpoints, prompts: str, tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", added=["<think>", "<call>"])
+    shown = _invoke(target, checkpoints.near, *SMALL, "--prompts", prompts).stdout
+    assert "the draft lacks 2 of the target's tokens" in shown
 
 
 def test_colour_and_progress_keep_off_the_result(checkpoints: Checkpoints, prompts: str) -> None:

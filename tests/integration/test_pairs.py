@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError, SpeculantError
+from speculant.kernels.native import usable_sets
+from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.weights import load_model
 from tests.integration.conftest import MakeLLM
 from tests.models import ALPHABET, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
 
@@ -17,6 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=28)
 SEEDED = SamplingParams(temperature=0.9, seed=8, max_tokens=28)
 SAMPLED = SamplingParams(max_tokens=28)
 
+KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 DRAFTS = {
     "fewer padded rows": Shape(noise=0.1, vocab_size=258),
     "more padded rows": Shape(noise=0.1, vocab_size=300),
@@ -79,10 +84,77 @@ def test_a_draft_with_other_tokens_is_refused_at_start(checkpoints: Checkpoints,
     assert "family" in caught.value.fix
 
 
-def test_a_draft_with_fewer_tokens_is_refused_at_start(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    draft = write_checkpoint(tmp_path / "draft", tokens=ALPHABET[:200])
-    with pytest.raises(PairError, match="id 200 is"):
-        LLM(checkpoints.target, draft_model=draft)
+ADDED = ["<think>", "<call>"]  # tokens 258 and 259
+FEWER = {
+    "untied": Shape(noise=0.1),
+    "tied": Shape(noise=0.1, tied=True),
+    "fewer rows, tied": Shape(noise=0.1, vocab_size=258, tied=True),
+    "fewer rows": Shape(noise=0.1, vocab_size=258),
+}
+SEEN = [5, 258, 6, 259, 7]  # a prompt with the added tokens
+
+
+@pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)
+def test_a_draft_without_some_of_the_target_s_tokens_is_used(
+    tmp_path: Path, shape: Shape, kernels: str, tree: list[int] | None
+) -> None:
+    """The target has two added tokens and likes them; the text has them, and no draft does."""
+    target = write_checkpoint(tmp_path / "target", added=ADDED)
+    draft = write_checkpoint(tmp_path / "draft", shape)
+    common: dict[str, Any] = {"dtype": "float32", "kernels": kernels}
+    plain = LLM(target, **common, use_speculative_decoding=False)
+    llm = LLM(target, draft_model=draft, **common, spec_length=4, speculative_config={"tree": tree} if tree else {})
+    assert "the draft lacks 2 of the target's tokens" in llm.speculation
+    likes = {258: 7.0, 259: 6.0}
+    for params in (GREEDY, SEEDED, SamplingParams(temperature=1.0, seed=4, max_tokens=40, logit_bias=likes)):
+        expected, (result,) = plain.generate([SEEN], params), llm.generate([SEEN], params)
+        assert result.outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert {258, 259} & {*result.outputs[0].token_ids}, "committed in the middle of the text"
+    assert result.metrics.speculative_decoding.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)
+def test_tokens_that_the_draft_lacks_are_never_drafted(tmp_path: Path, shape: Shape, kernels: str) -> None:
+    """Even where the draft's rows of padding would be likely; the draft reads a line break in their place."""
+    draft = write_checkpoint(tmp_path / "draft", shape)
+    vocabulary = DraftVocabulary(VOCAB_SIZE, frozenset({258, 259}), substitute=10)
+    model = load_model(draft, "float32", kernels=kernels, vocabulary=vocabulary).model
+    plain = load_model(draft, "float32", kernels=kernels).model
+    assert model.vocab_size == VOCAB_SIZE
+    logits, own = (each.logits(plain.embed(torch.arange(8))) for each in (model, plain))
+    drawable = [token for token in range(shape.vocab_size) if token not in (258, 259)]
+    assert torch.equal(logits[:, drawable], own[:, drawable])
+    assert logits.isfinite().sum(-1).tolist() == [len(drawable)] * 8
+    read = [token if token in drawable else 10 for token in range(VOCAB_SIZE)]
+    assert torch.equal(model.embed(torch.arange(VOCAB_SIZE)), plain.embed(torch.tensor(read)))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_draft_with_more_tokens_than_the_target_is_used(
+    checkpoints: Checkpoints, tmp_path: Path, kernels: str
+) -> None:
+    """The draft's own tokens mean nothing to the target, which has rows of padding in their place."""
+    draft = write_checkpoint(tmp_path / "draft", Shape(noise=0.1, vocab_size=300), added=ADDED)
+    common: dict[str, Any] = {"dtype": "float32", "kernels": kernels}
+    plain = LLM(checkpoints.target, **common, use_speculative_decoding=False)
+    llm = LLM(checkpoints.target, draft_model=draft, **common, spec_length=4)
+    assert "lacks" not in llm.speculation
+    for params in (GREEDY, SEEDED):
+        expected, results = plain.generate(TEXTS, params), llm.generate(TEXTS, params)
+        assert [each.outputs[0].token_ids for each in results] == [each.outputs[0].token_ids for each in expected]
+    assert sum(each.metrics.speculative_decoding.num_accepted_draft_tokens for each in results) > 0
+
+
+def test_head_tokens_that_the_target_lacks_are_left_out(tmp_path: Path) -> None:
+    draft = write_checkpoint(tmp_path / "draft", Shape(noise=0.1))
+    vocabulary = DraftVocabulary(VOCAB_SIZE, frozenset({258, 259}), substitute=10)
+    model = load_model(draft, head_tokens=(3, 40, 258), vocabulary=vocabulary).model
+    assert model.logits(torch.ones(1, 32)).isfinite().nonzero()[:, 1].tolist() == [3, 40]
+    with pytest.raises(ConfigError, match="no token that both"):
+        load_model(draft, head_tokens=(258,), vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from speculant.bench.workloads import Workload, WorkloadConfig, make_workload, r
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_precision import UNCHANGED
+from speculant.engine.vocabularies import draft_vocabulary
+from speculant.models.source import resolve_source
 from speculant.models.weights import Checkpoint, load_model
 from speculant.params import SamplingParams
 from speculant.theory.correlation import correlation_of
@@ -55,11 +57,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The draft with its weights in one type; `quantization` None = the checkpoint's own."""
+    """The draft with its weights in one type; `quantization` None = the checkpoint's own. lacks: see `Findings`."""
 
     quantization: str | None
     checkpoint: Checkpoint
     runtime: Runtime
+    lacks: int = 0
 
     @property
     def name(self) -> str:
@@ -98,7 +101,7 @@ class Findings:
     """All that was measured.
 
     `predictions` are by the type of the draft's weights. The speed was measured with those of `chosen`, at `length`;
-    predicted: that speed as predicted, on the same texts.
+    predicted: that speed as predicted, on the same texts. lacks: how many of the target's tokens the draft lacks.
     """
 
     target: Model
@@ -110,6 +113,7 @@ class Findings:
     length: int
     case: Case
     predicted: float
+    lacks: int = 0
 
     @property
     def speed(self) -> Spread:
@@ -131,8 +135,8 @@ class Findings:
 def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
     """Load a pair, measure it and predict its speed.
 
-    config names both models; its limits are replaced by those of one sequence. Raises PairError if the vocabularies
-    differ, ModelError, ConfigError or RequestError for what can't be loaded or run.
+    config names both models; its limits are replaced by those of one sequence. Raises PairError if an id is
+    another token in the draft, ModelError, ConfigError or RequestError for what can't be loaded or run.
     """
     params = replace(params, min_tokens=FEWEST_TOKENS)
     notify("Loading the models")
@@ -152,8 +156,9 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     case, predicted = _measure(chosen, workload, params, acceptance[chosen.name], best, costs[UNCHANGED])
     draft = Model.of(candidates[0].checkpoint)
     return Findings(
-        Model.of(target), draft, params, len(texts), predictions, chosen.name, best.best_draft, case, predicted
-    )
+        Model.of(target), draft, params, len(texts), predictions, chosen.name, best.best_draft, case, predicted,
+        candidates[0].lacks,
+    )  # fmt: skip
 
 
 def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
@@ -169,12 +174,14 @@ def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
 
 def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | None) -> Candidate:
     runtime = build_around(replace(config, draft_quantization=quantization), target)
+    folder = resolve_source(str(config.draft_model), "draft")
+    vocabulary = draft_vocabulary(folder, target, runtime.tokenizer)
     checkpoint = load_model(
         str(config.draft_model), config.dtype, config.device,
         role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
-        weight_cache=config.weight_cache_folder(),
+        weight_cache=config.weight_cache_folder(), vocabulary=vocabulary,
     )  # fmt: skip
-    return Candidate(quantization, checkpoint, runtime)
+    return Candidate(quantization, checkpoint, runtime, vocabulary.lacks if vocabulary else 0)
 
 
 def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:

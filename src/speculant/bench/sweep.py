@@ -22,7 +22,9 @@ from speculant.bench.workloads import Workload, WorkloadConfig, make_workload, r
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_precision import AUTO, rounded
+from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
+from speculant.models.source import resolve_source
 from speculant.models.weights import Checkpoint, load_model
 from speculant.params import MAX_SPECULATIVE_TOKENS, SamplingParams
 
@@ -147,9 +149,11 @@ def _acceptance(
     config: EngineConfig, target: Checkpoint, runtime: Runtime, workload: Workload, params: SamplingParams
 ) -> list[Acceptance]:
     """Return the acceptance along the target's texts, without their first tokens, which are never drafted."""
+    folder = resolve_source(str(config.draft_model), "draft")
     draft = load_model(
         str(config.draft_model), config.dtype, config.device,
         role="draft", kernels=config.kernels, quantization=config.draft_quantization,
+        vocabulary=draft_vocabulary(folder, target, runtime.tokenizer),
     )  # fmt: skip
     texts = write_texts(runtime, workload, replace(params, speculation=False))
     sampler, size = target.backend.sampler, target.model.vocab_size

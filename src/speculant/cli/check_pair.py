@@ -128,6 +128,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
     return {
         "target": asdict(findings.target),
         "draft": asdict(findings.draft),
+        "draft_lacks_tokens": findings.lacks,
         "size_ratio": findings.draft.parameters / findings.target.parameters,
         "sampling": {name: getattr(findings.params, name) for name in DistributionFlags.names()},
         "texts": findings.num_texts,
@@ -215,6 +216,8 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
         size = f"{model['parameters'] / 1e6:.4g} million parameters"
         console.print(f"{role}: {model['name']}, {size}, {model['dtype']}, kernels: {model['kernels']}")
     console.print(f"the draft fits the target, and has {value['size_ratio']:.3g} of its parameters")
+    if value["draft_lacks_tokens"]:
+        console.print(f"the draft lacks {value['draft_lacks_tokens']} of the target's tokens and never drafts them")
     _show_acceptance(console, value)
     _show_lengths(console, value)
     measured = value["measured"]

@@ -236,7 +236,7 @@ class LoadDraft(Protocol):
 class DrafterContext:
     """What a drafter is built from.
 
-    load_draft: loads a checkpoint by name and checks that its tokens are the target's; see `LoadDraft`.
+    load_draft: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.

@@ -20,15 +20,17 @@ from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
+from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
 from speculant.models.source import resolve_source
+from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
-from speculant.text.tokenizer import Tokenizer, compare_vocabularies
+from speculant.text.tokenizer import Tokenizer
 from speculant.verification.base import Verifier
 
 logger = logging.getLogger(__name__)
@@ -280,20 +282,29 @@ class _Workshop:
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft")
-        compare_vocabularies(self.tokenizer, Tokenizer.from_folder(folder))
+        vocabulary = draft_vocabulary(folder, self.target, self.tokenizer)
+        if vocabulary and vocabulary.lacks:
+            self.notes.append(f", the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them")
+        load = partial(self._load, source, head_tokens, vocabulary)
         if self.config.draft_quantization != AUTO:
-            return self._load(source, head_tokens, rounded(self.config.draft_quantization)).model
+            return load(rounded(self.config.draft_quantization)).model
         facts = (str(self.target.folder), str(folder), self.target.kernels, self.config.dtype, str(head_tokens))
-        draft, chosen = choose_precision(self.target.model, partial(self._load, source, head_tokens), facts)
+        draft, chosen = choose_precision(self.target.model, load, facts)
         if draft.backend.quantizations:
             self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
         return draft.model
 
-    def _load(self, source: str, head_tokens: tuple[int, ...], quantization: str | None) -> Checkpoint:
+    def _load(
+        self,
+        source: str,
+        head_tokens: tuple[int, ...],
+        vocabulary: DraftVocabulary | None,
+        quantization: str | None,
+    ) -> Checkpoint:
         config = self.config
         return load_model(
             source, config.dtype, config.device, role="draft",
-            kernels=config.kernels, quantization=quantization, head_tokens=head_tokens,
+            kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from speculant.models.formats import check_unquantised, unknown_family
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
 from speculant.models.source import read_json, resolve_source
 from speculant.models.tensors import Stamp, TensorFiles, check_layers, check_tensors
+from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weight_source import CheckedWeights, ShortHead, WeightSource
 from speculant.params import SamplingParams
 
@@ -65,6 +66,7 @@ def load_model(
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
+    vocabulary: DraftVocabulary | None = None,
     weight_packing: str = AUTO,
     weight_cache: Path | None = None,
 ) -> Checkpoint:
@@ -72,9 +74,10 @@ def load_model(
 
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
-    the tokens that have a logit, in ascending order; () = all. weight_packing: how weights are stored, plain or 12bit;
-    auto = the faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed
-    weights are kept between starts; None = none.
+    the tokens that have a logit, in ascending order; () = all. vocabulary: that of the target that the model drafts
+    for, where it differs; None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the
+    faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed weights are
+    kept between starts; None = none.
 
     dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
     "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
@@ -98,8 +101,11 @@ def load_model(
     chosen = _choose_dtype(dtype, config, tensors)
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
     weights = CheckedWeights(tensors, shapes.keys())
-    decoder, own = with_short_head(decoder, weights, head_tokens)
-    kept = KeptWeights.of(weight_cache, backend, tensors, (str(chosen), str(quantization), str(decoder)))
+    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens) if vocabulary else head_tokens
+    decoder, own = with_short_head(decoder, weights, drawn)
+    decoder, own = vocabulary.fit(decoder, own) if vocabulary else (decoder, own)
+    facts = (str(chosen), str(quantization), str(decoder), str(vocabulary))
+    kept = KeptWeights.of(weight_cache, backend, tensors, facts)
     model = kept.backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)
     check_needs(model.needs)

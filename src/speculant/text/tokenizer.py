@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -149,29 +149,37 @@ class Tokenizer:
         return token_id
 
 
-def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Check that every token has the same id in both, so that an id is the same text to target and draft.
+def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> frozenset[int]:
+    """Check that an id that is a token of both is the same text in both; return the ids that only one of them has.
 
     Only tokens are compared: a model's head may have more rows. Raises PairError with the first differences.
     """
     ours, theirs = _by_id(target), _by_id(draft)
     if ours == theirs:
-        return
-    differing = [token_id for token_id in sorted({*ours, *theirs}) if ours.get(token_id) != theirs.get(token_id)]
-    shown = [f"id {i} is {_quoted(ours, i)} in the target, {_quoted(theirs, i)} in the draft" for i in differing[:3]]
-    raise PairError(
-        f"the draft's vocabulary is not the target's: {len(differing)} of {len({*ours, *theirs})} ids differ"
-        f" ({'; '.join(shown)})",
-        "use a draft of the target's own family, or a drafter that needs no model.",
-    )
+        return frozenset()
+    both = ours.keys() & theirs.keys()
+    differing = sorted(token_id for token_id in both if ours[token_id] != theirs[token_id])
+    if differing or not both:
+        shown = [f"id {i} is {ours[i]!r} in the target, {theirs[i]!r} in the draft" for i in differing[:3]]
+        raise PairError(
+            f"the draft's vocabulary is not the target's: {len(differing)} of {len(both)} ids differ"
+            f" ({'; '.join(shown) or 'they share none'})",
+            "use a draft of the target's own family, or a drafter that needs no model.",
+        )
+    return frozenset(ours.keys() ^ theirs.keys())
+
+
+def substitute_token(draft: Tokenizer, unknown: Collection[int]) -> int:
+    """Return the token that a draft reads in place of one that it does not know: a line break, which means little.
+
+    A tokenizer without one encodes it as its unknown token. `unknown` ids are no choice.
+    """
+    known = [token for token in draft.encode("\n", add_special_tokens=False) if token not in unknown]
+    return known[-1] if known else min({*draft.vocab().values()} - {*unknown})
 
 
 def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.vocab().items()}
-
-
-def _quoted(tokens: Mapping[int, str], token_id: int) -> str:
-    return repr(tokens[token_id]) if token_id in tokens else "no token"
 
 
 def _compile(template: str | None) -> ChatTemplate:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from speculant.errors import ModelError, PairError
-from speculant.text.tokenizer import Tokenizer, compare_vocabularies
+from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute_token
 from tests.unit.text.tokenizers_for_tests import byte_level, sentencepiece_style
 
 
@@ -103,11 +104,38 @@ def test_the_same_size_is_not_the_same_vocabulary() -> None:
     assert "needs no model" in message
 
 
-def test_a_token_that_one_side_lacks_is_a_difference() -> None:
+def test_tokens_that_one_side_lacks_are_told() -> None:
     draft = byte_level()
+    assert compare_vocabularies(byte_level(), draft) == frozenset()
+    draft.backend.add_tokens(["<extra>", "<more>"])
+    assert compare_vocabularies(byte_level(), draft) == frozenset({321, 322})
+    assert compare_vocabularies(draft, byte_level()) == frozenset({321, 322})
+
+
+def test_different_added_tokens_of_one_id_are_a_difference() -> None:
+    draft, target = byte_level(), byte_level()
     draft.backend.add_tokens(["<extra>"])
-    with pytest.raises(PairError, match="id 321 is no token in the target, '<extra>' in the draft"):
-        compare_vocabularies(byte_level(), draft)
+    target.backend.add_tokens(["<other>"])
+    with pytest.raises(PairError, match="id 321 is '<other>' in the target, '<extra>' in the draft"):
+        compare_vocabularies(target, draft)
+
+
+def test_vocabularies_without_a_common_id_are_refused() -> None:
+    with pytest.raises(PairError, match="they share none"):
+        compare_vocabularies(word_level({"a": 0}), word_level({"b": 1}))
+
+
+def test_the_substitute_is_a_line_break_or_the_unknown_token() -> None:
+    bytes_alone = byte_level()
+    (line_break,) = bytes_alone.encode("\n", add_special_tokens=False)
+    assert substitute_token(bytes_alone, ()) == line_break
+    assert substitute_token(bytes_alone, {line_break}) == 0
+    assert substitute_token(word_level({"a": 0, "?": 1, "b": 2}, unknown="?"), {0}) in (1, 2)
+
+
+def word_level(vocab: dict[str, int], unknown: str = "?") -> Tokenizer:
+    """A tokenizer of whole texts."""
+    return Tokenizer(Backend(WordLevel(vocab, unk_token=unknown)), {})
 
 
 def test_another_kind_of_tokenizer_differs_in_many() -> None:

@@ -20,7 +20,7 @@ MOST_PENDING = 512  # states of a sequence that wait for its next draft
 class HiddenDrafter(TreeDrafter):
     """Drafts with the head of `runner`; layers: those whose states it reads.
 
-    Beam searches get no drafts.
+    Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/layers.py.
     """
 
     _runner: HiddenStateRunner
@@ -34,7 +34,7 @@ class HiddenDrafter(TreeDrafter):
         topology: TreeTopology | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
-        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None)
+        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """See `Drafter.observe`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import DecoderConfig, read_decoder, read_windows
+from speculant.models.fields import count
 from speculant.models.heads import HeadConfig, attach, head_shapes
 
 SPECULATORS = "speculators_model_type"  # a key of the `speculators` package's configs
@@ -30,14 +31,26 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
     layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
     filled = {"model_type": "llama", "max_position_embeddings": target.max_positions, **inner}
     filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
+    most = count(filled, "max_position_embeddings")
     return read_decoder(
         filled,
-        windows=read_windows(filled),
+        windows=_windows(read_windows(filled), most, target.max_positions),
         qkv_bias="layers.0.self_attn.q_proj.bias" in names,
         output_bias="layers.0.self_attn.o_proj.bias" in names,
         mlp_bias="layers.0.mlp.up_proj.bias" in names,
         qk_norm="layers.0.self_attn.q_norm.weight" in names,
     )
+
+
+def _windows(own: Sequence[int | None], trained: int, needed: int) -> tuple[int | None, ...]:
+    """Return the sliding windows of a head's layers that was trained for fewer positions than the target has.
+
+    Rotary positions are relative. So a row that sees the last `trained` ones alone is computed as if the text began
+    with the first of these, and a head drafts on behind the positions that it was trained for.
+    """
+    if trained >= needed:
+        return tuple(own)
+    return tuple(trained if window is None else min(window, trained) for window in own)
 
 
 def renamed(folder: HeadFolder, rename: Rename) -> Renamed:

@@ -1,0 +1,86 @@
+"""A draft model whose vocabulary differs from its target's: it reads the target's tokens and draws those of both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from speculant.errors import ConfigError
+from speculant.models.config import DecoderConfig
+from speculant.models.weight_source import QuantizedBlocks, WeightSource, read_plain
+
+TABLE = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """What a draft model reads and draws of a target's vocabulary.
+
+    size: rows of the target's head. unknown: ids that are a token of one of the two tokenizers only; they are never
+    drawn. substitute: the token of both that the model reads in place of an id that it does not know. lacks: how many
+    of the target's tokens it does not know.
+    """
+
+    size: int
+    unknown: frozenset[int]
+    substitute: int
+    lacks: int = 0
+
+    def drawable(self, rows: int, among: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the ids, ascending, that a model of `rows` tokens may draw; among: at most these, () = all.
+
+        Raises ConfigError if there are none.
+        """
+        found = tuple(token for token in among or range(rows) if token < self.size and token not in self.unknown)
+        if not found:
+            raise ConfigError(
+                "head_tokens has no token that both the target and the draft model know",
+                "make the file with the draft model's tokenizer.",
+            )
+        return found
+
+    def fit(self, config: DecoderConfig, weights: WeightSource) -> tuple[DecoderConfig, WeightSource]:
+        """Return the config and the weights of a model that reads each of the target's tokens.
+
+        Its output head must have the rows of `drawable` tokens already.
+        """
+        fitted = Substituted(weights, self, config.vocab_size)
+        return replace(config, vocab_size=self.size), fitted
+
+    def __str__(self) -> str:
+        """All that weights depend on."""
+        return f"{self.size} {self.substitute} {sorted(self.unknown)}"
+
+
+@dataclass(frozen=True)
+class Substituted:
+    """A source whose embedding table has a row for each of a target's tokens: its own one, or the substitute's.
+
+    num_rows: rows of the table in the files.
+    """
+
+    source: WeightSource
+    vocabulary: DraftVocabulary
+    num_rows: int
+
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`."""
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        shape = self.source.shape(name)
+        return (self.vocabulary.size, *shape[1:]) if name == TABLE else shape
+
+    def read(self, name: str) -> Tensor | QuantizedBlocks:
+        """See `WeightSource.read`."""
+        return read_plain(self.source, TABLE)[self._rows] if name == TABLE else self.source.read(name)
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """The row in the files of each of the target's tokens."""
+        known, substitute = set(self.vocabulary.drawable(self.num_rows)), self.vocabulary.substitute
+        return [token if token in known else substitute for token in range(self.vocabulary.size)]

@@ -1,0 +1,100 @@
+"""A draft model that lacks some of the target's tokens, or has others, keeps the output's distribution."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.drafting.draft_model import ModelDrafter
+from speculant.drafting.growth.tree_option import read_tree
+from speculant.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
+from speculant.kernels.native import usable_sets
+from speculant.models.base import CausalLM
+from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.weights import load_model
+from speculant.sampling.chance import Chances, KeyedChances
+from tests.exactness.speculation import Case, enumerate_case
+from tests.examples import examples
+from tests.fakes import known_verifiers, slotted
+from tests.models import HIDDEN_SIZE, Shape, make_request, write_checkpoint
+
+KERNELS = ["reference", *(["native"] if usable_sets() else [])]
+RULES = [name for name, verifier in known_verifiers().items() if verifier.lossless]
+BRANCHING = [name for name in RULES if known_verifiers()[name].needs.branches]
+# Rows of the draft, and the ids of a target of 4 tokens, or beyond, that one of the two alone has.
+VOCABULARIES = {
+    "the last one is missing": (3, {3}),
+    "one in the middle is missing": (4, {1}),
+    "two are missing": (3, {0, 3}),
+    "one is the draft's own": (6, {4, 5}),
+    "all of that": (6, {1, 5}),
+}
+
+
+@functools.cache
+def draft_of(name: str, kernels: str) -> CausalLM:
+    """Load a draft model for a target of 4 tokens."""
+    rows, unknown = VOCABULARIES[name]
+    folder = write_checkpoint(Path(tempfile.mkdtemp(prefix="vocabulary-")) / "draft", Shape(vocab_size=rows, end=2))
+    vocabulary = DraftVocabulary(4, frozenset(unknown), substitute=2)
+    dtype = "float64" if kernels == "reference" else "float32"  # its rows depend on the batch, in their last bits
+    return load_model(folder, dtype, kernels=kernels, vocabulary=vocabulary).model
+
+
+def make(name: str, kernels: str, tree: Any, pair: Pair, chances: Chances, limits: Limits) -> Drafter:
+    model = draft_of(name, kernels)
+    cache, most = slotted(model.cache_shape, limits), limits.max_num_batched_tokens
+    return ModelDrafter(model, cache, chances, pair.vocab_size, most, topology=read_tree(tree))
+
+
+def assert_exact(name: str, kernels: str, tree: Any, verifier: str, length: int) -> None:
+    accepted = 0.0
+    for seed in range(examples(2, least=2)):
+        pair = Pair(seed, 4, MIXED if seed % 2 else FULL_SUPPORT)
+        drafter = functools.partial(make, name, kernels, tree)
+        case = Case(pair, length, verification=verifier, prompt=(0, 3, 1), width=8, make_drafter=drafter)
+        found = enumerate_case(case)
+        assert found.deviation() <= EXACT, case
+        accepted += found.mean_accepted
+    assert accepted > 0.1
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("verifier", RULES)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_chains_keep_the_distribution(name: str, kernels: str, verifier: str) -> None:
+    assert_exact(name, kernels, None, verifier, 2)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("verifier", BRANCHING)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_trees_keep_the_distribution(name: str, kernels: str, verifier: str) -> None:
+    assert_exact(name, kernels, [2, 1], verifier, 4)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_what_is_drafted_is_drawn_from_the_tokens_of_both(name: str, kernels: str) -> None:
+    """The draft's probabilities are those of its own logits among these tokens, and sum to 1."""
+    drafter = make(name, kernels, None, Pair(0, 4), KeyedChances(), Limits(32, 1, 64))
+    model, (rows, unknown) = draft_of(name, kernels), VOCABULARIES[name]
+    drawable = [token for token in range(min(rows, 4)) if token not in unknown]
+    request = make_request([0, 3, 1, 2], shared_noise=False)
+    drafter.begin(request)
+    (tree,) = drafter.propose([request], [6])
+    assert tree.probs is not None
+    assert {*tree.token_list} <= {*drawable}
+    assert tree.probs.sum(-1).tolist() == pytest.approx([1.0] * 6, abs=1e-12)
+    assert (tree.probs > 0).any(0).nonzero()[:, 0].tolist() == drawable
+    states = torch.ones(1, HIDDEN_SIZE, dtype=model.cache_shape.dtype)
+    assert model.logits(states).isfinite()[0].nonzero()[:, 0].tolist() == drawable
