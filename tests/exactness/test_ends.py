@@ -89,7 +89,7 @@ def test_an_end_token_within_a_draft_ends_the_request(
 ) -> None:
     request, _ = finished(counting_rig(drafter, length, ends=(4,), verifier=verifier, cache=cache))
     assert request.output == [1, 2, 3, 4]
-    assert (request.finish_reason, request.stop_reason) == ("stop", 4)
+    assert (request.finish_reason, request.stop_reason) == ("stop", None), "it is the model's own end token"
 
 
 @everywhere
@@ -139,6 +139,12 @@ def test_stop_token_ids_and_ignore_eos(drafter: str, length: int) -> None:
 
 
 @everywhere
+def test_the_model_s_own_end_token_is_no_reason_even_if_it_is_named(drafter: str, length: int) -> None:
+    request, _ = finished(counting_rig(drafter, length, ends=(2,)), stop_token_ids=[2, 5])
+    assert (request.output, request.finish_reason, request.stop_reason) == ([1, 2], "stop", None)
+
+
+@everywhere
 def test_an_end_token_wins_over_the_length(drafter: str, length: int) -> None:
     at_once, _ = finished(counting_rig(drafter, length, ends=(4,)), max_tokens=4)
     assert (at_once.output, at_once.finish_reason) == ([1, 2, 3, 4], "stop")
@@ -169,6 +175,10 @@ class StopAfter:
         """See `StopChecker.push`."""
         self.seen.append(token)
         return "found" if self.seen[-len(self.stop) :] == self.stop else None
+
+    def push_end(self, token: int) -> None:
+        """See `StopChecker.push_end`."""
+        self.seen.append(token)
 
     def checkpoint(self) -> None:
         """See `StopChecker.checkpoint`."""
