@@ -26,6 +26,7 @@ from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import Request, StepOutput
 from tests.beams import found_by, is_fed
 from tests.exactness.plain_beams import Found, exact_distribution, plain_beams
+from tests.figures import assert_figures
 from tests.oracle import (
     END,
     Mismatch,
@@ -59,22 +60,28 @@ class Ledger:
         self.raised: list[Raised] = []
         self.tally = tally
         self._told: dict[int, list[int]] = {}
+        self._steps: dict[int, list[list[StepOutput]]] = {}  # what each step gave a sequence
 
     def open(self, requests: Sequence[Request]) -> None:
         """Note new requests."""
         self.live.update({request.seq_id: request for request in requests})
         self._told.update({request.seq_id: [] for request in requests})
+        self._steps.update({request.seq_id: [] for request in requests})
 
     def hear(self, outputs: Sequence[StepOutput]) -> None:
         """Note what a step said: exactly the tokens that were committed, in order, and every end once."""
         seq_ids = {(request.request_id, request.index): request.seq_id for request in self.live.values()}
+        gained: dict[int, list[StepOutput]] = {}
         for output in outputs:
             request = self.live[seq_ids[output.request_id, output.index]]
             said = self._told[request.seq_id]
             if output.token is not None:
                 said.append(output.token)
+                gained.setdefault(request.seq_id, []).append(output)
             ends = request.finished and len(said) == request.num_output
             assert output.finish_reason == (request.finish_reason if ends else None), "an end in the wrong place"
+        for seq_id, step in gained.items():
+            self._steps[seq_id].append(step)
         for request in list(self.live.values()):
             searches = request.search is not None and not request.finished
             assert self._told[request.seq_id] == ([] if searches else request.output), "the caller heard something else"
@@ -87,6 +94,8 @@ class Ledger:
         assert_own_beam(request) if request.params.beam_width else assert_own_tokens(request)
         reason, ends = request.finish_reason, [token in request.end_token_ids for token in request.output]
         assert not any(ends[:-1]), "tokens behind an end"
+        if request.search is None:
+            assert_figures(request, self._steps[request.seq_id])
         if reason in ("stop", "length"):
             assert_prompt_logprobs(request)
             full = request.num_output == request.params.max_tokens or len(request.tokens) == MAX_LEN

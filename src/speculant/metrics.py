@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 class SpeculationMetrics:
     """Speculation counts of one request (docs/references.md, metrics).
 
+    A draft is counted up to the token that ended the request. Accepted tokens are those that the request gained. Tokens
+    after its end are neither accepted nor tested here, even if the verifier had accepted them. Drafted tokens are all
+    that were proposed.
     `acceptance_histogram[k]` counts the steps in which exactly k draft tokens were accepted.
     """
 
@@ -51,7 +54,11 @@ class SpeculationMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per speculative step, the correction or bonus included."""
+        """1 + accepted / steps that had a draft, vLLM's figure.
+
+        It is no count of tokens: steps without a draft are left out, and the 1 is added for a step whose draft ended
+        the request, too. `RequestMetrics.tokens_per_pass` counts.
+        """
         return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
 
     @property
@@ -104,23 +111,78 @@ class StepTiming(NamedTuple):
 
 
 @dataclass
+class PassTotals:
+    """The target passes that any sample of a prompt took part in, each counted once, and their steps' times."""
+
+    passes: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    newest: float | None = None  # when the newest step started, which tells it from others
+
+    def record(self, step: StepTiming) -> None:
+        """Count a step's pass, unless another sample did so already."""
+        if step.started != self.newest:
+            self.newest = step.started
+            self.passes += 1
+            self.draft_s += step.draft_s
+            self.verify_s += step.verify_s
+
+
+@dataclass
 class TimingMetrics:
-    """Wall-clock figures of one request, in seconds since `arrival` unless stated otherwise."""
+    """Wall-clock figures of one sample, or of all samples of a request (`pooled`).
+
+    Readings of `time.perf_counter` and durations, in seconds. target_passes: passes that it took part in.
+    sampled_passes: those after which it was given tokens, which are all but the passes that only process a part of the
+    prompt. A pass that serves several samples is one of the target_passes of their request, and as many sampled_passes.
+    together: what the samples of one prompt count together; None = it is the only one.
+    """
 
     arrival: float
     first_token: float | None = None
     last_token: float | None = None
     num_tokens: int = 0
     target_passes: int = 0
+    sampled_passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     gaps: list[float] = field(default_factory=list)  # between one token and the next; 0 within a step
+    together: PassTotals | None = None
 
-    def record_pass(self, draft_s: float, verify_s: float) -> None:
-        """Count one target pass that the request took part in."""
+    @classmethod
+    def pooled(cls, samples: Sequence[TimingMetrics]) -> TimingMetrics:
+        """Return the figures of all samples of a request: from the first token of any of them to the last of all."""
+        first = samples[0]
+        if len(samples) == 1:
+            return first
+        totals = first.together
+        assert totals is not None, "the samples of a prompt count their passes together"
+        firsts = [each.first_token for each in samples if each.first_token is not None]
+        lasts = [each.last_token for each in samples if each.last_token is not None]
+        return cls(
+            first.arrival,
+            min(firsts, default=None),
+            max(lasts, default=None),
+            num_tokens=sum(each.num_tokens for each in samples),
+            target_passes=totals.passes,
+            sampled_passes=sum(each.sampled_passes for each in samples),
+            draft_s=totals.draft_s,
+            verify_s=totals.verify_s,
+            gaps=[gap for each in samples for gap in each.gaps],
+        )
+
+    def record_pass(self, step: StepTiming) -> None:
+        """Count the target pass of a step that the sample took part in."""
         self.target_passes += 1
-        self.draft_s += draft_s
-        self.verify_s += verify_s
+        self.draft_s += step.draft_s
+        self.verify_s += step.verify_s
+        if self.together is not None:
+            self.together.record(step)
+
+    def share_passes(self, other: TimingMetrics) -> None:
+        """Take over the passes of the sample that a beam search ran on; this one is another of its results."""
+        self.target_passes, self.sampled_passes = other.target_passes, other.sampled_passes
+        self.draft_s, self.verify_s = other.draft_s, other.verify_s
 
     def record_tokens(self, now: float, n: int) -> None:
         """Count n > 0 tokens that were committed together."""
@@ -151,8 +213,16 @@ class TimingMetrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first, per second of decoding."""
-        return _ratio(len(self.gaps), self.decode_s)
+        """Tokens after the first one, per second of decoding; of all samples together if they are pooled."""
+        return _ratio(max(0, self.num_tokens - 1), self.decode_s)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that the target gave, per pass that sampled them: num_tokens / sampled_passes.
+
+        1 without speculation. Of several samples it is the mean over their passes, so it says nothing of the batch.
+        """
+        return _ratio(self.num_tokens, self.sampled_passes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under their documented keys; times between tokens and between bursts as percentiles."""
@@ -161,6 +231,8 @@ class TimingMetrics:
             "decode_s": self.decode_s,
             "tokens_per_s": self.tokens_per_s,
             "target_passes": self.target_passes,
+            "sampled_passes": self.sampled_passes,
+            "tokens_per_pass": self.tokens_per_pass,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "itl_s": {f"p{q}": percentile(self.gaps, q) for q in (50, 90, 99)},
@@ -170,12 +242,12 @@ class TimingMetrics:
 
 @dataclass
 class RequestMetrics:
-    """All figures of one request.
+    """All figures of one sample, or of all samples of a request (`pooled`).
 
     verification: the verifier's name, "beam" for a beam search; None = no speculation.
     lossless: the output has the target's distribution; False only for a lenient verifier.
-    cached_tokens: prompt tokens that were found in the cache. num_preemptions: how often the request
-    was preempted for lack of memory.
+    cached_tokens: prompt tokens that were found in the cache, by the first sample if they are pooled.
+    num_preemptions: how often it was preempted for lack of memory.
     """
 
     timing: TimingMetrics
@@ -185,9 +257,30 @@ class RequestMetrics:
     cached_tokens: int = 0
     num_preemptions: int = 0
 
+    @classmethod
+    def pooled(cls, samples: Sequence[RequestMetrics]) -> RequestMetrics:
+        """Return the figures of all samples of a request; those of a single one are its own."""
+        if len(samples) == 1:
+            return samples[0]
+        speculation = SpeculationMetrics()
+        for each in samples:
+            speculation.add(each.speculative_decoding)
+        return replace(
+            samples[0],
+            timing=TimingMetrics.pooled([each.timing for each in samples]),
+            speculative_decoding=speculation,
+            num_preemptions=sum(each.num_preemptions for each in samples),
+        )
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass that sampled them; see `TimingMetrics.tokens_per_pass`."""
+        return self.timing.tokens_per_pass
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values for JSON."""
         return {
+            "tokens_per_pass": self.tokens_per_pass,
             "speculative_decoding": {
                 **self.speculative_decoding.to_dict(),
                 "verification": self.verification,
@@ -203,7 +296,8 @@ class RequestMetrics:
 class EngineMetrics:
     """An engine's totals since it was made, and its state after the last step.
 
-    Requests are counted per sample. draft_s, verify_s and other_s divide the steps' time, in seconds. lossy samples
+    Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
+    each sequence; a beam search counts as its samples. draft_s, verify_s and other_s divide the steps' time, in seconds. lossy samples
     were verified by a verifier that is not lossless. repeated_steps failed and were repeated for each sequence
     alone; transient_errors are those that then failed for none.
     drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
@@ -215,6 +309,7 @@ class EngineMetrics:
 
     steps: int = 0
     tokens: int = 0
+    sampled_passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
@@ -247,12 +342,17 @@ class EngineMetrics:
 
     @property
     def tokens_per_step(self) -> float:
-        """Committed tokens per step, over all requests."""
+        """Committed tokens per step, of all sequences of the batch together."""
         return _ratio(self.tokens, self.steps)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Committed tokens per sequence and pass that sampled them; see `TimingMetrics.tokens_per_pass`."""
+        return _ratio(self.tokens, self.sampled_passes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain values for JSON."""
-        return {**asdict(self), "tokens_per_step": self.tokens_per_step}
+        return {**asdict(self), "tokens_per_step": self.tokens_per_step, "tokens_per_pass": self.tokens_per_pass}
 
 
 def percentile(values: Sequence[float], q: int) -> float | None:

@@ -30,6 +30,10 @@ class StopChecker(Protocol):
         """Add one token; return the stop string that it completes, if any."""
         ...
 
+    def push_end(self, token: int) -> None:
+        """Add an end token, which is the last one."""
+        ...
+
     def checkpoint(self) -> None:
         """Save this state for `rollback`; called before a step commits."""
         ...
@@ -142,13 +146,14 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
-    end_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]  # the model's own and `stop_token_ids`
     metrics: RequestMetrics
     verifier: str = "match"  # the verification rule's name
     drafter: str | None = None  # the drafting method's name; None = no speculation
     num_speculative_tokens: int | None = None  # the request's own draft length; None = the engine's
     shared_noise: bool = True
     stop_checker: StopChecker | None = None
+    stop_token_ids: frozenset[int] = frozenset()  # end tokens that the caller named, without the model's own
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # only requests of the same salt share prefixes
     prediction: tuple[int, ...] = ()  # the caller's guess of the output, for a drafter that reads it
@@ -159,7 +164,7 @@ class Request:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on
     finish_reason: str | None = None  # stop, length, abort, error
-    stop_reason: int | str | None = None  # the end token or stop string
+    stop_reason: int | str | None = None  # the token of `stop_token_ids` or the stop string; None at any other end
     error: Exception | None = None  # the error that ended it
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
     counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
@@ -240,7 +245,8 @@ class CompletionOutput:
     """One finished or growing sample of a request.
 
     cumulative_logprob: the sum of its log-probabilities, if they were requested or it is of a beam search.
-    score: that sum / length ** length_penalty, by which a beam search ranks.
+    score: that sum / length ** length_penalty, by which a beam search ranks. metrics: the figures of this sample alone.
+    stop_reason: the stop string or the id of `stop_token_ids` that ended it; None at the model's own end token.
     """
 
     index: int
@@ -251,11 +257,12 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt's result: `n` samples and the pooled figures."""
+    """A prompt's result: `n` samples, and the figures of all of them together (`RequestMetrics.pooled`)."""
 
     request_id: str
     prompt: str | None

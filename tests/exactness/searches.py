@@ -64,9 +64,8 @@ def assert_found(requests: Sequence[Request], expected: Sequence[Found]) -> None
     assert [tuple(request.output) for request in there] == [found.text for found in best]
     assert [found_by(request) for request in there] == [pytest.approx((found.logprob, found.score)) for found in best]
     for request in there:
-        end = request.output[-1]
-        expected_end = ("stop", end) if end in request.end_token_ids else ("length", None)
-        assert (request.finish_reason, request.stop_reason) == expected_end
+        ends = request.output[-1] in request.end_token_ids
+        assert (request.finish_reason, request.stop_reason) == ("stop" if ends else "length", None)
     for request in requests[len(there) :]:
         assert isinstance(request.error, RequestError)
         assert (request.output, found_by(request), request.finish_reason) == ([], (None, None), "error")

@@ -13,6 +13,7 @@ from speculant.config import Limits
 from speculant.errors import RequestError
 from speculant.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.exactness.tables import TableModel
+from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.beams import beams_of, found_by, texts_of
@@ -198,10 +199,14 @@ def test_an_aborted_search_leaves_nothing() -> None:
 
 def test_a_search_takes_one_pass_for_each_token() -> None:
     rig = build_rig(TableModel(CROWDED.target, 4), limits=ROOMY)
-    best, *others = searched(rig, wide(3, 7))
-    assert best.metrics.timing.target_passes == 7
-    assert all(other.metrics.timing.target_passes == 0 for other in others)
-    assert best.metrics.verification is None
+    samples = searched(rig, wide(3, 7))
+    assert [sample.metrics.timing.target_passes for sample in samples] == [7] * 3, "they come from the same passes"
+    assert [sample.metrics.tokens_per_pass for sample in samples] == [len(sample.output) / 7 for sample in samples]
+    pooled = RequestMetrics.pooled([sample.metrics for sample in samples])
+    assert pooled.timing.target_passes == 7, "a pass is counted once, whatever number of results it has"
+    assert pooled.timing.num_tokens == sum(len(sample.output) for sample in samples)
+    assert rig.engine.metrics.tokens_per_pass == pooled.tokens_per_pass
+    assert samples[0].metrics.verification is None
 
 
 class Listener(ScriptedDrafter):

@@ -23,6 +23,7 @@ from tests.fakes import (
     paged,
     sometimes_right,
 )
+from tests.figures import assert_figures, steps_of
 
 V = 6
 LENGTHS = (1, 2, 3, 5)
@@ -71,8 +72,8 @@ def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tupl
     assert [output.token for output in outputs] == request.output
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [request.finish_reason]
     assert [list(entry) for entry in request.logprobs] == [[token] for token in request.output]
-    assert request.metrics.timing.num_tokens == request.num_output
-    assert request.metrics.speculative_decoding.num_accepted_draft_tokens == sum(o.drafted for o in outputs)
+    assert_figures(request, steps_of(outputs))
+    assert rig.engine.metrics.tokens_per_pass == request.metrics.tokens_per_pass
     return request, outputs
 
 
@@ -89,7 +90,22 @@ def test_an_end_token_within_a_draft_ends_the_request(
 ) -> None:
     request, _ = finished(counting_rig(drafter, length, ends=(4,), verifier=verifier, cache=cache))
     assert request.output == [1, 2, 3, 4]
-    assert (request.finish_reason, request.stop_reason) == ("stop", 4)
+    assert (request.finish_reason, request.stop_reason) == ("stop", None), "it is the model's own end token"
+
+
+@pytest.mark.parametrize("end", range(1, 6))
+def test_a_draft_that_holds_the_end_counts_up_to_it(end: int) -> None:
+    """The pass over the prompt gives 0. The draft 1 2 3 4 5 is right, and the request ends within it.
+
+    The token that would follow the draft was never given, so it is in no figure but vLLM's mean acceptance length.
+    """
+    request, _ = finished(counting_rig("right", 5, ends=(end,)), prompt=(4, 5))
+    drafts = request.metrics.speculative_decoding
+    assert (request.output, request.metrics.timing.sampled_passes) == (list(range(end + 1)), 2)
+    assert request.metrics.tokens_per_pass == (end + 1) / 2
+    assert drafts.num_accepted_draft_tokens == drafts.num_tested_tokens == end
+    assert drafts.acceptance_rate == 1, "what the verifier accepted after the end is neither accepted nor tested"
+    assert drafts.mean_acceptance_length == end + 1
 
 
 @everywhere
@@ -139,6 +155,12 @@ def test_stop_token_ids_and_ignore_eos(drafter: str, length: int) -> None:
 
 
 @everywhere
+def test_the_model_s_own_end_token_is_no_reason_even_if_it_is_named(drafter: str, length: int) -> None:
+    request, _ = finished(counting_rig(drafter, length, ends=(2,)), stop_token_ids=[2, 5])
+    assert (request.output, request.finish_reason, request.stop_reason) == ([1, 2], "stop", None)
+
+
+@everywhere
 def test_an_end_token_wins_over_the_length(drafter: str, length: int) -> None:
     at_once, _ = finished(counting_rig(drafter, length, ends=(4,)), max_tokens=4)
     assert (at_once.output, at_once.finish_reason) == ([1, 2, 3, 4], "stop")
@@ -169,6 +191,10 @@ class StopAfter:
         """See `StopChecker.push`."""
         self.seen.append(token)
         return "found" if self.seen[-len(self.stop) :] == self.stop else None
+
+    def push_end(self, token: int) -> None:
+        """See `StopChecker.push_end`."""
+        self.seen.append(token)
 
     def checkpoint(self) -> None:
         """See `StopChecker.checkpoint`."""

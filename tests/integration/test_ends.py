@@ -104,7 +104,7 @@ def test_a_stop_token_inside_a_draft_ends_the_request_there(
     (sample, *_) = answers(llm_of(**arguments), stop_token_ids=[end, 0], ignore_eos=True)
     assert sample.token_ids == full[0].token_ids[: place + 1]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", end)
-    assert sample.text == full[0].text[: place + 1], "a stop token that is no special token is part of the text"
+    assert sample.text == full[0].text[:place], "the text of a stop token is no part of the answer"
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_the_end_of_sequence_inside_a_draft_is_the_end(
             expected = whole.token_ids if end is None else whole.token_ids[: end + 1]
             assert sample.token_ids == expected
             assert sample.finish_reason == ("length" if end is None else "stop")
-            assert sample.stop_reason == (None if end is None else 47)
+            assert sample.stop_reason is None, "it is the model's own end token"
             ended += end is not None
     assert ended > 0, "no answer has the end token"
 
@@ -190,10 +190,49 @@ def test_a_limit_and_an_end_at_once_are_an_end(llm_of: MakeLLM, full: list[Compl
         assert sample.finish_reason == "stop"
 
 
-def test_special_tokens_are_left_out_of_the_text_unless_wanted(llm_of: MakeLLM, tmp_path: Path) -> None:
+@every_engine
+def test_the_text_of_an_end_token_is_left_out_unless_stops_are_included(
+    llm_of: MakeLLM, arguments: dict[str, Any]
+) -> None:
+    """As in vLLM: the token stays among the ids."""
     bias = {END: 1000.0}
-    for skip, text in ((True, ""), (False, "<end>")):
-        params = SamplingParams(temperature=0, logit_bias=bias, skip_special_tokens=skip)
-        (result,) = llm_of("near").generate(PROMPTS[0], params)
+    for skip, include, text in ((True, False, ""), (True, True, ""), (False, False, ""), (False, True, "<end>")):
+        params = SamplingParams(
+            temperature=0, logit_bias=bias, skip_special_tokens=skip, include_stop_str_in_output=include
+        )
+        (result,) = llm_of(**arguments).generate(PROMPTS[0], params)
         assert (result.outputs[0].text, result.outputs[0].token_ids) == (text, [END])
-        assert result.outputs[0].stop_reason == END
+        assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("stop", None)
+
+
+@every_engine
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_of_a_stop_token_is_left_out_unless_stops_are_included(
+    llm_of: MakeLLM, full: list[CompletionOutput], arguments: dict[str, Any], include: bool
+) -> None:
+    """Streamed pieces join to the same text, wherever in a draft the token falls."""
+    llm = llm_of(**arguments)
+    for place in range(1, 12):
+        stop = full[0].token_ids[place]
+        end = full[0].token_ids.index(stop) + 1
+        params = SamplingParams(**GREEDY, stop_token_ids=[stop], include_stop_str_in_output=include, stop="~never~")
+        pieces = list(llm.stream(PROMPTS[0], params))
+        assert [piece.token for piece in pieces] == full[0].token_ids[:end]
+        assert pieces[-1].output is not None
+        (sample,) = pieces[-1].output.outputs
+        assert sample.text == "".join(piece.text for piece in pieces) == full[0].text[: end if include else end - 1]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+
+
+def test_a_beam_s_end_token_is_no_part_of_its_text(llm_of: MakeLLM) -> None:
+    for include, text in ((False, ""), (True, "<end>")):
+        params = SamplingParams(
+            beam_width=2,
+            temperature=0,
+            logit_bias={END: 1000.0},
+            skip_special_tokens=False,
+            include_stop_str_in_output=include,
+        )
+        (result,) = llm_of().generate(PROMPTS[0], params)
+        (sample,) = result.outputs
+        assert (sample.text, sample.token_ids, sample.stop_reason) == (text, [END], None)

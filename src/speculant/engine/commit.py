@@ -24,6 +24,7 @@ class Committed(NamedTuple):
 
     A beam search has no outputs until it is over, and then those of its siblings too. left: its text does not continue
     the one before, so that `tokens` are none. kept: the draft nodes whose keys and values stay in the cache.
+    sampled: for how many samples the pass gave tokens; all those of a beam search share its passes.
     """
 
     request: Request
@@ -32,6 +33,7 @@ class Committed(NamedTuple):
     left: bool = False
     kept: Sequence[int] = ()
     outcome: DraftOutcome | None = None
+    sampled: int = 0
 
 
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
@@ -51,11 +53,12 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
     if outcome is not None:
         request.metrics.speculative_decoding.record(tree.size, sum(outcome.accepted), sum(outcome.tested))
     request.metrics.timing.record_tokens(now, len(tokens))
+    request.metrics.timing.sampled_passes += 1
     outputs = _outputs(request, tokens, len(verdict.path))
     if tree.size and len(outputs) > len(verdict.path):
         parent = verdict.path[-1] if verdict.path else -1
         outputs[-1].rejected = tuple(each for each in tree.child_tokens(parent) if each != verdict.token)
-    return Committed(request, tokens, outputs, kept=kept, outcome=outcome)
+    return Committed(request, tokens, outputs, kept=kept, outcome=outcome, sampled=1)
 
 
 def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int) -> DraftOutcome:
@@ -93,11 +96,15 @@ def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float)
     before = search.beams
     _record_rounds(output, before, beams)
     request.rounds += 1
+    request.metrics.timing.sampled_passes += 1
     search.beams = beams
     if beams.live:
         return _follow(output, before.trunk, beams.trunk, cache)
     found = beams.finished[: len(search.samples)]
-    committed = _follow(output, before.trunk, found[0], cache) if found else Committed(request, [], [])
+    none = Committed(request, [], [], sampled=len(search.samples))
+    committed = _follow(output, before.trunk, found[0], cache) if found else none
+    for sample in search.samples[1:]:
+        sample.metrics.timing.share_passes(request.metrics.timing)
     for sample, hypothesis in zip_longest(search.samples, found):
         committed.outputs.extend(_end_without(sample) if hypothesis is None else _become(sample, hypothesis, now))
     search.results = found
@@ -129,7 +136,8 @@ def _follow(output: TargetOutput, trunk: Hypothesis, goal: Hypothesis, cache: KV
     request.shorten(len(request.prompt) + agreed)
     request.extend(tokens)
     left = agreed < trunk.length
-    return Committed(request, [] if left else tokens, [], left, path)
+    samples = 1 if request.search is None else len(request.search.samples)
+    return Committed(request, [] if left else tokens, [], left, path, sampled=samples)
 
 
 def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOutput]:
@@ -138,10 +146,13 @@ def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOu
     request.shorten(len(request.prompt))
     request.extend(tokens)
     stopped = tokens[-1] in request.end_token_ids
-    request.finish_reason, request.stop_reason = ("stop", tokens[-1]) if stopped else ("length", None)
-    for token in tokens:
-        if request.stop_checker is not None:
-            request.stop_checker.push(token)
+    request.finish_reason = "stop" if stopped else "length"
+    request.stop_reason = _named_stop(request, tokens[-1])
+    if (checker := request.stop_checker) is not None:
+        for token in tokens[:-1]:
+            checker.push(token)
+        last = checker.push_end if stopped else checker.push
+        last(tokens[-1])
     request.metrics.timing.record_tokens(now, len(tokens))
     return _outputs(request, tokens, 0)
 
@@ -203,18 +214,24 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
 
 def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
     """Say whether a request that just gained `token` is over: by an end, its constraint or its length."""
-    stop_string = request.stop_checker.push(token) if request.stop_checker else None
-    num_output, params = request.num_output, request.params
-    if num_output >= params.min_tokens:
-        if token in request.end_token_ids:
-            return "stop", token
-        if stop_string is not None:
-            return "stop", stop_string
+    num_output, params, checker = request.num_output, request.params, request.stop_checker
+    if token in request.end_token_ids and num_output >= params.min_tokens:
+        if checker is not None:
+            checker.push_end(token)
+        return "stop", _named_stop(request, token)
+    stop_string = None if checker is None else checker.push(token)
+    if stop_string is not None and num_output >= params.min_tokens:
+        return "stop", stop_string
     if request.constraint is not None and request.constraint.is_done:
         return "stop", None
     if num_output == params.max_tokens or len(request.tokens) >= max_model_len:
         return "length", None
     return None, None
+
+
+def _named_stop(request: Request, token: int) -> int | None:
+    """Return the reason that a token is for the end: itself if the caller named it in `stop_token_ids`."""
+    return token if token in request.stop_token_ids else None
 
 
 def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[StepOutput]:

@@ -223,6 +223,7 @@ class Engine:
     def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
         self.metrics.steps += 1
         self.metrics.tokens += sum(output.token is not None for each in committed for output in each.outputs)
+        self.metrics.sampled_passes += sum(each.sampled for each in committed)
         self.metrics.preemptions += len(schedule.preempted)
         for each in committed:
             if each.outcome is not None:

@@ -10,7 +10,7 @@ from functools import partial
 from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
 from speculant.errors import RequestError, SpeculantError
-from speculant.metrics import SpeculationMetrics
+from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
 from speculant.text.stop import StopStrings
 from speculant.text.stream import TextStream
@@ -126,17 +126,13 @@ class Generation:
         """Return the current state; log-probabilities have no text yet, see `with_token_texts`."""
         first = self._requests[0]
         outputs = [self._completion(request) for request in self._requests]
-        metrics = replace(first.metrics, speculative_decoding=SpeculationMetrics(), num_preemptions=0)
-        for request in self._requests:
-            metrics.speculative_decoding.add(request.metrics.speculative_decoding)
-            metrics.num_preemptions += request.metrics.num_preemptions
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(first.prompt),
             outputs=outputs,
             finished=self.finished,
-            metrics=metrics,
+            metrics=RequestMetrics.pooled([request.metrics for request in self._requests]),
             prompt_logprobs=self._prompt_logprobs(first),
             error=next((str(error) for error in self._errors() if error), None),
         )
@@ -155,6 +151,7 @@ class Generation:
             logprobs=list(request.logprobs) if asked else None,
             cumulative_logprob=found.logprob if found else request.cumulative_logprob,
             score=search.score(request.index) if search else None,
+            metrics=request.metrics,
         )
 
     def _prompt_logprobs(self, request: Request) -> list[Logprobs | None] | None:

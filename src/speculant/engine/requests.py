@@ -12,7 +12,7 @@ from speculant.constraints import Constraint
 from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, RequestError, suggest
-from speculant.metrics import RequestMetrics, TimingMetrics
+from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
 from speculant.types import Request, StopChecker
@@ -58,6 +58,10 @@ class RequestFactory:
             sample.priority, sample.cache_salt, sample.prediction = priority, cache_salt, prediction
             sample.stop_checker = stop_checker() if stop_checker else None
             sample.constraint = constraint() if constraint else None
+        if params.n > 1:
+            totals = PassTotals()
+            for sample in samples:
+                sample.metrics.timing.together = totals
         if params.beam_width is not None:
             self._begin_search(samples, params.beam_width)
         return samples
@@ -68,7 +72,7 @@ class RequestFactory:
         self._next_seq_id += 1
         seed = params.seed
         own_seed = mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed
-        ends = frozenset() if params.ignore_eos else self._rules.end_token_ids
+        ends, stops = frozenset() if params.ignore_eos else self._rules.end_token_ids, frozenset(params.stop_token_ids)
         request = Request(
             seq_id=self._next_seq_id,
             request_id=request_id,
@@ -76,7 +80,8 @@ class RequestFactory:
             prompt=tuple(prompt),
             params=params,
             seed=mix(own_seed, Purpose.REQUEST, index),
-            end_token_ids=ends | frozenset(params.stop_token_ids),
+            end_token_ids=ends | stops,
+            stop_token_ids=stops - ends,
             metrics=RequestMetrics(TimingMetrics(arrival=time.perf_counter())),
             tokens=list(prompt),
             drafter=method,

@@ -156,7 +156,7 @@ def commit_sequence(
     if request.stop_checker is not None:
         request.stop_checker.checkpoint()
     try:
-        request.metrics.timing.record_pass(timing.draft_s, timing.verify_s)
+        request.metrics.timing.record_pass(timing)
         if isinstance(verdict, SpeculantError):
             raise verdict
         if output.prompt_hidden is not None:

@@ -25,10 +25,9 @@ class _Choice:
 class ChatAnswer(Answer):
     """One choice for each sample. The readers tell reasoning and tool calls from content."""
 
-    def __init__(self, call: Call, make_reader: MakeReader, hidden_tokens: frozenset[int] = frozenset()) -> None:
-        """hidden_tokens: end tokens whose text is no part of the answer."""
+    def __init__(self, call: Call, make_reader: MakeReader) -> None:
         super().__init__(call, 1)
-        self._id, self._make_reader, self._hidden = new_id("chatcmpl-"), make_reader, hidden_tokens
+        self._id, self._make_reader = new_id("chatcmpl-"), make_reader
         self._choices: list[_Choice] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
@@ -41,7 +40,7 @@ class ChatAnswer(Answer):
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
         choice = self._choices[index]
-        part = choice.reader.feed(self._text(piece))
+        part = choice.reader.feed(piece.text)
         chunks = [self._shown_piece(index, piece, part.as_delta())]
         if piece.finish_reason is not None:
             rest = choice.reader.finish().as_delta()
@@ -64,12 +63,6 @@ class ChatAnswer(Answer):
         if self.results[0].prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_logprobs(self.results[0].prompt_logprobs)
         return value
-
-    def _text(self, piece: StreamPiece) -> str:
-        """Return a piece's text without that of an end token, which is there if special tokens are not skipped."""
-        if piece.finish_reason != "stop" or piece.token not in self._hidden:
-            return piece.text
-        return piece.text.removesuffix(self.call.texts.of(piece.token)[0])
 
     def _shown_piece(self, index: int, piece: StreamPiece, delta: dict[str, Any]) -> Chunk | None:
         choice, logprobs = self._choices[index], None

@@ -55,8 +55,7 @@ class Routes:
     async def _chat(self, engine: AsyncEngine, request: Request, body: ChatBody, params: SamplingParams) -> Response:
         service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
         params = with_tools(tokenizer, params, body, name)
-        hidden = tokenizer.special_ids if not params.skip_special_tokens and not body.skip_special_tokens else ()
-        answer = ChatAnswer(service.call(engine, body, params), reader_for(tokenizer, body, name), frozenset(hidden))
+        answer = ChatAnswer(service.call(engine, body, params), reader_for(tokenizer, body, name))
 
         async def prompts() -> list[Prompt]:
             return [await service.prompts.of_chat(engine, body)]

@@ -22,12 +22,15 @@ class _Checkpoint(NamedTuple):
 class TextStream:
     """A `StopChecker`: takes committed tokens and queues the text that each of them made final.
 
+    The end token is no part of the text unless `params.include_stop_str_in_output` is set.
+
     `stops` are the compiled stop strings of `params`. The search begins with the text of the min_tokens-th token.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
-        self._stops = StopSearch(stops, params.include_stop_str_in_output) if stops else None
+        self._include_stop = params.include_stop_str_in_output
+        self._stops = StopSearch(stops, self._include_stop) if stops else None
         self._unsearched = params.min_tokens - 1
         self._pieces: deque[str] = deque()
         self.text = ""  # all text released so far
@@ -38,6 +41,13 @@ class TextStream:
         piece, stop = self._search(self._detokenizer.push(token))
         self._add(piece)
         return stop
+
+    def push_end(self, token: int) -> None:
+        """See `StopChecker.push_end`."""
+        if self._include_stop:
+            self.push(token)
+        else:
+            self._add("")
 
     def checkpoint(self) -> None:
         """See `StopChecker.checkpoint`."""

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculant.metrics import EngineMetrics, RequestMetrics, SpeculationMetrics, TimingMetrics, percentile
+from speculant.metrics import (
+    EngineMetrics,
+    PassTotals,
+    RequestMetrics,
+    SpeculationMetrics,
+    StepTiming,
+    TimingMetrics,
+    percentile,
+)
 
 # (drafted, accepted, tested) of one step
 steps_strategy = st.lists(
@@ -69,7 +77,7 @@ def test_pooling_is_recording_everything_together(
 def test_the_documented_keys_are_there_and_are_json() -> None:
     metrics = RequestMetrics(TimingMetrics(1.0), recorded([(4, 2, 3)]), verification="match")
     told = json.loads(json.dumps(metrics.to_dict()))
-    assert set(told) == {"speculative_decoding", "timing", "cached_tokens", "num_preemptions"}
+    assert set(told) == {"tokens_per_pass", "speculative_decoding", "timing", "cached_tokens", "num_preemptions"}
     assert {
         "num_spec_steps",
         "num_draft_tokens",
@@ -80,7 +88,7 @@ def test_the_documented_keys_are_there_and_are_json() -> None:
         "acceptance_rate",
     } <= set(told["speculative_decoding"])
     times = {"ttft_s", "decode_s", "tokens_per_s", "target_passes", "draft_s", "verify_s", "itl_s", "burst_s"}
-    assert times <= set(told["timing"])
+    assert times | {"sampled_passes", "tokens_per_pass"} <= set(told["timing"])
 
 
 def test_an_engine_s_figures_are_json() -> None:
@@ -89,7 +97,8 @@ def test_an_engine_s_figures_are_json() -> None:
     assert told["blocks_total"] == 8
     assert {"preemptions", "finished", "aborted", "failed", "prompt_tokens", "prefix_hit_tokens"} <= set(told)
     assert {"waiting", "running", "blocks_used", "draft_s", "verify_s", "other_s"} <= set(told)
-    assert EngineMetrics().to_dict()["tokens_per_step"] == 0
+    assert EngineMetrics().to_dict()["tokens_per_step"] == EngineMetrics().to_dict()["tokens_per_pass"] == 0
+    assert EngineMetrics(steps=4, tokens=10, sampled_passes=8).to_dict()["tokens_per_pass"] == 1.25
 
 
 def test_tokens_of_one_step_arrive_together() -> None:
@@ -115,9 +124,55 @@ def test_one_token_has_no_rate() -> None:
 
 def test_passes_add_up() -> None:
     timing = TimingMetrics(arrival=0.0)
-    timing.record_pass(0.25, 0.5)
-    timing.record_pass(0.25, 1.0)
+    timing.record_pass(StepTiming(1.0, 1.25, 1.75))
+    timing.record_pass(StepTiming(2.0, 2.25, 3.25))
     assert (timing.target_passes, timing.draft_s, timing.verify_s) == (2, 0.5, 1.5)
+
+
+def test_tokens_per_pass_counts_tokens_and_the_passes_that_gave_them() -> None:
+    """Two passes process the prompt, the second of them gives a token; 1 of 4 then had a draft, and 4 were accepted."""
+    metrics = RequestMetrics(TimingMetrics(arrival=0.0))
+    assert metrics.tokens_per_pass == 0, "there is no pass"
+    for number, gained in enumerate((0, 1, 5, 1, 1)):
+        metrics.timing.record_pass(StepTiming(number, number, number + 1))
+        if gained:
+            metrics.timing.record_tokens(number + 1, gained)
+            metrics.timing.sampled_passes += 1
+    metrics.speculative_decoding.record(4, 4, 4)
+    assert (metrics.timing.target_passes, metrics.timing.sampled_passes) == (5, 4)
+    assert metrics.tokens_per_pass == metrics.timing.to_dict()["tokens_per_pass"] == 8 / 4
+    assert metrics.speculative_decoding.mean_acceptance_length == 5, "it sees the pass with the draft alone"
+
+
+def samples_of(*steps: dict[int, int], number: int = 3) -> list[RequestMetrics]:
+    """Return the metrics of samples after steps of one second; each step gave some samples some tokens."""
+    together = PassTotals()
+    timings = [TimingMetrics(arrival=0.0, together=together) for _ in range(number)]
+    for started, gained in enumerate(steps):
+        for sample, tokens in gained.items():
+            timings[sample].record_pass(StepTiming(started, started + 0.25, started + 1))
+            timings[sample].record_tokens(started + 1, tokens)
+            timings[sample].sampled_passes += 1
+    return [RequestMetrics(timing, num_preemptions=1) for timing in timings]
+
+
+def test_the_figures_of_samples_together_are_those_of_all_their_tokens_over_all_their_time() -> None:
+    """The first sample ends at once: its time alone would say that 9 tokens took no time at all."""
+    samples = samples_of({0: 1}, {1: 1, 2: 2}, {1: 3}, {2: 3})
+    pooled = RequestMetrics.pooled(samples)
+    timing = pooled.timing
+    assert (timing.first_token, timing.last_token, timing.num_tokens) == (1, 4, 10)
+    assert timing.tokens_per_s == 9 / 3
+    assert (timing.target_passes, timing.draft_s, timing.verify_s) == (4, 1.0, 3.0), "steps 0 to 3, each once"
+    assert (timing.sampled_passes, pooled.tokens_per_pass) == (5, 2.0)
+    assert timing.gaps == [1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]
+    assert pooled.num_preemptions == 3
+    assert [sample.tokens_per_pass for sample in samples] == [1.0, 2.0, 2.5]
+
+
+def test_one_sample_s_figures_are_its_own() -> None:
+    metrics = RequestMetrics(TimingMetrics(arrival=0.0))
+    assert RequestMetrics.pooled([metrics]) is metrics
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_an_end_token_is_taken_too() -> None:
     rig = rig_with((0, 1), ends=frozenset({1}))
     (request,) = rig.add((0,), SamplingParams(), constraint=LINE.constrain)
     rig.finish()
-    assert (request.output, request.finish_reason, request.stop_reason) == ([0, 1], "stop", 1)
+    assert (request.output, request.finish_reason, request.stop_reason) == ([0, 1], "stop", None)
     assert taken(request) == [0, 1]
 
 
@@ -132,6 +132,10 @@ class BreakingWatch:
         if self.seen == 6:
             raise TroubleError
         return None
+
+    def push_end(self, token: int) -> None:
+        """See `StopChecker.push_end`."""
+        self.push(token)
 
     def checkpoint(self) -> None:
         """See `StopChecker.checkpoint`."""

@@ -113,6 +113,9 @@ class TroubledWatch:
             raise TroubleError
         return None
 
+    def push_end(self, token: int) -> None:
+        self.push(token)
+
     def checkpoint(self) -> None:
         self.saved = self.seen
 

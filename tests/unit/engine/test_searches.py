@@ -41,6 +41,9 @@ class Watch:
             raise TroubleError
         return None
 
+    def push_end(self, token: int) -> None:
+        self.push(token)
+
     def checkpoint(self) -> None:
         self.saved = len(self.seen)
 
