@@ -252,6 +252,10 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     score: float | None = None
 
+    def finished(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -265,6 +269,11 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None  # the reason of a finish_reason "error"
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the prompt's tokens were found in the prefix cache."""
+        return self.metrics.cached_tokens
 
     @property
     def lossless(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -101,8 +102,35 @@ def test_parameters_default_to_the_checkpoint_s(llm_of: MakeLLM) -> None:
         [1, "x"],
         [TEXTS[0], None],
         [TEXTS[0], 3],
-        [torch.tensor([1, 2])],
         [[1.5, 2.0]],
+        None,
+        b"text",
+        [bytearray(b"text")],
+        {7, 8},
+        7,
+        7.0,
+        True,
+        [True, False],
+        [[7, True]],
+        [[7, [8]]],
+        [[[7, 8]]],
+        {},
+        {"text": "x"},
+        {7: 8},
+        {"prompt": [7, 8]},
+        {"prompt_token_ids": "x"},
+        {"prompt_token_ids": [7.0]},
+        {"prompt": "x", "cache_salt": 7},
+        {"prompt": "x", "multi_modal_data": {"image": 1}},
+        {"prompt_embeds": torch.zeros(2, 2)},
+        {"encoder_prompt": "x", "decoder_prompt": "y"},
+        torch.tensor([7.0, 8.0]),
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.zeros(1, 1, 2, dtype=torch.int64),
+        np.array([7.0]),
+        np.array(["x"]),
+        [np.array([[7, 8]])],
     ],
     ids=str,
 )
@@ -112,6 +140,71 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left_behind(llm_of: MakeLLM, pro
         llm.generate(prompts, GREEDY)
     assert caught.value.fix
     assert not llm.engine.has_unfinished()
+
+
+ONE_PROMPT: list[Any] = [
+    [103, 104, 105],
+    (103, 104, 105),
+    range(103, 106),
+    [np.int64(103), np.int32(104), 105],
+    [torch.tensor(103), 104, 105],
+    np.array([103, 104, 105], dtype=np.uint16),
+    torch.tensor([103, 104, 105], dtype=torch.int32),
+    {"prompt_token_ids": [103, 104, 105]},
+    {"prompt_token_ids": np.array([103, 104, 105]), "cache_salt": "mine", "multi_modal_data": None},
+    {"prompt": "ghi"},
+    {"prompt": "another text", "prompt_token_ids": (103, 104, 105)},
+]
+
+
+@pytest.mark.parametrize("prompt", ONE_PROMPT, ids=str)
+def test_a_prompt_in_any_form_is_its_token_ids_and_not_its_keys(llm_of: MakeLLM, prompt: Any) -> None:
+    llm = llm_of("near")
+    (expected,) = llm.generate([[103, 104, 105]], GREEDY)
+    for given in (prompt, [prompt], (prompt,), iter([prompt])):
+        (result,) = llm.generate(given, GREEDY)
+        assert result.prompt_token_ids == [103, 104, 105]
+        assert result.outputs == expected.outputs
+        assert result.prompt == (prompt.get("prompt") if isinstance(prompt, dict) else None)
+    *_, last = llm.stream(prompt, GREEDY)
+    assert last.output is not None
+    assert last.output.outputs == expected.outputs
+
+
+@pytest.mark.parametrize("rows", [np.array([[7, 8], [9, 7]]), torch.tensor([[7, 8], [9, 7]]), [[7, 8], (9, 7)]], ids=str)
+def test_each_row_of_an_array_is_a_prompt(llm_of: MakeLLM, rows: Any) -> None:
+    results = llm_of("near").generate(rows, GREEDY)
+    assert [result.prompt_token_ids for result in results] == [[7, 8], [9, 7]]
+
+
+def test_prompts_of_all_forms_run_together(llm_of: MakeLLM) -> None:
+    results = llm_of("near").generate(ONE_PROMPT, GREEDY)
+    assert [result.prompt_token_ids for result in results] == [[103, 104, 105]] * len(ONE_PROMPT)
+
+
+def test_the_salt_of_a_prompt_separates_its_cache(llm_of: MakeLLM) -> None:
+    llm, tokens = llm_of("near"), [11, 12, 13, 14] * 12
+    for salt in ("", "a", "b"):
+        first, again = (llm.generate({"prompt_token_ids": tokens, "cache_salt": salt}, GREEDY)[0] for _ in range(2))
+        assert first.num_cached_tokens == 0
+        assert again.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ({"promt": "x"}, r"unknown key 'promt'(.|\n)*did you mean 'prompt'"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data: images"),
+        ({"prompt_embeds": torch.zeros(2, 2)}, "embeddings"),
+        (b"x", "a prompt is a bytes"),
+        (None, "a prompt is a NoneType"),
+        ([[7, True]], "has True, which is not a token id"),
+    ],
+    ids=str,
+)
+def test_a_refused_prompt_is_told_why(llm_of: MakeLLM, prompt: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        llm_of("near").generate(prompt, GREEDY)
 
 
 def test_a_bad_prompt_is_refused_before_any_runs(llm_of: MakeLLM) -> None:

@@ -12,6 +12,7 @@ from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.prompts import PlainPrompt, TextPrompt, TokensPrompt, read_prompt
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
@@ -35,7 +36,7 @@ class RenderedPrompt:
     reasoning: Reasoning | None = None
 
 
-Prompt = str | RenderedPrompt | Sequence[int]
+Prompt = str | RenderedPrompt | Sequence[int] | TextPrompt | TokensPrompt  # or an array of whole numbers
 Message = Mapping[str, Any]
 
 
@@ -137,25 +138,23 @@ class Frontend:
         self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, cache_salt: str = ""
     ) -> Generation:
         """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails."""
-        text, tokens = self._read_prompt(prompt)
+        text, tokens, salt = self._read_prompt(prompt)
+        if salt and cache_salt not in ("", salt):
+            raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
         stops, compiling = self._compile_stops(tuple(params.stop)), self._compiling(params)
         constrain = None if compiling is None else _constrain(compiling.result(), prompt)
-        return Generation(request_id, text, tokens, params, priority, cache_salt, stops, constrain)
+        return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain)
 
-    def _read_prompt(self, prompt: object) -> tuple[str | None, list[int]]:
-        """Return a prompt's text, if it has one, and its token ids."""
+    def _read_prompt(self, prompt: object) -> tuple[str | None, list[int], str]:
+        """Return a prompt's text, if it has one, its token ids and its salt."""
         if isinstance(prompt, RenderedPrompt):
-            known = prompt.tokens
-            tokens = self.tokenizer.encode(prompt.text, add_special_tokens=False) if known is None else list(known)
-            return prompt.text, tokens
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):
-            raise RequestError(
-                f"a prompt is a {type(prompt).__name__}", "give a text, a list of token ids, or a list of those."
-            )
-        return None, list(prompt)
+            known = None if prompt.tokens is None else list(prompt.tokens)
+            plain, special = PlainPrompt(prompt.text, known), False
+        else:
+            plain, special = read_prompt(prompt), True
+        tokens = self.tokenizer.encode(plain.text or "", special) if plain.tokens is None else plain.tokens
+        return plain.text, tokens, plain.cache_salt
 
     def _compiling(self, params: SamplingParams | None) -> Future[Grammar] | None:
         """Have the form compiled that these settings ask for; None if they ask for none."""

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from speculant.engine.frontend import Frontend, Message, Prompt, RenderedPrompt
+from speculant.engine.frontend import Frontend, Message, Prompt
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.prompts import split_prompts
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
@@ -30,13 +31,16 @@ class LLM(Frontend):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids) together; one result per prompt, in order.
+        """Complete prompts together; one result per prompt, in order.
+
+        A prompt is a text, token ids (a list, a tuple, a numpy or torch array of whole numbers), or a mapping in the
+        form of `TextPrompt` or `TokensPrompt`.
 
         One SamplingParams serves all prompts, or give one for each. A prompt that can't be served is refused before
         any of them runs: RequestError or ConfigError. One that fails later has finish_reason "error" and leaves the
         others alone; if all of them fail, the first error is raised.
         """
-        listed = _as_prompts(prompts)
+        listed = split_prompts(prompts)
         pairs = zip(listed, self._params_for(listed, sampling_params), strict=True)
         made = [self._generation(prompt, params, f"request-{next(self._ids)}") for prompt, params in pairs]
         for generation in made:
@@ -142,14 +146,6 @@ class LLM(Frontend):
                 "give one for each prompt, or one for all.",
             )
         return given
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt (a text, or token ids) from several."""
-    if isinstance(prompts, str | RenderedPrompt):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
 
 
 def _as_conversations(messages: Any) -> Sequence[Any]:
