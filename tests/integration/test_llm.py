@@ -143,27 +143,27 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left_behind(llm_of: MakeLLM, pro
 
 
 ONE_PROMPT: list[Any] = [
-    [103, 104, 105],
-    (103, 104, 105),
-    range(103, 106),
-    [np.int64(103), np.int32(104), 105],
-    [torch.tensor(103), 104, 105],
-    np.array([103, 104, 105], dtype=np.uint16),
-    torch.tensor([103, 104, 105], dtype=torch.int32),
-    {"prompt_token_ids": [103, 104, 105]},
-    {"prompt_token_ids": np.array([103, 104, 105]), "cache_salt": "mine", "multi_modal_data": None},
+    [70, 71, 72],
+    (70, 71, 72),
+    range(70, 73),
+    [np.int64(70), np.int32(71), 72],
+    [torch.tensor(70), 71, 72],
+    np.array([70, 71, 72], dtype=np.uint16),
+    torch.tensor([70, 71, 72], dtype=torch.int32),
+    {"prompt_token_ids": [70, 71, 72]},
+    {"prompt_token_ids": np.array([70, 71, 72]), "cache_salt": "mine", "multi_modal_data": None},
     {"prompt": "ghi"},
-    {"prompt": "another text", "prompt_token_ids": (103, 104, 105)},
+    {"prompt": "another text", "prompt_token_ids": (70, 71, 72)},
 ]
 
 
 @pytest.mark.parametrize("prompt", ONE_PROMPT, ids=str)
 def test_a_prompt_in_any_form_is_its_token_ids_and_not_its_keys(llm_of: MakeLLM, prompt: Any) -> None:
     llm = llm_of("near")
-    (expected,) = llm.generate([[103, 104, 105]], GREEDY)
+    (expected,) = llm.generate([[70, 71, 72]], GREEDY)
     for given in (prompt, [prompt], (prompt,), iter([prompt])):
         (result,) = llm.generate(given, GREEDY)
-        assert result.prompt_token_ids == [103, 104, 105]
+        assert result.prompt_token_ids == [70, 71, 72]
         assert result.outputs == expected.outputs
         assert result.prompt == (prompt.get("prompt") if isinstance(prompt, dict) else None)
     *_, last = llm.stream(prompt, GREEDY)
@@ -179,7 +179,7 @@ def test_each_row_of_an_array_is_a_prompt(llm_of: MakeLLM, rows: Any) -> None:
 
 def test_prompts_of_all_forms_run_together(llm_of: MakeLLM) -> None:
     results = llm_of("near").generate(ONE_PROMPT, GREEDY)
-    assert [result.prompt_token_ids for result in results] == [[103, 104, 105]] * len(ONE_PROMPT)
+    assert [result.prompt_token_ids for result in results] == [[70, 71, 72]] * len(ONE_PROMPT)
 
 
 def test_the_salt_of_a_prompt_separates_its_cache(llm_of: MakeLLM) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from speculant import plugins
@@ -63,13 +64,14 @@ def build_engine(config: EngineConfig) -> Runtime:
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+        revision=config.revision, download_dir=config.download_dir,
     )  # fmt: skip
     return build_around(config, target)
 
 
 def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     """Build an engine around a target that is loaded; several engines may share one."""
-    tokenizer = Tokenizer.from_folder(target.folder)
+    tokenizer = load_tokenizer(config, target.folder)
     limits = resolve(config, target.model.max_positions)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
@@ -101,6 +103,16 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     predicts = _prediction_method() if config.use_speculative_decoding is not False else None
     return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, predicts)
+
+
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    """Load the tokenizer of a target in a folder: its own, or the one that is named."""
+    if config.tokenizer is None and config.tokenizer_revision is None:
+        return Tokenizer.from_folder(folder)
+    revision = config.tokenizer_revision or config.revision
+    return Tokenizer.from_folder(
+        resolve_source(config.tokenizer or config.model, revision=revision, download_dir=config.download_dir)
+    )
 
 
 def drafts(config: EngineConfig, target: Checkpoint) -> bool:
@@ -266,7 +278,7 @@ class _Workshop:
         return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
-        folder = resolve_source(source, "draft")
+        folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
         compare_vocabularies(self.tokenizer, Tokenizer.from_folder(folder))
         if self.config.draft_quantization != AUTO:
             return self._load(source, head_tokens, rounded(self.config.draft_quantization)).model
@@ -282,6 +294,7 @@ class _Workshop:
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+            download_dir=config.download_dir,
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
+from speculant.structured.vocabulary import word_tokens
 from speculant.text.messages import check_variables, read_messages
 from speculant.text.reasoning import find_tags, is_opened, is_over
 from speculant.text.stop import compile_stops
@@ -52,6 +53,7 @@ class Frontend:
         self._runtime = build_engine(self.config)
         self.tokenizer = self._runtime.tokenizer
         self._grammars = Grammars(self.tokenizer, self._runtime.checkpoint.eos_token_ids)
+        self._word_tokens = lru_cache(maxsize=8)(self._tokens_of_words)
         self._compile_stops = lru_cache(maxsize=8)(compile_stops)  # many prompts share their stop strings
 
     @property
@@ -144,6 +146,7 @@ class Frontend:
         params = self._tokenised(params or self.default_params)
         stops, compiling = self._compile_stops(tuple(params.stop)), self._compiling(params)
         constrain = None if compiling is None else _constrain(compiling.result(), prompt)
+        tokens = self._truncated(tokens, params)
         return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain)
 
     def _read_prompt(self, prompt: object) -> tuple[str | None, list[int], str]:
@@ -162,11 +165,31 @@ class Frontend:
         return None if form is None else self._grammars.compile(form)
 
     def _tokenised(self, params: SamplingParams) -> SamplingParams:
-        """Return settings whose prediction, if there is one, is token ids."""
-        text = params.prediction
-        if not isinstance(text, str):
-            return params
-        return params.with_prediction(self.tokenizer.encode(text, add_special_tokens=False))
+        """Return settings whose texts, a prediction and banned words, are token ids."""
+        if isinstance(params.prediction, str):
+            params = params.with_prediction(self._encode_plain(params.prediction))
+        if any(isinstance(word, str) for word in params.bad_words):
+            params = replace(params, bad_words=self._word_tokens(params.bad_words))
+        return params
+
+    def _tokens_of_words(self, words: Sequence[str | Sequence[int]]) -> tuple[Sequence[int], ...]:
+        found: list[Sequence[int]] = []
+        for word in words:
+            tokens = word_tokens(word, self._encode_plain) if isinstance(word, str) else [word]
+            if not tokens:
+                raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no tokens", "leave it out.")
+            found += tokens
+        return tuple(found)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _truncated(self, tokens: list[int], params: SamplingParams) -> list[int]:
+        """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.limits.max_model_len - (params.max_tokens or 1))
+        return tokens if most is None else tokens[-most:]
 
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""

@@ -15,6 +15,7 @@ from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
+from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import Request, StopChecker
 from speculant.verification.auto import choose_verifier
 from speculant.verification.base import Verifier, verifier_for
@@ -61,6 +62,7 @@ class RequestFactory:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         prediction = self._prediction(params, method)
+        constraint = constrain_all(constraint, self._vocabulary(params))
         samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.cache_salt, sample.prediction = priority, cache_salt, prediction
@@ -119,6 +121,12 @@ class RequestFactory:
         _check_tokens("the prediction", given, self._rules.vocab_size)
         return tuple(given)
 
+    def _vocabulary(self, params: SamplingParams) -> Vocabulary | None:
+        """Return the rules on single words and tokens; None if there are none."""
+        if not params.bad_words and params.allowed_token_ids is None:
+            return None
+        return Vocabulary(self._rules.vocab_size, _banned(params), params.allowed_token_ids)
+
     def _begin_search(self, samples: list[Request], width: int) -> None:
         """Give samples a beam search, which runs on the first one."""
         first, limits = samples[0], self._rules.limits
@@ -167,9 +175,17 @@ class RequestFactory:
                 f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
                 "shorten the prompt or raise max_model_len.",
             )
-        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        named: dict[str, Iterable[object]] = {
+            "prompt": prompt,
+            "logit_bias": params.logit_bias,
+            "stop_token_ids": params.stop_token_ids,
+            "bad_words": (token for word in _banned(params) for token in word),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
         for name, tokens in named.items():
             _check_tokens(name, tokens, self._rules.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_logprobs(name, getattr(params, name), self._rules.limits.max_logprobs)
         if isinstance(params.speculation, Mapping) and "verification" in params.speculation:
             self._check_verifier(params.speculation["verification"], None)
         self._method(params)
@@ -181,6 +197,20 @@ class RequestFactory:
             raise ConfigError(
                 f"verification {name!r} understands chains and this drafter emits trees", 'use "auto" or "match".'
             )
+
+
+def _banned(params: SamplingParams) -> list[Sequence[int]]:
+    """Return the words that are banned, as token ids. Raises RequestError if some are text."""
+    words = [word for word in params.bad_words if not isinstance(word, str)]
+    if len(words) < len(params.bad_words):
+        raise RequestError("bad_words has text and the engine knows tokens", "give the token ids of each word.")
+    return words
+
+
+def _check_logprobs(name: str, asked: int | None, most: int) -> None:
+    """Check how many log-probabilities are asked for; -1 is all of them, and all are allowed at most = -1."""
+    if asked is not None and most != -1 and not 0 <= asked <= most:
+        raise ConfigError(f"{name}={asked} is not a number from 0 to {most}", f"set max_logprobs={asked} for the engine.")
 
 
 def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:

@@ -14,8 +14,12 @@ _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
 
 
-def resolve_source(source: str, role: str = "target", revision: str | None = None) -> Path:
+def resolve_source(
+    source: str, role: str = "target", revision: str | None = None, download_dir: str | None = None
+) -> Path:
     """Return the folder of a checkpoint, downloading it first if `source` is a hub id.
+
+    revision: a branch, a tag or a commit. download_dir: where downloads are kept; None = the hub's own cache.
 
     "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. A folder that
     exists takes precedence over a hub id of the same name. HF_HUB_OFFLINE=1 restricts hub ids to what has
@@ -34,7 +38,7 @@ def resolve_source(source: str, role: str = "target", revision: str | None = Non
         raise ModelError(f"{source} is a file, not a folder", "name the folder that holds config.json.")
     if not _HUB_ID.fullmatch(source):
         raise ModelError(f"there is no folder {source}", "check the path, or give a Hugging Face id such as org/name.")
-    return _download(source, revision)
+    return _download(source, revision, download_dir)
 
 
 def embedded_heads() -> list[str]:
@@ -57,15 +61,17 @@ def _demo(role: str) -> Path:
     return folder
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, folder: str | None) -> Path:
     """Download a snapshot from the hub, resumable and with progress; offline, take it from the local cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        found = snapshot_download(
+            name, revision=revision, cache_dir=folder, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
     except Exception as error:  # which errors a dead network raises depends on the client's version
         raise _hub_error(name, error) from error
-    return Path(folder)
+    return Path(found)
 
 
 def _hub_error(name: str, error: Exception) -> ModelError:

@@ -61,6 +61,7 @@ def load_model(
     *,
     role: str = "target",
     revision: str | None = None,
+    download_dir: str | None = None,
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
@@ -69,6 +70,7 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
 
+    revision, download_dir: see `resolve_source`.
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
     the tokens that have a logit, in ascending order; () = all. weight_packing: how weights are stored, plain or 12bit;
@@ -83,7 +85,7 @@ def load_model(
     started = time.perf_counter()
     _check_dtype(dtype)
     place = _read_device(device)
-    folder = resolve_source(source, role, revision)
+    folder = resolve_source(source, role, revision, download_dir)
     config = read_json(folder / "config.json")
     _check_family(config)
     tensors = TensorFiles.open(folder)
