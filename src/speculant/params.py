@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -60,13 +60,13 @@ FOREIGN: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
 
 def _reads_foreign(cls: type[_T]) -> type[_T]:
     """Have a class take vLLM's other parameters where they change nothing, and refuse unknown ones by ConfigError."""
-    made = cls.__init__
+    made: Callable[..., None] = cls.__init__
 
     @functools.wraps(made)
     def init(self: _T, *args: Any, **values: Any) -> None:
         made(self, *args, **_without_foreign(values))
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
     return cls
 
 
@@ -92,8 +92,8 @@ class SamplingParams:
     of them; -1 reports the whole vocabulary, which the engine's max_logprobs has to allow.
 
     bad_words: texts that the output must not contain, or lists of token ids. A text is banned in the tokens that it has
-    alone and behind a space; its last token is banned where the output ends with the others. allowed_token_ids: the only
-    tokens that may come, end tokens included; None = all. detokenize: False makes no text, so that there are no
+    alone and behind a space; its last token is banned where the output ends with the others. allowed_token_ids: the
+    only tokens that may come, end tokens included; None = all. detokenize: False makes no text, so that there are no
     stop strings either. truncate_prompt_tokens: how many tokens of a prompt are kept, the last ones; -1 = as many as
     the context and max_tokens leave room for.
 

@@ -1,4 +1,4 @@
-"""Banned words and allowed tokens leave the masked target's distribution, whatever drafts and whichever rule decides."""
+"""Banned words and allowed tokens leave the masked target's distribution, whatever drafts and whatever verifies."""
 
 from __future__ import annotations
 

@@ -171,7 +171,9 @@ def test_a_prompt_in_any_form_is_its_token_ids_and_not_its_keys(llm_of: MakeLLM,
     assert last.output.outputs == expected.outputs
 
 
-@pytest.mark.parametrize("rows", [np.array([[7, 8], [9, 7]]), torch.tensor([[7, 8], [9, 7]]), [[7, 8], (9, 7)]], ids=str)
+@pytest.mark.parametrize(
+    "rows", [np.array([[7, 8], [9, 7]]), torch.tensor([[7, 8], [9, 7]]), [[7, 8], (9, 7)]], ids=str
+)
 def test_each_row_of_an_array_is_a_prompt(llm_of: MakeLLM, rows: Any) -> None:
     results = llm_of("near").generate(rows, GREEDY)
     assert [result.prompt_token_ids for result in results] == [[7, 8], [9, 7]]

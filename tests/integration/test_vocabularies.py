@@ -98,7 +98,7 @@ def test_a_prompt_is_truncated_to_its_end(llm_of: MakeLLM) -> None:
     assert len(result.outputs[0].token_ids) == 20
 
 
-def test_all_log_probabilities_are_reported_where_the_engine_allows_it(llm_of: MakeLLM) -> None:
+def test_all_log_probabilities_come_where_the_engine_allows(llm_of: MakeLLM) -> None:
     llm = llm_of("near", max_logprobs=-1)
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
     (result,) = llm.generate([[7, 8, 9]], params)
@@ -110,7 +110,7 @@ def test_all_log_probabilities_are_reported_where_the_engine_allows_it(llm_of: M
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_more_log_probabilities_than_the_engine_allows_are_refused(llm_of: MakeLLM, name: str) -> None:
+def test_more_log_probabilities_than_allowed_are_refused(llm_of: MakeLLM, name: str) -> None:
     for asked, most in ((-1, 100), (101, 100), (4, 3)):
         llm = llm_of("near") if most == 100 else llm_of("near", max_logprobs=most)
         with pytest.raises(ConfigError, match=rf"{name}={asked} is not a number from 0 to {most}(?s:.*)max_logprobs"):

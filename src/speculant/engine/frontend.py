@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -13,15 +14,18 @@ from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
 from speculant.engine.prompts import PlainPrompt, TextPrompt, TokensPrompt, read_prompt
+from speculant.engine.vllm_arguments import read_arguments
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.vocabulary import word_tokens
+from speculant.text.chat import read_template
 from speculant.text.messages import check_variables, read_messages
 from speculant.text.reasoning import find_tags, is_opened, is_over
 from speculant.text.stop import compile_stops
+from speculant.text.user_tokenizer import UserTokenizer
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,22 @@ class Frontend:
     """A model, its tokenizer, an optional drafter, and an engine that runs them.
 
     Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a Hugging Face id
-    or "demo". Raises SpeculantError with the fix for anything that does not fit.
+    or "demo". vLLM's other arguments are read too (docs/vllm.md). chat_template: the source of a template, or the path
+    of its file, for conversations that bring none; None = the checkpoint's. Raises SpeculantError with the fix for
+    anything that does not fit.
     """
 
-    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
-        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
+    def __init__(
+        self,
+        model: str,
+        draft_model: str | None = None,
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        own = read_arguments(arguments)
+        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **own)
+        self._chat_template = read_template(chat_template)
         self._runtime = build_engine(self.config)
         self.tokenizer = self._runtime.tokenizer
         self._grammars = Grammars(self.tokenizer, self._runtime.checkpoint.eos_token_ids)
@@ -96,6 +111,14 @@ class Frontend:
         """Where the target's packed weights are from: the cache, or the checkpoint. Empty for other kernels."""
         return self._runtime.checkpoint.source
 
+    def get_tokenizer(self) -> UserTokenizer:
+        """Return the tokenizer with transformers' names."""
+        return UserTokenizer(self.tokenizer, str(self.config.tokenizer or self.config.model))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling settings that the checkpoint recommends."""
+        return self.default_params
+
     @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
@@ -109,8 +132,11 @@ class Frontend:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt of a conversation, by the checkpoint's chat template.
+        """Return the prompt of a conversation, by a chat template.
+
+        chat_template: its source; None = the one that this was made with, else the checkpoint's. It runs in a sandbox.
 
         messages are in OpenAI's form, see `read_messages`; tools too. add_generation_prompt: the prompt ends where the
         assistant's answer begins. continue_final_message: it ends within the last message instead, which the answer
@@ -119,18 +145,20 @@ class Frontend:
         """
         variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
-        text = self.tokenizer.apply_chat_template(conversation, begins, tools=given, **variables)
+        source = chat_template or self._chat_template
+        text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
         if continue_final_message:
             text = _up_to_content(text, conversation[-1])
         thinks = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
-        return RenderedPrompt(text, reasoning=self._reasoning(text, given is not None) if thinks else None)
+        source = source or self.tokenizer.template_for(given is not None)
+        return RenderedPrompt(text, reasoning=self._reasoning(text, source) if thinks else None)
 
-    def _reasoning(self, prompt: str, tools: bool) -> Reasoning | None:
+    def _reasoning(self, prompt: str, template: str | None) -> Reasoning | None:
         """Return the tokens of the reasoning that may follow a prompt; None if there will be none.
 
         Tags that are several tokens each are not known.
         """
-        tags = find_tags(self.tokenizer.template_for(tools))
+        tags = find_tags(template)
         if tags is None or is_over(tags, prompt):
             return None
         start, end = map(self.tokenizer.backend.token_to_id, tags)

@@ -61,6 +61,7 @@ class Generation:
         _check_type("cache_salt", cache_salt, str)
         self.request_id, self.params = request_id, params
         self.unread: deque[StepOutput] = deque()
+        self.on_end: Callable[[], object] | None = None  # called once, when every sequence has ended
         self._prompt, self._tokens, self._stops = prompt, tokens, stops
         self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
         self._requests: list[Request] = []
@@ -94,6 +95,13 @@ class Generation:
     def finished(self) -> bool:
         """Whether every sequence has ended."""
         return all(request.finished for request in self._requests)
+
+    def take(self, output: StepOutput) -> None:
+        """Note a committed token as unread; the last one of all calls `on_end`."""
+        self.unread.append(output)
+        if output.finish_reason is not None and self.on_end is not None and self.finished:
+            self.on_end()
+            self.on_end = None
 
     def piece(self, output: StepOutput) -> StreamPiece:
         """Return the piece of one committed token; the last one of a sample carries what was held back."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams
 from speculant.engine.frontend import Frontend, Message, Prompt
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.progress import ShowProgress, progress
 from speculant.engine.prompts import split_prompts
+from speculant.engine.readings import Metric, read_metrics
+from speculant.engine.vllm_arguments import check_call
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.types import RequestOutput
@@ -30,24 +34,41 @@ class LLM(Frontend):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: ShowProgress = True,
+        lora_request: object = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: object = None,
+        mm_processor_kwargs: object = None,
     ) -> list[RequestOutput]:
         """Complete prompts together; one result per prompt, in order.
 
         A prompt is a text, token ids (a list, a tuple, a numpy or torch array of whole numbers), or a mapping in the
         form of `TextPrompt` or `TokensPrompt`.
-
         One SamplingParams serves all prompts, or give one for each. A prompt that can't be served is refused before
         any of them runs: RequestError or ConfigError. One that fails later has finish_reason "error" and leaves the
         others alone; if all of them fail, the first error is raised.
+
+        use_tqdm: see `progress`. priority: one number per prompt; a lower one is served sooner. The rest is vLLM's, and
+        has to be None.
         """
+        check_call(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
         listed = split_prompts(prompts)
-        pairs = zip(listed, self._params_for(listed, sampling_params), strict=True)
-        made = [self._generation(prompt, params, f"request-{next(self._ids)}") for prompt, params in pairs]
+        each = zip(listed, self._params_for(listed, sampling_params), _priorities(listed, priority), strict=True)
+        made = [self._generation(prompt, params, f"request-{next(self._ids)}", rank) for prompt, params, rank in each]
         for generation in made:
             generation.check(self.engine)
+        with progress(use_tqdm, len(made)) as count:
+            return self._run(made, count)
+
+    def _run(self, made: Sequence[Generation], count: Callable[[], object]) -> list[RequestOutput]:
+        """Run prompts to their end; `count` is called for each that has ended."""
         generations: list[Generation] = []
         try:
             for generation in made:
+                generation.on_end = count
                 while not self.engine.accepts(generation.params.n) and self.engine.has_unfinished():
                     self._step()
                 generations.append(self._start(generation))
@@ -60,6 +81,29 @@ class LLM(Frontend):
         if errors and errors[0] is not None and all(errors):
             raise errors[0]
         return [with_token_texts(output, self.tokenizer) for output in outputs]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: object = None,
+        use_tqdm: ShowProgress = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest texts for each prompt, in vLLM's form; `generate` with `beam_width` does the same.
+
+        use_tqdm and lora_request: see `generate`. concurrency_limit has no effect: max_num_seqs says how many run.
+        """
+        results = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm, lora_request=lora_request)
+        return [BeamSearchOutput.of(result, params, self.tokenizer) for result in results]
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's totals under vLLM's names and under its own."""
+        return read_metrics(self.engine.metrics, str(self.config.model))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prompts that are kept for later ones; return whether none is left, as open streams hold theirs."""
+        return self.engine.reset_prefix_cache()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
@@ -82,16 +126,28 @@ class LLM(Frontend):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: ShowProgress = True,
+        lora_request: object = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: object = None,
+        mm_processor_kwargs: object = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several together; one result each, in order.
 
-        The other arguments are those of `generate` and of `render_chat`, and so are the errors.
+        The other arguments are those of `generate` and of `render_chat`, and so are the errors. Templates get a
+        message's content as text, so that chat_template_content_format is "auto" or "string".
         """
+        check_call(
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         prompts = [
             self.render_chat(
                 conversation,
@@ -99,10 +155,11 @@ class LLM(Frontend):
                 add_generation_prompt,
                 chat_template_kwargs,
                 continue_final_message=continue_final_message,
+                chat_template=chat_template,
             )
             for conversation in _as_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream_chat(
         self,
@@ -113,10 +170,16 @@ class LLM(Frontend):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> Iterator[StreamPiece]:
-        """Yield the answer to one conversation as `stream` does; arguments are those of `chat`."""
+        """Yield the answer to one conversation as `stream` does; the other arguments are those of `render_chat`."""
         prompt = self.render_chat(
-            messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
+            messages,
+            tools,
+            add_generation_prompt,
+            chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
         )
         return self.stream(prompt, sampling_params)
 
@@ -127,7 +190,7 @@ class LLM(Frontend):
 
     def _step(self) -> None:
         for output in self.engine.step():
-            self._generations[output.request_id].unread.append(output)
+            self._generations[output.request_id].take(output)
 
     def _close(self, generations: Sequence[Generation]) -> None:
         for generation in generations:
@@ -146,6 +209,12 @@ class LLM(Frontend):
                 "give one for each prompt, or one for all.",
             )
         return given
+
+
+def _priorities(prompts: Sequence[object], given: Sequence[int] | None) -> Sequence[int]:
+    if given is not None and len(given) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts came with {len(given)} priorities", "give one for each prompt.")
+    return [0] * len(prompts) if given is None else given
 
 
 def _as_conversations(messages: Any) -> Sequence[Any]:

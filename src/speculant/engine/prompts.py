@@ -52,7 +52,7 @@ _FORMS = 'give a text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
 
 
 def split_prompts(given: Any) -> list[Any]:
-    """Return the prompts that were given: one, or several in a list, a tuple, an iterator or an array of two dimensions.
+    """Return the prompts that were given: one, or several in a list, a tuple, an iterator or a two-dimensional array.
 
     A sequence that begins with a whole number is one prompt of token ids. Raises RequestError for what is no prompt.
     """

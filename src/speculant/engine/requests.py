@@ -210,7 +210,9 @@ def _banned(params: SamplingParams) -> list[Sequence[int]]:
 def _check_logprobs(name: str, asked: int | None, most: int) -> None:
     """Check how many log-probabilities are asked for; -1 is all of them, and all are allowed at most = -1."""
     if asked is not None and most != -1 and not 0 <= asked <= most:
-        raise ConfigError(f"{name}={asked} is not a number from 0 to {most}", f"set max_logprobs={asked} for the engine.")
+        raise ConfigError(
+            f"{name}={asked} is not a number from 0 to {most}", f"set max_logprobs={asked} for the engine."
+        )
 
 
 def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:

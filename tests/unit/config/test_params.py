@@ -98,13 +98,13 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         SamplingParams(speculation={"methd": "x"})
 
 
-def test_an_unknown_name_in_a_call_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_name_in_a_call_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'temprature'(?s:.*)did you mean 'temperature'"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_parameter_of_vllm_is_taken_where_it_changes_nothing_and_else_refused_with_the_reason(name: str) -> None:
+def test_vllm_s_parameters_change_nothing_or_are_refused(name: str) -> None:
     harmless, why, fix = FOREIGN[name]
     for value in harmless:
         assert SamplingParams(**{name: value}) == SamplingParams()

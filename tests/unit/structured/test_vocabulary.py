@@ -33,7 +33,7 @@ def masked(constraint: Constraint, drafted: Sequence[int] = ()) -> list[int]:
 def test_masks_are_those_of_the_rules(seed: int) -> None:
     chance = random.Random(seed)
     words = [[chance.randrange(4) for _ in range(chance.randint(1, 4))] for _ in range(chance.randint(0, 6))]
-    tokens = None if seed % 2 else chance.sample(range(SIZE), 9) + [0, 1, 2, 3]
+    tokens = None if seed % 2 else [*chance.sample(range(SIZE), 9), 0, 1, 2, 3]
     constraint, output = Vocabulary(SIZE, words, tokens).constrain(), list[int]()
     for _ in range(60):
         if output and chance.random() < 0.3:
