@@ -109,9 +109,9 @@ def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
     """Load the tokenizer of a target in a folder: its own, or the one that is named."""
     if config.tokenizer is None and config.tokenizer_revision is None:
         return Tokenizer.from_folder(folder)
-    revision = config.tokenizer_revision or config.revision
+    source = config.tokenizer or config.model
     return Tokenizer.from_folder(
-        resolve_source(config.tokenizer or config.model, revision=revision, download_dir=config.download_dir)
+        resolve_source(source, revision=config.tokenizer_revision, download_dir=config.download_dir)
     )
 
 
