@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,10 @@ from speculant.errors import ConfigError, suggest
 from speculant.files import cache_folder
 from speculant.params import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 
+logger = logging.getLogger(__name__)
+
 DTYPES = ("auto", "float64", "float32", "bfloat16")
+DTYPE_NAMES = {"half": "float32", "float16": "float32", "float": "float32"}  # what others are computed in
 CACHES = ("paged", "slotted")
 PACKINGS = ("auto", "plain", "12bit")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
@@ -34,6 +38,7 @@ class EngineConfig:
 
     kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB"; None = the need of
     max_num_seqs sequences of max_model_len, but at most half of the free memory.
+    dtype: float16 (half) becomes float32, which holds the same numbers; a torch type is read by its name.
     kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
     reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
@@ -92,6 +97,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_models(**{name: getattr(self, name)})
         _check_logprobs(self.max_logprobs)
+        object.__setattr__(self, "dtype", _read_dtype(self.dtype))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         _check_choice("weight_packing", self.weight_packing, PACKINGS)
@@ -242,6 +248,14 @@ def read_bytes(name: str, value: object) -> int:
     if size <= 0:
         raise ConfigError(f"{name}={value!r} is not a size in memory", 'use bytes, or text such as "512MiB" or "2GB".')
     return size
+
+
+def _read_dtype(given: object) -> str:
+    """Return the name of a type, which may be torch's. float32 holds every number of float16."""
+    name = str(given).removeprefix("torch.")
+    if name in DTYPE_NAMES and name != "float":
+        logger.info("dtype %s is computed in float32, which holds the same numbers; bfloat16 takes half as much", name)
+    return DTYPE_NAMES.get(name, name)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

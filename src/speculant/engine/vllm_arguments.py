@@ -99,6 +99,30 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "worker_cls": Rule((None, "auto"), _ONE_PROCESS.why),
     }
 )
+# The keys of speculative_config. What only changes how fast a draft is made has no effect here.
+SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("attention_backend", "disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch"),
+                *("draft_sample_method", "enable_adaptive_verification", "enforce_eager", "max_model_len"),
+                "moe_backend",
+            ),
+            _ANY,
+        ),
+        "draft_tensor_parallel_size": _ONE_PROCESS,
+        "num_speculative_tokens_per_batch_size": Rule(
+            _UNSET, "draft_length chooses lengths", 'set "draft_length": "adaptive".'
+        ),
+        "parallel_drafting": Rule(_OFF, "a method says how it drafts", 'name one as "method" (docs/drafters.md).'),
+        "quantization": Rule((None,), "it has another name", "set draft_quantization beside speculative_config."),
+        "rejection_sample_method": Rule(
+            (None, "standard", "block"), "it has another name", 'set "verification" (docs/drafters.md).'
+        ),
+        "revision": Rule((None,), "revision is the target's", "download the draft and name its folder."),
+        "use_heterogeneous_vocab": Rule(_OFF, "a draft has the target's vocabulary", "use a draft of its family."),
+    }
+)
 _CALLS: Mapping[str, Rule] = MappingProxyType(
     {
         "lora_request": Rule((None, [], ()), _NO_ADAPTERS, "merge the adapter into the weights and load those."),
@@ -112,7 +136,6 @@ RENAMED: Mapping[str, str] = MappingProxyType({"kv_cache_memory_bytes": "kv_memo
 VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
         "device": {"auto": "cpu"},
-        "dtype": {"half": "float32", "float16": "float32", "float": "float32"},
         "max_model_len": {-1: None, "auto": None},
         "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
     }
@@ -132,22 +155,24 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     values: dict[str, Any] = {}
-    ignored, notes = list[str](), list[str]()
-    for name, value in given.items():
-        if name in RULES and name not in fields:
-            _check(RULES[name], name, value)
-            ignored.append(name)
-            continue
+    for name, value in _without_foreign(RULES, given).items():
         own = RENAMED.get(name, name)
         if own in values:
             raise ConfigError(f"{name} and {own} are both given", "keep one.")
         read = _read_value(name, value)
         if read is not None or fields.get(own) is None:
             values[own] = read
-        if isinstance(value, str) and read != value:
-            notes.append(f"{name}={value!r} is {read!r}")
-    _log(ignored, notes)
     return values
+
+
+def _without_foreign(rules: Mapping[str, Rule], given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return what rules do not name. Raises ConfigError for a value that they refuse; the log names the others."""
+    foreign = [name for name in given if name in rules]
+    for name in foreign:
+        _check(rules[name], where + name, given[name])
+    if foreign:
+        logger.info("arguments of vLLM without effect (docs/vllm.md): %s", ", ".join(where + name for name in foreign))
+    return {name: value for name, value in given.items() if name not in rules}
 
 
 def check_call(**given: object) -> None:
@@ -162,9 +187,9 @@ def _check(rule: Rule, name: str, value: object) -> None:
 
 
 def _read_value(name: str, value: Any) -> Any:
-    """Return a value as `EngineConfig` has it. A torch type is its name."""
-    if name == "dtype" and value is not None:
-        value = str(value).removeprefix("torch.")
+    """Return a value as `EngineConfig` has it."""
+    if name == "speculative_config" and isinstance(value, Mapping):
+        return _without_foreign(SPECULATIVE_RULES, value, "speculative_config.")
     if name == "quantization" and value in QUANTISED:
         raise ConfigError(
             f"quantization={value!r} is not supported: {_QUANTISED}",
@@ -172,10 +197,3 @@ def _read_value(name: str, value: Any) -> Any:
         )
     known = VALUES.get(name, {})
     return known[value] if isinstance(value, str | int) and value in known else value
-
-
-def _log(ignored: list[str], notes: list[str]) -> None:
-    if ignored:
-        notes.append(f"without effect: {', '.join(ignored)}")
-    if notes:
-        logger.info("arguments of vLLM: %s (docs/vllm.md)", "; ".join(notes))

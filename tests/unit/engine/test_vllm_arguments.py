@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from speculant.config import EngineConfig
-from speculant.engine.vllm_arguments import QUANTISED, RENAMED, RULES, VALUES, check_call, read_arguments
+from speculant.engine.vllm_arguments import (
+    QUANTISED,
+    RENAMED,
+    RULES,
+    SPECULATIVE_RULES,
+    VALUES,
+    check_call,
+    read_arguments,
+)
 from speculant.errors import ConfigError
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -67,9 +75,19 @@ def test_several_processes_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("given", ["half", "float16", "float", torch.float16, torch.float32, "float32"])
 def test_types_are_read_by_all_their_names(given: Any) -> None:
-    assert read_arguments({"dtype": given}) == {"dtype": "float32"}
-    assert read_arguments({"dtype": torch.bfloat16}) == {"dtype": "bfloat16"}
+    assert EngineConfig("x", dtype=given).dtype == "float32"
+    assert EngineConfig("x", dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
     assert read_arguments({"dtype": None}) == {}
+
+
+@pytest.mark.parametrize("name", SPECULATIVE_RULES)
+def test_the_keys_of_vllm_s_speculative_config(name: str) -> None:
+    rule, own = SPECULATIVE_RULES[name], {"method": "ngram", "prompt_lookup_max": 3}
+    for value in rule.harmless or (3,):
+        assert read_arguments({"speculative_config": {**own, name: value}}) == {"speculative_config": own}
+    if rule.harmless is not None:
+        with pytest.raises(ConfigError, match=f"speculative_config.{name}='else' is not supported: {rule.why}"):
+            read_arguments({"speculative_config": {**own, name: "else"}})
 
 
 def test_other_names_and_values_are_translated() -> None:
@@ -104,11 +122,10 @@ def test_unknown_names_are_left_to_the_config() -> None:
 
 def test_one_line_of_the_log_names_all_that_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "speculant"):
-        read_arguments({"enforce_eager": True, "dtype": "half", "swap_space": 4, "max_num_seqs": 3})
+        read_arguments({"enforce_eager": True, "swap_space": 4, "max_num_seqs": 3})
         read_arguments({"max_num_seqs": 3})
     (record,) = caplog.records
-    expected = "arguments of vLLM: dtype='half' is 'float32'; without effect: enforce_eager, swap_space (docs/vllm.md)"
-    assert record.getMessage() == expected
+    assert record.getMessage() == "arguments of vLLM without effect (docs/vllm.md): enforce_eager, swap_space"
 
 
 @pytest.mark.parametrize(
