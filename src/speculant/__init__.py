@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speculant.config import EngineConfig
     from speculant.engine.async_engine import AsyncEngine
+    from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from speculant.engine.generation import StreamPiece
     from speculant.engine.llm import LLM
+    from speculant.engine.prompts import TextPrompt, TokensPrompt
+    from speculant.engine.readings import Counter, Gauge, Histogram, Metric, Vector
     from speculant.errors import SpeculantError
     from speculant.params import SamplingParams
     from speculant.structured.spec import StructuredOutputs
-    from speculant.types import CompletionOutput, DraftTree, RequestOutput, Verdict
+    from speculant.structured.spec import StructuredOutputs as StructuredOutputsParams
+    from speculant.types import CompletionOutput, DraftTree, Logprob, RequestOutput, Verdict
     from speculant.verification.execution import Speculated, speculate
     from speculant.verification.multi_draft import iterative_speculative_sample
 
@@ -21,32 +25,50 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
+    **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.beam_search"),
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.engine.readings"),
+    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
     "LLM": "speculant.engine.llm",
     "StreamPiece": "speculant.engine.generation",
     "EngineConfig": "speculant.config",
     "SamplingParams": "speculant.params",
     "SpeculantError": "speculant.errors",
     "StructuredOutputs": "speculant.structured.spec",
+    "StructuredOutputsParams": "speculant.structured.spec",
     "Speculated": "speculant.verification.execution",
     "CompletionOutput": "speculant.types",
     "DraftTree": "speculant.types",
+    "Logprob": "speculant.types",
     "RequestOutput": "speculant.types",
     "Verdict": "speculant.types",
     "iterative_speculative_sample": "speculant.verification.multi_draft",
     "speculate": "speculant.verification.execution",
 }
+_OTHER_NAMES = {"StructuredOutputsParams": "StructuredOutputs"}  # as vLLM calls it
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
+    "Counter",
     "DraftTree",
     "EngineConfig",
+    "Gauge",
+    "Histogram",
+    "Logprob",
+    "Metric",
     "RequestOutput",
     "SamplingParams",
     "SpeculantError",
     "Speculated",
     "StreamPiece",
     "StructuredOutputs",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "Vector",
     "Verdict",
     "iterative_speculative_sample",
     "speculate",
@@ -56,5 +78,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import speculant` alone loads no torch."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        home = importlib.import_module(_HOMES[name])
+        return getattr(home, _OTHER_NAMES.get(name, name))
     raise AttributeError(f"module 'speculant' has no attribute {name!r}")

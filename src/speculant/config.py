@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,12 @@ from typing import Any
 
 from speculant.errors import ConfigError, suggest
 from speculant.files import cache_folder
-from speculant.params import MAX_SPECULATIVE_TOKENS
+from speculant.params import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float64", "float32", "bfloat16")
+DTYPE_NAMES = {"half": "float32", "float16": "float32", "float": "float32"}  # what others are computed in
 CACHES = ("paged", "slotted")
 PACKINGS = ("auto", "plain", "12bit")
 DEFAULT_POLICY = "adaptive"  # of draft lengths
@@ -36,6 +40,7 @@ class EngineConfig:
     kv_memory bounds all KV caches together, the drafter's included: bytes, or text like "2GiB". None = the need of
     max_num_seqs sequences of max_model_len, or of 4096 positions if max_model_len is None and the model has more; room
     for one sequence of max_model_len in any case, and at most half of the free memory.
+    dtype: float16 (half) becomes float32, which holds the same numbers; a torch type is read by its name.
     kernels names a backend (native, reference, or another package's); "auto" = native if it can compute the model, else
     reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
@@ -45,6 +50,10 @@ class EngineConfig:
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.
     weight_cache: where packed weights are kept, so that the next start maps them: a folder, "auto" (or True) for one in
     $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it, for models of 64 MiB or more.
+    tokenizer: a folder or a hub id whose tokenizer is used instead of the model's. revision, tokenizer_revision: a
+    branch, a tag or a commit on the hub of the model and of its tokenizer; without a tokenizer of its own, the model's
+    revision holds for both. download_dir: the folder for what is downloaded; None = the hub's own cache. max_logprobs:
+    the most log-probabilities per token that a request may ask for; -1 = all.
     scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue: at
     most max_num_seqs + max_waiting sequences are there, and those that find no room in memory wait.
     """
@@ -71,6 +80,11 @@ class EngineConfig:
     weight_packing: str = "auto"
     weight_cache: str | os.PathLike[str] | bool = "auto"
     seed: int | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    max_logprobs: int = MAX_LOGPROBS
 
     def __post_init__(self) -> None:
         seed: object = self.seed
@@ -81,6 +95,11 @@ class EngineConfig:
             _check_models(draft_model=self.draft_model)
         if self.speculative_config is not None:
             _check_mapping("speculative_config", self.speculative_config, '{"method": ...}')
+        for name in ("tokenizer", "revision", "tokenizer_revision", "download_dir"):
+            if getattr(self, name) is not None:
+                _check_models(**{name: getattr(self, name)})
+        _check_logprobs(self.max_logprobs)
+        object.__setattr__(self, "dtype", _read_dtype(self.dtype))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         _check_choice("weight_packing", self.weight_packing, PACKINGS)
@@ -198,6 +217,7 @@ class Limits:
     max_num_batched_tokens: int
     max_waiting: int = 1024
     scheduling_policy: str = "decode-first"
+    max_logprobs: int = MAX_LOGPROBS
 
 
 def resolve(config: EngineConfig, max_positions: int) -> Limits:
@@ -216,6 +236,7 @@ def resolve(config: EngineConfig, max_positions: int) -> Limits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting=config.max_waiting,
         scheduling_policy=config.scheduling_policy,
+        max_logprobs=config.max_logprobs,
     )
 
 
@@ -232,6 +253,14 @@ def read_bytes(name: str, value: object) -> int:
     if size <= 0:
         raise ConfigError(f"{name}={value!r} is not a size in memory", 'use bytes, or text such as "512MiB" or "2GB".')
     return size
+
+
+def _read_dtype(given: object) -> str:
+    """Return the name of a type, which may be torch's. float32 holds every number of float16."""
+    name = str(given).removeprefix("torch.")
+    if name in DTYPE_NAMES and name != "float":
+        logger.info("dtype %s is computed in float32, which holds the same numbers; bfloat16 takes half as much", name)
+    return DTYPE_NAMES.get(name, name)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -264,6 +293,11 @@ def _check_flag(name: str, value: object) -> None:
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")
+
+
+def _check_logprobs(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+        raise ConfigError(f"max_logprobs={value!r} is not a number of tokens", "set it to 0 or more, or -1 for all.")
 
 
 def _check_length(name: str, value: object) -> None:

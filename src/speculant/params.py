@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from speculant.errors import ConfigError, suggest
 from speculant.speculation import MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS
@@ -17,7 +18,8 @@ from speculant.speculation import Speculation, read_speculation
 from speculant.structured.spec import StructuredOutputs, read_structured
 
 MAX_N = 128
-MAX_LOGPROBS = 100
+MAX_LOGPROBS = 100  # unless the engine's max_logprobs says otherwise
+MAX_BAD_WORDS = 1024  # texts or lists of token ids
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together
 MAX_LOGIT_BIAS = 1024  # entries
@@ -26,15 +28,74 @@ MAX_COUNT = 2**31 - 1  # of tokens; the kernels count in 64 bits
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
 MIN_PENALTY = 1e-6  # below it the products overflow
 MIN_TEMPERATURE = 1e-10  # below it the quotients overflow; 0 is greedy
+_T = TypeVar("_T")
+
+_NO_EFFECT: tuple[Any, ...] = (None, False)
+_CHUNKS = "a result is whole, and a stream yields every token"
+# vLLM's parameters that are not parameters here: the values at which each changes nothing, and why others are refused.
+FOREIGN: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
+    {
+        "best_of": ((None, 1), "as many samples are made as are returned", "set n alone."),
+        "early_stopping": (_NO_EFFECT, "a beam search ends when no better text can come", "leave it out."),
+        "extra_args": ((None, {}), "no plug-in here reads them", "leave them out."),
+        "flat_logprobs": (_NO_EFFECT, "log-probabilities are mappings by token id", "leave it out."),
+        "guided_decoding": ((None,), "it has another name", "use structured_outputs."),
+        "logits_processors": ((None, (), []), "code in a step would see no drafts", "use logit_bias or bad_words."),
+        "logprob_token_ids": ((None,), "single tokens can't be named", "use logprobs=-1 and read these tokens."),
+        "output_kind": ((None,), _CHUNKS, "use LLM.stream or AsyncEngine.stream for single tokens."),
+        "prompt_logprob_start": ((None, 0), "all tokens of a prompt are scored", "use prompt_logprobs alone."),
+        "prompt_logprob_token_ids": ((None,), "single tokens can't be named", "use prompt_logprobs=-1."),
+        "repetition_detection": ((None,), "a text does not end by repeating itself", "use repetition_penalty."),
+        "routed_experts_prompt_start": ((None, 0), "routing of experts is not reported", "leave it out."),
+        "skip_clone": ((None, False, True), "", ""),
+        "skip_reading_prefix_cache": (_NO_EFFECT, "a salt separates caches", 'give the prompt a "cache_salt".'),
+        "spaces_between_special_tokens": ((None, True), "the tokenizer's decoder joins tokens", "leave it out."),
+        "stream_interval": ((None, 1), _CHUNKS, "leave it out."),
+        "thinking_token_budget": ((None, -1), "reasoning has no limit of its own", "use max_tokens."),
+        "trace_decode_token_ids": ((None,), "the model chooses the tokens", "put these tokens into the prompt."),
+        "use_beam_search": (_NO_EFFECT, "it has another name", "use LLM.beam_search, or set beam_width."),
+    }
+)
 
 
+def _reads_foreign(cls: type[_T]) -> type[_T]:
+    """Have a class take vLLM's other parameters where they change nothing, and refuse unknown ones by ConfigError."""
+    made: Callable[..., None] = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: _T, *args: Any, **values: Any) -> None:
+        made(self, *args, **_without_foreign(values))
+
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
+    return cls
+
+
+def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
+    known = SamplingParams.__dataclass_fields__
+    for name in [name for name in values if name not in known]:
+        if name not in FOREIGN:
+            raise ConfigError(f"unknown sampling parameter {name!r}", suggest(name, known))
+        harmless, why, fix = FOREIGN[name]
+        if (value := values.pop(name)) not in harmless:
+            raise ConfigError(f"{name}={value!r} is not supported: {why}", fix)
+    return values
+
+
+@_reads_foreign
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings in vLLM's names. Every setting is a distribution over tokens (arXiv 2211.17192, section 2.2).
 
     temperature 0 is greedy: the lowest token id among the most likely ones. The settings apply in this
-    order: logit_bias, end tokens banned below min_tokens, repetition, presence and frequency
-    penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all of them.
+    order: bad_words and allowed_token_ids, logit_bias, end tokens banned below min_tokens, repetition, presence and
+    frequency penalties, temperature, top_k, top_p, min_p. `logprobs` are of the model's own distribution, before all
+    of them; -1 reports the whole vocabulary, which the engine's max_logprobs has to allow.
+
+    bad_words: texts that the output must not contain, or lists of token ids. A text is banned in the tokens that it has
+    alone and behind a space; its last token is banned where the output ends with the others. allowed_token_ids: the
+    only tokens that may come, end tokens included; None = all. detokenize: False makes no text, so that there are no
+    stop strings either. truncate_prompt_tokens: how many tokens of a prompt are kept, the last ones; -1 = as many as
+    the context and max_tokens leave room for.
 
     A `seed` fixes the text: the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
@@ -67,6 +128,10 @@ class SamplingParams:
     beam_width: int | None = None  # None = no beam search
     length_penalty: float = 1.0  # above 0 favours longer texts
     structured_outputs: StructuredOutputs | None = None  # the form of the text; a mapping of its fields is read too
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
@@ -74,6 +139,7 @@ class SamplingParams:
         self._set(logit_bias=_read_bias(self.logit_bias), speculation=read_speculation(self.speculation))
         self._set(structured_outputs=read_structured(self.structured_outputs))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
+        self._set(bad_words=_read_words(self.bad_words), allowed_token_ids=_read_allowed(self.allowed_token_ids))
         for name, (low, high) in _RANGES.items():
             _check_range(name, getattr(self, name), low, high)
         for name in _INTEGERS:
@@ -132,6 +198,10 @@ class SamplingParams:
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(f"temperature={self.temperature} is too small to divide by", "use 0 for greedy decoding.")
+        if self.stop and not self.detokenize:
+            raise ConfigError("stop strings need the text that detokenize=False leaves out", "use stop_token_ids.")
+        if self.truncate_prompt_tokens == 0:
+            raise ConfigError("truncate_prompt_tokens=0 leaves no prompt", "keep at least one token.")
         self._check_search()
 
     def _check_search(self) -> None:
@@ -161,6 +231,8 @@ class SamplingParams:
             "logprobs": self.logprobs is not None,
             "speculation": named,
             "structured_outputs": self.structured_outputs is not None,
+            "bad_words": bool(self.bad_words),
+            "allowed_token_ids": self.allowed_token_ids is not None,
         }
 
     @cached_property
@@ -183,13 +255,18 @@ class SamplingParams:
         assert isinstance(self.speculation, Mapping), "there is no prediction"
         return dataclasses.replace(self, speculation=dict(self.speculation, prediction=tokens))
 
+    def clone(self) -> SamplingParams:
+        """Return a copy. Settings can't be changed, so the copy serves where other engines need one."""
+        return dataclasses.replace(self)
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Build from keyword values of which None stands for the default, but for max_tokens, where it is a value."""
+        return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping; an unknown key is an error with a suggestion."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"unknown sampling parameter {key!r}", suggest(key, known))
         return cls(**values)
 
 
@@ -205,16 +282,17 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "frequency_penalty": (-100, 100),
         "max_tokens": (1, MAX_COUNT),
         "min_tokens": (0, MAX_COUNT),
-        "logprobs": (0, MAX_LOGPROBS),
-        "prompt_logprobs": (0, MAX_LOGPROBS),
+        "logprobs": (-1, MAX_COUNT),
+        "prompt_logprobs": (-1, MAX_COUNT),
+        "truncate_prompt_tokens": (-1, MAX_COUNT),
         "seed": (-(2**63), 2**64 - 1),
         "beam_width": (1, MAX_N),
         "length_penalty": (-10, 10),
     }
 )
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width")
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width", "truncate_prompt_tokens")
+_INTEGERS = ("n", "top_k", "min_tokens", *_OPTIONAL)
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:
@@ -239,6 +317,22 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
         return () if value is None else tuple(value)
     except TypeError:
         raise ConfigError(f"{name}={value!r} is not a list", f"give {name} as a list.") from None
+
+
+def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(given, str):
+        raise ConfigError(f"bad_words={given!r} is one text", "give a list of texts.")
+    words = tuple(word if isinstance(word, str) else _listed("bad_words", word) for word in _listed("bad_words", given))
+    if len(words) > MAX_BAD_WORDS or not all(words):
+        raise ConfigError(f"bad_words must be at most {MAX_BAD_WORDS} that are not empty", "remove the others.")
+    return words
+
+
+def _read_allowed(given: Any) -> tuple[int, ...] | None:
+    tokens = None if given is None else _listed("allowed_token_ids", given)
+    if tokens == ():
+        raise ConfigError("allowed_token_ids is empty, so that no token may come", "allow one, or leave it out.")
+    return tokens
 
 
 def _read_bias(given: Any) -> Mapping[int, float]:

@@ -259,6 +259,10 @@ class CompletionOutput:
     score: float | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False, repr=False)
 
+    def finished(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -272,6 +276,11 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
     error: str | None = None  # the reason of a finish_reason "error"
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the prompt's tokens were found in the prefix cache."""
+        return self.metrics.cached_tokens
 
     @property
     def lossless(self) -> bool:

@@ -359,6 +359,27 @@ def test_a_prompt_that_has_to_be_fed_whole_adopts_nothing(cache: KVCache, tokens
     assert_holds(cache, 1, [1, 2])
 
 
+def test_prefixes_are_forgotten_but_for_those_that_are_held(cache: KVCache) -> None:
+    feed(cache, 1, range(9))
+    feed(cache, 2, range(20, 29))
+    for seq_id, tokens in ((1, range(9)), (2, range(20, 29))):
+        cache.insert_prefix(seq_id, tokens)
+    cache.release(2)
+    held_and_kept = cache.match_prefix(3, range(20, 29))
+    cache.release(3)
+    assert cache.forget_prefixes() == (held_and_kept == 0)
+    cache.check()
+    assert cache.match_prefix(4, range(20, 29)) == 0
+    assert cache.match_prefix(5, range(9)) == held_and_kept
+    for seq_id in (1, 4, 5):
+        cache.release(seq_id)
+    assert cache.forget_prefixes()
+    assert cache.match_prefix(6, range(9)) == 0
+    cache.release(6)
+    assert cache.free_tokens() == cache.num_blocks * cache.block_size
+    cache.check()
+
+
 def test_a_released_sequence_begins_anew(cache: KVCache) -> None:
     feed(cache, 1, [1, 2, 3])
     cache.release(1)

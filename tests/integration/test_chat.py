@@ -77,7 +77,7 @@ def test_several_conversations_are_answered(llm: LLM) -> None:
 
 
 def test_the_template_gets_what_it_is_given(llm: LLM) -> None:
-    (output,) = llm.chat(SECOND, GREEDY, TOOLS, chat_template_kwargs={"mood": "(glad)"})
+    (output,) = llm.chat(SECOND, GREEDY, tools=TOOLS, chat_template_kwargs={"mood": "(glad)"})
     assert output.prompt == "<begin>[now]user:Bye;(glad)assistant:"
     assert llm.chat(SECOND, GREEDY, add_generation_prompt=False)[0].prompt == "<begin>user:Bye;"
 
@@ -98,7 +98,7 @@ def test_the_async_engine_answers_the_same(llm: LLM, folder: str, checkpoints: C
             pieces = [piece async for piece in engine.stream_chat(FIRST, GREEDY)]
             with pytest.raises(RequestError, match="no messages"):
                 await engine.chat([])
-        expected = [*llm.chat(FIRST, GREEDY), *llm.chat(SECOND, GREEDY, TOOLS)]
+        expected = [*llm.chat(FIRST, GREEDY), *llm.chat(SECOND, GREEDY, tools=TOOLS)]
         assert [essence(answer) for answer in answers] == [essence(output) for output in expected]
         assert pieces[-1].output is not None
         assert essence(pieces[-1].output) == essence(expected[0])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from speculant import LLM, RequestOutput, SamplingParams
+from speculant import LLM, BeamSearchOutput, BeamSearchParams, RequestOutput, SamplingParams
 from speculant.cache.factory import slotted_cache
 from speculant.engine import step as step_module
 from speculant.errors import ConfigError, RequestError
@@ -18,6 +19,7 @@ from speculant.models.weights import load_model
 from speculant.types import DraftTree
 from tests.integration.conftest import MakeLLM
 from tests.models import VOCAB_SIZE, Checkpoints
+from tests.unit.engine.test_progress import Bar
 
 TEXTS = ["def read(path):", "class A:", "import os", "hello world " * 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -101,8 +103,35 @@ def test_parameters_default_to_the_checkpoint_s(llm_of: MakeLLM) -> None:
         [1, "x"],
         [TEXTS[0], None],
         [TEXTS[0], 3],
-        [torch.tensor([1, 2])],
         [[1.5, 2.0]],
+        None,
+        b"text",
+        [bytearray(b"text")],
+        {7, 8},
+        7,
+        7.0,
+        True,
+        [True, False],
+        [[7, True]],
+        [[7, [8]]],
+        [[[7, 8]]],
+        {},
+        {"text": "x"},
+        {7: 8},
+        {"prompt": [7, 8]},
+        {"prompt_token_ids": "x"},
+        {"prompt_token_ids": [7.0]},
+        {"prompt": "x", "cache_salt": 7},
+        {"prompt": "x", "multi_modal_data": {"image": 1}},
+        {"prompt_embeds": torch.zeros(2, 2)},
+        {"encoder_prompt": "x", "decoder_prompt": "y"},
+        torch.tensor([7.0, 8.0]),
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.zeros(1, 1, 2, dtype=torch.int64),
+        np.array([7.0]),
+        np.array(["x"]),
+        [np.array([[7, 8]])],
     ],
     ids=str,
 )
@@ -112,6 +141,73 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left_behind(llm_of: MakeLLM, pro
         llm.generate(prompts, GREEDY)
     assert caught.value.fix
     assert not llm.engine.has_unfinished()
+
+
+ONE_PROMPT: list[Any] = [
+    [70, 71, 72],
+    (70, 71, 72),
+    range(70, 73),
+    [np.int64(70), np.int32(71), 72],
+    [torch.tensor(70), 71, 72],
+    np.array([70, 71, 72], dtype=np.uint16),
+    torch.tensor([70, 71, 72], dtype=torch.int32),
+    {"prompt_token_ids": [70, 71, 72]},
+    {"prompt_token_ids": np.array([70, 71, 72]), "cache_salt": "mine", "multi_modal_data": None},
+    {"prompt": "ghi"},
+    {"prompt": "another text", "prompt_token_ids": (70, 71, 72)},
+]
+
+
+@pytest.mark.parametrize("prompt", ONE_PROMPT, ids=str)
+def test_a_prompt_in_any_form_is_its_token_ids_and_not_its_keys(llm_of: MakeLLM, prompt: Any) -> None:
+    llm = llm_of("near")
+    (expected,) = llm.generate([[70, 71, 72]], GREEDY)
+    for given in (prompt, [prompt], (prompt,), iter([prompt])):
+        (result,) = llm.generate(given, GREEDY)
+        assert result.prompt_token_ids == [70, 71, 72]
+        assert result.outputs == expected.outputs
+        assert result.prompt == (prompt.get("prompt") if isinstance(prompt, dict) else None)
+    *_, last = llm.stream(prompt, GREEDY)
+    assert last.output is not None
+    assert last.output.outputs == expected.outputs
+
+
+@pytest.mark.parametrize(
+    "rows", [np.array([[7, 8], [9, 7]]), torch.tensor([[7, 8], [9, 7]]), [[7, 8], (9, 7)]], ids=str
+)
+def test_each_row_of_an_array_is_a_prompt(llm_of: MakeLLM, rows: Any) -> None:
+    results = llm_of("near").generate(rows, GREEDY)
+    assert [result.prompt_token_ids for result in results] == [[7, 8], [9, 7]]
+
+
+def test_prompts_of_all_forms_run_together(llm_of: MakeLLM) -> None:
+    results = llm_of("near").generate(ONE_PROMPT, GREEDY)
+    assert [result.prompt_token_ids for result in results] == [[70, 71, 72]] * len(ONE_PROMPT)
+
+
+def test_the_salt_of_a_prompt_separates_its_cache(llm_of: MakeLLM) -> None:
+    llm, tokens = llm_of("near"), [11, 12, 13, 14] * 12
+    for salt in ("", "a", "b"):
+        first, again = (llm.generate({"prompt_token_ids": tokens, "cache_salt": salt}, GREEDY)[0] for _ in range(2))
+        assert first.num_cached_tokens == 0
+        assert again.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ({"promt": "x"}, r"unknown key 'promt'(.|\n)*did you mean 'prompt'"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data: images"),
+        ({"prompt_embeds": torch.zeros(2, 2)}, "embeddings"),
+        (b"x", "a prompt is a bytes"),
+        (None, "a prompt is a NoneType"),
+        ([[7, True]], "has True, which is not a token id"),
+    ],
+    ids=str,
+)
+def test_a_refused_prompt_is_told_why(llm_of: MakeLLM, prompt: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        llm_of("near").generate(prompt, GREEDY)
 
 
 def test_a_bad_prompt_is_refused_before_any_runs(llm_of: MakeLLM) -> None:
@@ -391,3 +487,76 @@ def test_two_engines_in_one_process_do_not_meet(checkpoints: Checkpoints) -> Non
             said.append(piece.token)
     assert together == alone
     assert alone[0] != alone[1]
+
+
+# --- what vLLM's users call
+
+
+def test_a_lower_priority_is_served_sooner(llm_of: MakeLLM) -> None:
+    llm, params = llm_of("near", max_num_seqs=1), SamplingParams(temperature=0, max_tokens=4)
+    results = llm.generate(TEXTS[:3], params, priority=[2, 0, 1], use_tqdm=False)
+    ended = [result.metrics.timing.last_token or 0.0 for result in results]
+    assert sorted(range(3), key=ended.__getitem__) == [1, 2, 0]
+    assert tokens_of(results) == tokens_of(llm.generate(TEXTS[:3], params))
+    with pytest.raises(RequestError, match="3 prompts came with 1 priorities"):
+        llm.generate(TEXTS[:3], params, priority=[1])
+
+
+def test_a_bar_counts_prompts(llm_of: MakeLLM) -> None:
+    bars: list[Bar] = []
+
+    def make(**arguments: Any) -> Bar:
+        bars.append(Bar(**arguments))
+        return bars[-1]
+
+    llm = llm_of("near")
+    llm.generate(TEXTS, SamplingParams(n=3, seed=1, max_tokens=5), use_tqdm=make)
+    llm.generate(TEXTS[:2], SamplingParams(n=2, beam_width=2, max_tokens=5), use_tqdm=make)
+    assert [(bar.arguments["total"], bar.count, bar.closed) for bar in bars] == [(4, 4, True), (2, 2, True)]
+
+
+def test_adapters_are_refused_before_anything_runs(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    with pytest.raises(ConfigError, match="adapters"):
+        llm.generate(TEXTS, GREEDY, lora_request=object())
+    assert not llm.engine.has_unfinished()
+
+
+def test_prefixes_are_forgotten_but_for_open_streams(llm_of: MakeLLM) -> None:
+    llm, prompt = llm_of("near"), [31, 32, 33] * 20
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    assert not llm.reset_prefix_cache()
+    assert len(list(stream)) == (GREEDY.max_tokens or 0) - 1
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_a_beam_search_is_that_of_generate(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5)
+    outputs = llm.beam_search(TEXTS[:2], params)
+    settings = SamplingParams(n=3, beam_width=3, max_tokens=6, length_penalty=0.5)
+    for output, result in zip(outputs, llm.generate(TEXTS[:2], settings), strict=True):
+        found = [(each.tokens, each.cum_logprob, each.finish_reason) for each in output.sequences]
+        prompt = result.prompt_token_ids
+        assert found == [([*prompt, *s.token_ids], s.cumulative_logprob, s.finish_reason) for s in result.outputs]
+
+
+def test_a_beam_search_leaves_an_end_token_out_unless_asked(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    end = llm.generate([[7]], SamplingParams(temperature=0, max_tokens=1))[0].outputs[0].token_ids[0]
+    settings = SamplingParams(beam_width=1, max_tokens=4, length_penalty=-1, stop_token_ids=[end])
+    (result,) = llm.generate([[7]], settings)
+    for included in (True, False):
+        params = BeamSearchParams(1, 4, include_stop_str_in_output=included)
+        (sequence,) = BeamSearchOutput.of(result, params, llm.tokenizer).sequences
+        assert (sequence.finish_reason, sequence.stop_reason) == ("stop", end)
+        assert sequence.tokens == ([7, end] if included else [7])
+
+
+@pytest.mark.parametrize("refused", [{"temperature": 0.5}, {"structured_outputs": {"regex": "a"}}, {"beam_width": 0}])
+def test_what_a_beam_search_can_t_follow_is_refused(refused: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **refused})

@@ -158,6 +158,10 @@ class BlockManager(Protocol):
         """
         ...
 
+    def forget_prefixes(self) -> bool:
+        """Empty the prefix index, but for positions that sequences hold; return whether it is empty."""
+        ...
+
     def release(self, seq_id: int) -> None:
         """Free a sequence; an unknown one is ignored."""
         ...
@@ -206,6 +210,7 @@ class KVCache:
         self.plan, self.table, self.length, self.check = manager.plan, manager.table, manager.length, manager.check
         self.truncate_to, self.release, self.free_tokens = manager.truncate_to, manager.release, manager.free_tokens
         self.match_prefix, self.insert_prefix = manager.match_prefix, manager.insert_prefix
+        self.forget_prefixes = manager.forget_prefixes
 
     def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`."""

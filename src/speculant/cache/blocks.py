@@ -64,6 +64,11 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def drop_kept(self) -> None:
+        """Free every kept block. What is below one in the index is kept too, so that no held block leaves it."""
+        while self._kept:
+            self._evict()
+
     def _evict(self) -> None:
         """Remove the least recently used block and its descendants from the index."""
         for block in self._index.remove(next(iter(self._kept))):

@@ -139,6 +139,11 @@ class PagedBlockManager:
                 self._replace(held, index, _block_of(node))
             held.prefix.append(node)
 
+    def forget_prefixes(self) -> bool:
+        """See `BlockManager.forget_prefixes`."""
+        self._pool.drop_kept()
+        return not self._index.nodes
+
     def release(self, seq_id: int) -> None:
         """See `BlockManager.release`."""
         if seq_id in self._held:

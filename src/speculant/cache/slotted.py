@@ -86,6 +86,10 @@ class SlottedBlockManager:
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """See `BlockManager.insert_prefix`."""
 
+    def forget_prefixes(self) -> bool:
+        """See `BlockManager.forget_prefixes`; there are none."""
+        return True
+
     def release(self, seq_id: int) -> None:
         """See `BlockManager.release`."""
         if seq_id in self._block:

@@ -86,7 +86,7 @@ class SamplingFlags(FlagGroup):
     stop_token_ids: Annotated[list[int], "Token ids to stop at; can be repeated."]
     include_stop_str_in_output: Annotated[bool, "Keep the stop string in the text."]
     ignore_eos: Annotated[bool, "Go on after an end token."]
-    logprobs: Annotated[int, "Report each token's log-probability and this many alternatives (with --json)."]
+    logprobs: Annotated[int, "Report each token's log-probability and this many alternatives, -1 = all (with --json)."]
     prompt_logprobs: Annotated[int, "The same for the prompt's tokens (with --json)."]
     skip_special_tokens: Annotated[bool, "Leave special tokens out of the text."]
     speculation: Annotated[str, "This request's speculation: off, or KEY=VALUE,... such as num_speculative_tokens=3."]
@@ -97,6 +97,11 @@ class SamplingFlags(FlagGroup):
     structured_outputs: Annotated[
         str, 'The form of the text: json_object=true, regex=EXPRESSION or a JSON object such as {"json": SCHEMA}.'
     ]
+
+    bad_words: Annotated[list[str], "Text that must not come; can be repeated."]
+    allowed_token_ids: Annotated[list[int], "The only tokens that may come; can be repeated."]
+    detokenize: Annotated[bool, "Make text of the tokens; on by default."]
+    truncate_prompt_tokens: Annotated[int, "Keep this many tokens of a prompt, its last ones; -1 = what fits."]
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace flags that were not given."""
@@ -170,6 +175,11 @@ class EngineFlags(FlagGroup):
     ]
     weight_cache: Annotated[str, "Where packed weights are kept for the next start: a folder, auto or off."]
     seed: Annotated[int, "Seeds the requests that bring no seed of their own; their text can be repeated then."]
+    tokenizer: Annotated[str, "The tokenizer's folder or Hugging Face id, if it is not the model's."]
+    revision: Annotated[str, "A branch, tag or commit of the model on the hub."]
+    tokenizer_revision: Annotated[str, "A branch, tag or commit of the tokenizer on the hub."]
+    download_dir: Annotated[str, "The folder for what is downloaded; else the hub's own cache."]
+    max_logprobs: Annotated[int, "The most log-probabilities per token that a request may ask for; -1 = all."]
 
     def values(self) -> dict[str, Any]:
         """Return the arguments of `LLM`; ConfigError if no model was given."""

@@ -98,9 +98,9 @@ def _read_file(path: Path) -> str:
 def fetch(config: EngineConfig) -> None:
     """Download models that are not in the local cache; the downloader shows its own progress."""
     drafting = config.speculative()
-    resolve_source(config.model, "target")
+    resolve_source(config.model, "target", config.revision, config.download_dir)
     if drafting is not None and drafting.model is not None:
-        resolve_source(drafting.model, "draft")
+        resolve_source(drafting.model, "draft", download_dir=config.download_dir)
 
 
 def load(values: dict[str, object]) -> LLM:

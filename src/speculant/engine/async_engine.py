@@ -108,6 +108,7 @@ class AsyncEngine(Frontend):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **named: Any,
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
@@ -116,7 +117,12 @@ class AsyncEngine(Frontend):
         `render_chat`.
         """
         prompt = self.render_chat(
-            messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
+            messages,
+            tools,
+            add_generation_prompt,
+            chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
         )
         return self.stream(prompt, sampling_params, **named)
 
@@ -129,11 +135,17 @@ class AsyncEngine(Frontend):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **named: Any,
     ) -> RequestOutput:
         """Answer one conversation; arguments and errors are those of `stream_chat`."""
         prompt = self.render_chat(
-            messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message=continue_final_message
+            messages,
+            tools,
+            add_generation_prompt,
+            chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
         )
         return await self.generate(prompt, sampling_params, **named)
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from speculant import plugins
@@ -68,13 +69,14 @@ def build_engine(config: EngineConfig) -> Runtime:
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
         weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+        revision=config.revision, download_dir=config.download_dir,
     )  # fmt: skip
     return build_around(config, target)
 
 
 def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     """Build an engine around a target that is loaded; several engines may share one."""
-    tokenizer = Tokenizer.from_folder(target.folder)
+    tokenizer = load_tokenizer(config, target.folder)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
     longest = target.model.max_positions
@@ -114,6 +116,16 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
 def _seed(config: EngineConfig) -> int:
     """Return the seed of requests without one of their own: the configured one, else one that no other engine has."""
     return secrets.randbits(63) if config.seed is None else config.seed
+
+
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    """Load the tokenizer of a target in a folder: its own, or the one that is named."""
+    if config.tokenizer is None and config.tokenizer_revision is None:
+        return Tokenizer.from_folder(folder)
+    source = config.tokenizer or config.model
+    return Tokenizer.from_folder(
+        resolve_source(source, revision=config.tokenizer_revision, download_dir=config.download_dir)
+    )
 
 
 def drafts(config: EngineConfig, target: Checkpoint) -> bool:
@@ -281,7 +293,7 @@ class _Workshop:
         return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
-        folder = resolve_source(source, "draft")
+        folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
         vocabulary = draft_vocabulary(folder, self.target, self.tokenizer)
         if vocabulary and vocabulary.lacks:
             self.notes.append(f", the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them")
@@ -306,6 +318,7 @@ class _Workshop:
             source, config.dtype, config.device, role="draft",
             kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+            download_dir=config.download_dir,
         )  # fmt: skip
 
 

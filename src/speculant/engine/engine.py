@@ -179,6 +179,10 @@ class Engine:
             assert cache.length(request.seq_id) < len(request.tokens), "the newest token was fed already"
             assert len(request.tokens) <= self._context.limits.max_model_len, "a context overflowed"
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prompts in the caches but those of running sequences; return whether none is left."""
+        return all(cache.forget_prefixes() for cache in (self._context.cache, *self._drafters.caches))
+
     def free_kv_tokens(self) -> int:
         """Return how many positions new sequences could take, in the fullest cache (docs/references.md, capacity)."""
         return min(cache.free_tokens() for cache in (self._context.cache, *self._drafters.caches))

@@ -24,7 +24,8 @@ def failure_of(largest: float) -> SpeculantError | None:
     """Return what is wrong with a row of `distribution` whose largest probability this is; None if nothing is."""
     if largest == 0:
         return RequestError(
-            "no token is possible: all are banned by the constraint, logit_bias or min_tokens, or by the model itself",
+            "no token is possible: all are banned by the constraint, bad_words, allowed_token_ids, logit_bias or"
+            " min_tokens, or by the model itself",
             "allow at least one token in every place.",
         )
     return None if math.isfinite(largest) else not_finite()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -12,14 +13,19 @@ from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
+from speculant.engine.prompts import PlainPrompt, TextPrompt, TokensPrompt, read_prompt
+from speculant.engine.vllm_arguments import read_arguments
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
+from speculant.structured.vocabulary import word_tokens
+from speculant.text.chat import read_template
 from speculant.text.messages import check_variables, read_messages
 from speculant.text.reasoning import find_tags, is_opened, is_over
 from speculant.text.stop import compile_stops
+from speculant.text.user_tokenizer import UserTokenizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class RenderedPrompt:
     reasoning: Reasoning | None = None
 
 
-Prompt = str | RenderedPrompt | Sequence[int]
+Prompt = str | RenderedPrompt | Sequence[int] | TextPrompt | TokensPrompt  # or an array of whole numbers
 Message = Mapping[str, Any]
 
 
@@ -43,15 +49,27 @@ class Frontend:
     """A model, its tokenizer, an optional drafter, and an engine that runs them.
 
     Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a Hugging Face id
-    or "demo". Raises SpeculantError with the fix for anything that does not fit.
+    or "demo". vLLM's other arguments are read too (docs/vllm.md). chat_template: the source of a template, or the path
+    of its file, for conversations that bring none; None = the checkpoint's. Raises SpeculantError with the fix for
+    anything that does not fit.
     """
 
-    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
-        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **arguments)
+    def __init__(
+        self,
+        model: str,
+        draft_model: str | None = None,
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        own = read_arguments(arguments)
+        self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **own)
+        self._chat_template = read_template(chat_template)
         self._runtime = build_engine(self.config)
         self.tokenizer = self._runtime.tokenizer
         ends, most_waiting = self._runtime.checkpoint.eos_token_ids, self.limits.max_waiting
         self._grammars = Grammars(self.tokenizer, ends, most_waiting=most_waiting)
+        self._word_tokens = lru_cache(maxsize=8)(self._tokens_of_words)
         self._compile_stops = lru_cache(maxsize=8)(compile_stops)  # many prompts share their stop strings
 
     @property
@@ -99,6 +117,14 @@ class Frontend:
         """Where the target's packed weights are from: the cache, or the checkpoint. Empty for other kernels."""
         return self._runtime.checkpoint.source
 
+    def get_tokenizer(self) -> UserTokenizer:
+        """Return the tokenizer with transformers' names."""
+        return UserTokenizer(self.tokenizer, str(self.config.tokenizer or self.config.model))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling settings that the checkpoint recommends."""
+        return self.default_params
+
     @property
     def default_params(self) -> SamplingParams:
         """The sampling settings that the checkpoint recommends."""
@@ -112,8 +138,11 @@ class Frontend:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt of a conversation, by the checkpoint's chat template.
+        """Return the prompt of a conversation, by a chat template.
+
+        chat_template: its source; None = the one that this was made with, else the checkpoint's. It runs in a sandbox.
 
         messages are in OpenAI's form, see `read_messages`; tools too. add_generation_prompt: the prompt ends where the
         assistant's answer begins. continue_final_message: it ends within the last message instead, which the answer
@@ -122,18 +151,20 @@ class Frontend:
         """
         variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
-        text = self.tokenizer.apply_chat_template(conversation, begins, tools=given, **variables)
+        source = chat_template or self._chat_template
+        text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
         if continue_final_message:
             text = _up_to_content(text, conversation[-1])
         thinks = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
-        return RenderedPrompt(text, reasoning=self._reasoning(text, given is not None) if thinks else None)
+        source = source or self.tokenizer.template_for(given is not None)
+        return RenderedPrompt(text, reasoning=self._reasoning(text, source) if thinks else None)
 
-    def _reasoning(self, prompt: str, tools: bool) -> Reasoning | None:
+    def _reasoning(self, prompt: str, template: str | None) -> Reasoning | None:
         """Return the tokens of the reasoning that may follow a prompt; None if there will be none.
 
         Tags that are several tokens each are not known.
         """
-        tags = find_tags(self.tokenizer.template_for(tools))
+        tags = find_tags(template)
         if tags is None or is_over(tags, prompt):
             return None
         start, end = map(self.tokenizer.backend.token_to_id, tags)
@@ -152,25 +183,24 @@ class Frontend:
 
         compiled: the form, if the caller has it already; otherwise this call waits for it.
         """
-        text, tokens = self._read_prompt(prompt)
+        text, tokens, salt = self._read_prompt(prompt)
+        if salt and cache_salt not in ("", salt):
+            raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
         stops, compiling = self._compile_stops(tuple(params.stop)), compiled or self._compiling(params)
         constrain = None if compiling is None else _constrain(_awaited(compiling), prompt)
-        return Generation(request_id, text, tokens, params, priority, cache_salt, stops, constrain)
+        tokens = self._truncated(tokens, params)
+        return Generation(request_id, text, tokens, params, priority, cache_salt or salt, stops, constrain)
 
-    def _read_prompt(self, prompt: object) -> tuple[str | None, list[int]]:
-        """Return a prompt's text, if it has one, and its token ids."""
+    def _read_prompt(self, prompt: object) -> tuple[str | None, list[int], str]:
+        """Return a prompt's text, if it has one, its token ids and its salt."""
         if isinstance(prompt, RenderedPrompt):
-            known = prompt.tokens
-            tokens = self.tokenizer.encode(prompt.text, add_special_tokens=False) if known is None else list(known)
-            return prompt.text, tokens
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):
-            raise RequestError(
-                f"a prompt is a {type(prompt).__name__}", "give a text, a list of token ids, or a list of those."
-            )
-        return None, list(prompt)
+            known = None if prompt.tokens is None else list(prompt.tokens)
+            plain, special = PlainPrompt(prompt.text, known), False
+        else:
+            plain, special = read_prompt(prompt), True
+        tokens = self.tokenizer.encode(plain.text or "", special) if plain.tokens is None else plain.tokens
+        return plain.text, tokens, plain.cache_salt
 
     def _compiling(self, params: SamplingParams | None) -> Future[Grammar] | None:
         """Have the form compiled that these settings ask for; None if they ask for none."""
@@ -178,11 +208,31 @@ class Frontend:
         return None if form is None else self._grammars.compile(form)
 
     def _tokenised(self, params: SamplingParams) -> SamplingParams:
-        """Return settings whose prediction, if there is one, is token ids."""
-        text = params.prediction
-        if not isinstance(text, str):
-            return params
-        return params.with_prediction(self.tokenizer.encode(text, add_special_tokens=False))
+        """Return settings whose texts, a prediction and banned words, are token ids."""
+        if isinstance(params.prediction, str):
+            params = params.with_prediction(self._encode_plain(params.prediction))
+        if any(isinstance(word, str) for word in params.bad_words):
+            params = replace(params, bad_words=self._word_tokens(params.bad_words))
+        return params
+
+    def _tokens_of_words(self, words: Sequence[str | Sequence[int]]) -> tuple[Sequence[int], ...]:
+        found: list[Sequence[int]] = []
+        for word in words:
+            tokens = word_tokens(word, self._encode_plain) if isinstance(word, str) else [word]
+            if not tokens:
+                raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no tokens", "leave it out.")
+            found += tokens
+        return tuple(found)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _truncated(self, tokens: list[int], params: SamplingParams) -> list[int]:
+        """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.limits.max_model_len - (params.max_tokens or 1))
+        return tokens if most is None else tokens[-most:]
 
     def _readable(self, piece: StreamPiece) -> StreamPiece:
         """Return a piece for the caller: tokens of log-probabilities get their texts."""

@@ -35,7 +35,7 @@ def record_prompt(request: Request, hidden: Tensor, model: CausalLM) -> None:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
-    """Return, for each row of logits [m, V], the log-probability and rank of tokens[i] and of the `top` best.
+    """Return, for each row of logits [m, V], the log-probability and rank of tokens[i] and of the `top` best; -1 = all.
 
     Raises SpeculantError for a row that has none.
     """
@@ -55,7 +55,8 @@ def _slice_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> Iterator
     table = torch.log_softmax(logits.to(torch.float64), dim=-1)
     chosen = table.gather(1, torch.tensor(tokens, device=table.device)[:, None])
     ranks = (table > chosen).sum(-1) + 1
-    best = table.topk(min(top, table.shape[-1]), dim=-1)
+    size = table.shape[-1]
+    best = table.topk(size if top < 0 else min(top, size), dim=-1)
     tops = [_ranked(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     values = chosen[:, 0].tolist()
     if any(map(math.isnan, values)):

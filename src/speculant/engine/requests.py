@@ -15,6 +15,7 @@ from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
+from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import Request, StopChecker
 from speculant.verification.auto import choose_verifier
 from speculant.verification.base import Verifier, verifier_for
@@ -53,6 +54,7 @@ class RequestFactory:
         """Return the sequences; raises what `check` raises, and nothing else."""
         self.check(prompt, params, priority, cache_salt, constraint is not None)
         method, prediction = self._method(params), _prediction(params)
+        constraint = constrain_all(constraint, self._vocabulary(params))
         samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
         for sample in samples:
             sample.priority, sample.cache_salt, sample.prediction = priority, cache_salt, prediction
@@ -96,6 +98,12 @@ class RequestFactory:
             return None
         method = wanted.get("method") if isinstance(wanted, Mapping) else None
         return self._drafters.default if method is None else str(method)
+
+    def _vocabulary(self, params: SamplingParams) -> Vocabulary | None:
+        """Return the rules on single words and tokens; None if there are none."""
+        if not params.bad_words and params.allowed_token_ids is None:
+            return None
+        return Vocabulary(self._rules.vocab_size, _banned(params), params.allowed_token_ids)
 
     def _begin_search(self, samples: list[Request], width: int) -> None:
         """Give samples a beam search, which runs on the first one."""
@@ -144,8 +152,7 @@ class RequestFactory:
     ) -> None:
         """Raise RequestError or ConfigError for what can't be served. constrained: its output has a constraint."""
         self._check_prompt(prompt)
-        for name, tokens in {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}.items():
-            _check_tokens(name, tokens, self._rules.vocab_size)
+        self._check_numbers(params)
         given: tuple[object, object] = priority, cache_salt
         if not (isinstance(given[0], int) and isinstance(given[1], str)):
             raise RequestError(
@@ -165,6 +172,19 @@ class RequestFactory:
                 "shorten the prompt or raise max_model_len.",
             )
         _check_tokens("prompt", prompt, self._rules.vocab_size)
+
+    def _check_numbers(self, params: SamplingParams) -> None:
+        """Check token ids and numbers of log-probabilities against the model and the engine's bounds."""
+        named: dict[str, Iterable[object]] = {
+            "logit_bias": params.logit_bias,
+            "stop_token_ids": params.stop_token_ids,
+            "bad_words": (token for word in _banned(params) for token in word),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for name, tokens in named.items():
+            _check_tokens(name, tokens, self._rules.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_logprobs(name, getattr(params, name), self._rules.limits.max_logprobs)
 
     def _check_speculation(self, params: SamplingParams) -> None:
         """Check what a request wants of its drafts against the drafter that it would have."""
@@ -218,6 +238,22 @@ def _prediction(params: SamplingParams) -> tuple[int, ...]:
     """Return the token ids of a request's guess of its output, which was checked; none if it has no guess."""
     given = params.prediction
     return () if given is None or isinstance(given, str) else tuple(given)
+
+
+def _banned(params: SamplingParams) -> list[Sequence[int]]:
+    """Return the words that are banned, as token ids. Raises RequestError if some are text."""
+    words = [word for word in params.bad_words if not isinstance(word, str)]
+    if len(words) < len(params.bad_words):
+        raise RequestError("bad_words has text and the engine knows tokens", "give the token ids of each word.")
+    return words
+
+
+def _check_logprobs(name: str, asked: int | None, most: int) -> None:
+    """Check how many log-probabilities are asked for; -1 is all of them, and all are allowed at most = -1."""
+    if asked is not None and most != -1 and not 0 <= asked <= most:
+        raise ConfigError(
+            f"{name}={asked} is not a number from 0 to {most}", f"set max_logprobs={asked} for the engine."
+        )
 
 
 def _check_tokens(name: str, tokens: Iterable[object], vocab_size: int) -> None:

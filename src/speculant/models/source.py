@@ -15,8 +15,12 @@ _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]  # other formats of the same weights
 
 
-def resolve_source(source: str, role: str = "target", revision: str | None = None) -> Path:
+def resolve_source(
+    source: str, role: str = "target", revision: str | None = None, download_dir: str | None = None
+) -> Path:
     """Return the folder of a checkpoint, downloading it first if `source` is a hub id.
+
+    revision: a branch, a tag or a commit. download_dir: where downloads are kept; None = the hub's own cache.
 
     "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. A folder that
     exists takes precedence over a hub id of the same name. HF_HUB_OFFLINE=1 restricts hub ids to what has
@@ -38,7 +42,7 @@ def resolve_source(source: str, role: str = "target", revision: str | None = Non
         if is_named_gguf(source):
             raise gguf_error(f"{source} names GGUF files")
         raise ModelError(f"there is no folder {source}", "check the path, or give a Hugging Face id such as org/name.")
-    return _download(source, revision)
+    return _download(source, revision, download_dir)
 
 
 def embedded_heads() -> list[str]:
@@ -61,17 +65,19 @@ def _demo(role: str) -> Path:
     return folder
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, folder: str | None) -> Path:
     """Download a snapshot from the hub, resumable and with progress; offline, take it from the local cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        found = snapshot_download(
+            name, revision=revision, cache_dir=folder, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
     except Exception as error:  # which errors a dead network raises depends on the client's version
         raise _hub_error(name, error) from error
-    if is_named_gguf(name) and not has_weights(Path(folder)):
+    if is_named_gguf(name) and not has_weights(Path(found)):
         raise gguf_error(f"{name} holds GGUF files alone")
-    return Path(folder)
+    return Path(found)
 
 
 def _hub_error(name: str, error: Exception) -> ModelError:

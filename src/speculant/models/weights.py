@@ -63,6 +63,7 @@ def load_model(
     *,
     role: str = "target",
     revision: str | None = None,
+    download_dir: str | None = None,
     kernels: str = "reference",
     quantization: str | None = None,
     head_tokens: tuple[int, ...] = (),
@@ -72,6 +73,7 @@ def load_model(
 ) -> Checkpoint:
     """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
 
+    revision, download_dir: see `resolve_source`.
     kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
     quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
     the tokens that have a logit, in ascending order; () = all. vocabulary: that of the target that the model drafts
@@ -87,7 +89,7 @@ def load_model(
     started = time.perf_counter()
     _check_dtype(dtype)
     place = _read_device(device)
-    folder = resolve_source(source, role, revision)
+    folder = resolve_source(source, role, revision, download_dir)
     config = read_json(folder / "config.json")
     _check_family(config)
     tensors = TensorFiles.open(folder)

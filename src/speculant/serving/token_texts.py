@@ -50,8 +50,8 @@ class TokenTexts:
 
 
 def chat_logprob(texts: TokenTexts, token: int, entry: Logprobs, top: int) -> dict[str, Any]:
-    """Return one token's entry of a chat's `logprobs.content`, with its `top` most likely alternatives."""
-    best = sorted(entry.items(), key=lambda each: each[1].rank)[:top]
+    """Return one token's entry of a chat's `logprobs.content`, with its `top` most likely alternatives; -1 = all."""
+    best = sorted(entry.items(), key=lambda each: each[1].rank)[: top if top >= 0 else None]
     alternatives = [_alone(texts, other, value) for other, value in best]
     return {**_alone(texts, token, entry[token]), "top_logprobs": alternatives}
 

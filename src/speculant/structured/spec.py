@@ -15,6 +15,12 @@ from speculant.files import MOST_DEPTH, is_deep, is_encodable
 MAX_CHARACTERS = 65_536  # of a schema, an expression or a grammar; of all choices together
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Fields of vLLM's that can't be followed, with what to do instead.
+REFUSED = {
+    "disable_additional_properties": 'write "additionalProperties": false into the schema.',
+    "whitespace_pattern": "use disable_any_whitespace, or describe the text by a regex.",
+    "structural_tag": "describe the text by a grammar.",
+}
 
 
 class GrammarSource(NamedTuple):
@@ -32,7 +38,7 @@ class StructuredOutputs:
     json: a JSON schema, as a mapping or as text. regex: an expression in Rust's syntax, without look-around, that the
     whole output matches. choice: the texts to choose from. grammar: a Lark grammar whose first rule is `start`.
     json_object: any JSON object. disable_any_whitespace: JSON has no spaces or line breaks between its parts, so that
-    more of its tokens are forced.
+    more of its tokens are forced. The last three are vLLM's and are refused if they are set.
 
     Raises ConfigError for values of another type, and RequestError for texts that are too large.
     """
@@ -41,10 +47,18 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    json_object: bool = False
+    json_object: bool | None = False
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: None = None
+    structural_tag: None = None
 
     def __post_init__(self) -> None:
+        for name, fix in REFUSED.items():
+            if getattr(self, name) not in (None, False):
+                raise ConfigError(f"{name} of structured_outputs is not supported", fix)
+        if self.json_object is None:
+            object.__setattr__(self, "json_object", False)
         named = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(named) != 1:
             given = " and ".join(named) or "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 
-from speculant.errors import Converts, ModelError, RequestError
+from speculant.errors import ConfigError, Converts, ModelError, RequestError
 from speculant.text.costs import Budget
 from speculant.text.sandbox import BoundedEnvironment
 
@@ -56,6 +57,16 @@ class ChatTemplate:
                 f"the chat template can't render these messages: {error}",
                 "give each message a role that the model knows and a text content, in the order it expects.",
             ) from error
+
+
+def read_template(given: object) -> str | None:
+    """Return the source of a template that a user names: itself, or the content of its file. Raises ConfigError."""
+    if given is None or (isinstance(given, str) and ("{" in given or "\n" in given)):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"chat_template is a {type(given).__name__}", "give the source of a template, or its file.")
+    with Converts(ConfigError, f"the chat template {given} can't be read", "give its source, or the path of its file."):
+        return Path(given).expanduser().read_text(encoding="utf-8")
 
 
 def find_template(folder: Path, settings: Mapping[str, Any], name: str = DEFAULT) -> str | None:

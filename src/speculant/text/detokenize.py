@@ -32,8 +32,9 @@ class IncrementalDetokenizer:
     U+FFFD when one of them is invalid, so a run is returned when it has ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, decodes: bool = True) -> None:
+        """decodes: False makes no text of any token."""
+        self._tokenizer, self._decodes = tokenizer, decodes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._fallback = _fallback_ids(tokenizer)
         self._window: list[int] = []
@@ -42,7 +43,7 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that has become final; it may be empty. Amortised O(1)."""
-        if token_id in self._skipped or self._tokenizer.backend.id_to_token(token_id) is None:
+        if not self._decodes or token_id in self._skipped or self._tokenizer.backend.id_to_token(token_id) is None:
             return ""
         self._window.append(token_id)
         self._open_run = token_id in self._fallback

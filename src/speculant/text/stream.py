@@ -28,7 +28,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.detokenize)
         self._include_stop = params.include_stop_str_in_output
         self._stops = StopSearch(stops, self._include_stop) if stops else None
         self._unsearched = params.min_tokens - 1

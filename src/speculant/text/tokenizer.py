@@ -136,12 +136,26 @@ class Tokenizer:
         are passed to the template. Raises RequestError when the template rejects the messages,
         ModelError when the checkpoint has no template or a broken one.
         """
-        chat = self._compile(self.template_for(bool(variables.get("tools"))))
+        return self.render_template(None, messages, add_generation_prompt, variables)
+
+    def render_template(
+        self,
+        source: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Render a conversation by the source of a template, None = the checkpoint's; see `apply_chat_template`."""
+        chat = self._compile(source or self.template_for(bool(variables.get("tools"))))
         return chat.render(messages, add_generation_prompt, **{**self._special, **variables})
 
     @cached_property
     def _compile(self) -> Callable[[str | None], ChatTemplate]:
         return lru_cache(maxsize=2)(_compile)
+
+    def special_token(self, role: str) -> str | None:
+        """Return the token of a role such as "pad_token"; None if the checkpoint names none."""
+        return self._special.get(role)
 
     def _id_of(self, role: str) -> int | None:
         token = self._special.get(role)

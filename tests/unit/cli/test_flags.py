@@ -62,7 +62,8 @@ def test_every_sampling_field_arrives() -> None:
         --presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 5=-inf,6=1.5 --seed 3 --max-tokens 9
         --min-tokens 2 --stop a --stop b --stop-token-ids 1 --stop-token-ids 2 --include-stop-str-in-output
         --ignore-eos --logprobs 1 --prompt-logprobs 0 --no-skip-special-tokens --speculation off
-        --structured-outputs regex=a+"""
+        --structured-outputs regex=a+ --bad-words x --bad-words y --allowed-token-ids 4 --allowed-token-ids 5
+        --truncate-prompt-tokens 8"""
     params = _run(*arguments.split())["sampling"].params()
     assert params == SamplingParams(
         n=2,
@@ -86,10 +87,14 @@ def test_every_sampling_field_arrives() -> None:
         skip_special_tokens=False,
         speculation=False,
         structured_outputs=StructuredOutputs(regex="a+"),
+        bad_words=["x", "y"],
+        allowed_token_ids=[4, 5],
+        truncate_prompt_tokens=8,
     )
+    silent = _run("--no-detokenize")["sampling"].params()  # goes with no stop strings
     beams = _run("--beam-width", "4", "--length-penalty", "0.5", "--max-tokens", "16")["sampling"].params()
     assert beams == SamplingParams(beam_width=4, length_penalty=0.5)  # goes with few of the others
-    moved = _moved(params) | _moved(beams)
+    moved = _moved(params) | _moved(beams) | _moved(silent)
     assert moved == set(SamplingFlags.names()), "the test must move every field off its default"
 
 

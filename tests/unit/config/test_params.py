@@ -11,6 +11,8 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.params import (
+    FOREIGN,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -53,8 +55,8 @@ BAD: dict[str, list[Any]] = {
     "include_stop_str_in_output": ["no", None, 1],
     "ignore_eos": ["false", None],
     "skip_special_tokens": ["true"],
-    "logprobs": [-1, MAX_LOGPROBS + 1, 0.5],
-    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, "all"],
+    "logprobs": [-2, 2**31, 0.5],
+    "prompt_logprobs": [-2, 2**31, "all"],
     "speculation": [
         "off",
         3,
@@ -68,6 +70,10 @@ BAD: dict[str, list[Any]] = {
         {"verification": None},
     ],
     "beam_width": [0, -1, MAX_N + 1, 2.0, "2", True],
+    "bad_words": ["word", [""], [[]], 3, [3], ["x"] * (MAX_BAD_WORDS + 1)],
+    "allowed_token_ids": [[], 3],
+    "detokenize": [None, 1],
+    "truncate_prompt_tokens": [0, -2, 1.5, 2**31],
     "length_penalty": [-11, 11, NAN, None, "long", 0.5],  # 0.5 is for a beam search, and there is none
 }
 
@@ -92,6 +98,38 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         SamplingParams(speculation={"methd": "x"})
 
 
+def test_an_unknown_name_in_a_call_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'temprature'(?s:.*)did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_vllm_s_parameters_change_nothing_or_are_refused(name: str) -> None:
+    harmless, why, fix = FOREIGN[name]
+    for value in harmless:
+        assert SamplingParams(**{name: value}) == SamplingParams()
+    if why:
+        with pytest.raises(ConfigError, match=f"{name}='else' is not supported: {why}") as caught:
+            SamplingParams(**{name: "else"})
+        assert caught.value.fix == fix
+
+
+def test_a_clone_is_equal_and_another() -> None:
+    params = SamplingParams(logit_bias={1: 2.0}, bad_words=["x", [1, 2]], structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+    assert params.clone() == params
+    assert params.clone() is not params
+
+
+def test_none_is_the_default_of_what_is_optional() -> None:
+    assert SamplingParams.from_optional(n=None, top_p=None, seed=3) == SamplingParams(seed=3)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(ConfigError, match=r"detokenize=False(?s:.*)stop_token_ids"):
+        SamplingParams(stop="x", detokenize=False)
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -101,6 +139,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         {"min_p": 0.1},
         {"stop": "x"},
         {"logprobs": 0},
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [1]},
         {"speculation": {"verification": "match"}},
     ],
     ids=lambda asked: next(iter(asked)),

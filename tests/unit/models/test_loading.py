@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speculant.config import EngineConfig
+from speculant.engine.build import build_engine, load_tokenizer
 from speculant.errors import ConfigError, ModelError
 from speculant.models.source import resolve_source
 from speculant.models.weights import load_model
@@ -392,6 +394,34 @@ def test_the_hub_is_asked_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, f
     assert resolve_source("some-org/some-model", revision="v2") == folder
     assert asked["revision"] == "v2"
     assert not any("bin" in pattern or ".py" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_an_engine_s_models_come_from_where_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def download(name: str, **options: Any) -> Path:
+        asked.append((name, options["revision"], options["cache_dir"]))
+        return resolve_source("demo", "draft" if name == "org/draft" else "target")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = EngineConfig(
+        "org/model",
+        "org/draft",
+        revision="v2",
+        tokenizer="org/words",
+        tokenizer_revision="v3",
+        download_dir=str(tmp_path),
+        draft_quantization=None,
+        kernels="reference",
+    )
+    build_engine(config)
+    folder = str(tmp_path)
+    own = {("org/model", "v2", folder), ("org/words", "v3", folder), ("org/draft", None, folder)}
+    assert set(asked) == own
+    asked.clear()
+    load_tokenizer(EngineConfig("org/model", revision="v2", tokenizer="org/words"), tmp_path)
+    load_tokenizer(EngineConfig("org/model", revision="v2", tokenizer_revision="v4"), tmp_path)
+    assert asked == [("org/words", None, None), ("org/model", "v4", None)]
 
 
 def test_a_folder_comes_before_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,199 @@
+"""vLLM's arguments of `LLM`: which change nothing here, which have another name or value, which are refused and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Rule(NamedTuple):
+    """The values of an argument that change nothing; None = all. Others are refused: why, and what to do instead."""
+
+    harmless: tuple[Any, ...] | None = None
+    why: str = ""
+    fix: str = "leave it out."
+
+
+_ANY = Rule()
+_OFF: tuple[Any, ...] = (None, False)
+_UNSET: tuple[Any, ...] = (None, {}, [])
+_ONE_PROCESS = Rule((None, 1), "one process computes the model", "leave it out, or start one process per copy.")
+_NO_ADAPTERS = "adapters (LoRA) are not supported"
+_NO_TRANSFER = "keys and values stay in this process"
+_TEXT_ALONE = "models here complete text, and do nothing else"
+_CONFIG_STAYS = "config.json is read as it is"
+_EDIT_CONFIG = "edit a copy of config.json."
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("aggregate_engine_logging", "all2all_backend", "allow_deprecated_quantization"),
+                *("allowed_local_media_path", "allowed_media_domains", "async_scheduling", "attention_backend"),
+                *("attention_config", "compilation_config", "cudagraph_capture_sizes", "disable_async_output_proc"),
+                *("disable_cascade_attn", "disable_chunked_mm_input", "disable_custom_all_reduce"),
+                *("disable_hybrid_kv_cache_manager", "disable_log_requests", "disable_log_stats"),
+                *("disable_mm_preprocessor_cache", "distributed_executor_backend", "enable_chunked_prefill"),
+                *("enable_log_requests", "enforce_eager", "fail_on_environ_validation", "gpu_memory_utilization"),
+                *("guided_decoding_backend", "limit_mm_per_prompt", "long_prefill_token_threshold"),
+                *("max_cudagraph_capture_size", "max_long_partial_prefills", "max_num_partial_prefills"),
+                *("max_parallel_loading_workers", "max_seq_len_to_capture", "mm_encoder_tp_mode"),
+                *("mm_processor_cache_gb", "mm_processor_cache_type", "num_lookahead_slots", "observability_config"),
+                *("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "optimization_level"),
+                *("performance_mode", "prefix_caching_hash_algo", "profiler_config", "ray_workers_use_nsight"),
+                *("safetensors_load_strategy", "scheduler_reserve_full_isl", "served_model_name", "skip_mm_profiling"),
+                *("stream_interval", "structured_outputs_config", "swap_space", "use_tqdm_on_load"),
+                *("use_v2_block_manager", "watermark"),
+            ),
+            _ANY,
+        ),
+        "calculate_kv_scales": Rule(_OFF, "keys and values are stored in the model's own type"),
+        "code_revision": Rule((None,), "code of a repository is never run"),
+        "config_format": Rule((None, "auto", "hf"), "config.json in Hugging Face's form is read"),
+        "convert": Rule((None, "auto", "none"), _TEXT_ALONE),
+        "cpu_offload_gb": Rule((None, 0), "weights lie in one memory", "leave it out, or set quantization."),
+        "data_parallel_size": _ONE_PROCESS,
+        "decode_context_parallel_size": _ONE_PROCESS,
+        "disable_sliding_window": Rule(_OFF, _CONFIG_STAYS, "set max_model_len to the window's size."),
+        "enable_expert_parallel": Rule(_OFF, _ONE_PROCESS.why),
+        "enable_lora": Rule(_OFF, _NO_ADAPTERS, "merge the adapter into the weights and load those."),
+        "enable_prompt_embeds": Rule(_OFF, "a prompt can't be given as embeddings", "give texts or token ids."),
+        "enable_return_routed_experts": Rule(_OFF, "routing of experts is not reported"),
+        "enable_sleep_mode": Rule(_OFF, "a model is in memory as long as its LLM"),
+        "generation_config": Rule((None, "auto"), "the model's generation_config.json is read", "give SamplingParams."),
+        "hf_config_path": Rule((None,), _CONFIG_STAYS, _EDIT_CONFIG),
+        "hf_overrides": Rule(_UNSET, _CONFIG_STAYS, _EDIT_CONFIG),
+        "hf_token": Rule((None, True), "the hub's own login is used", "set HF_TOKEN, or run `hf auth login`."),
+        "kv_cache_dtype": Rule((None, "auto"), "keys and values are stored in the model's own type"),
+        "kv_events_config": Rule(_UNSET, _NO_TRANSFER),
+        "kv_transfer_config": Rule(_UNSET, _NO_TRANSFER),
+        "load_format": Rule((None, "auto", "hf", "safetensors"), "weights are read from safetensors alone"),
+        "logits_processors": Rule(_UNSET, "code in a step would see no drafts", "use SamplingParams.logit_bias."),
+        "logprobs_mode": Rule((None, "raw_logprobs"), "log-probabilities are the model's own"),
+        "mm_processor_kwargs": Rule(_UNSET, _TEXT_ALONE),
+        "model_impl": Rule((None, "auto", "vllm"), "kernels chooses what computes the model", "set kernels."),
+        "num_gpu_blocks_override": Rule((None,), "kv_memory bounds the caches", "set kv_memory."),
+        "offload_params": Rule((*_UNSET, set()), "weights lie in one memory"),
+        "override_generation_config": Rule(_UNSET, "settings belong to requests", "give SamplingParams."),
+        "override_pooler_config": Rule(_UNSET, _TEXT_ALONE),
+        "pipeline_parallel_size": _ONE_PROCESS,
+        "pooler_config": Rule(_UNSET, _TEXT_ALONE),
+        "prefill_context_parallel_size": _ONE_PROCESS,
+        "quantization_config": Rule(_UNSET, "quantization names the type of the weights", "set quantization."),
+        "rope_scaling": Rule(_UNSET, _CONFIG_STAYS, _EDIT_CONFIG),
+        "rope_theta": Rule((None,), _CONFIG_STAYS, _EDIT_CONFIG),
+        "runner": Rule((None, "auto", "generate"), _TEXT_ALONE),
+        "skip_tokenizer_init": Rule(_OFF, "stop strings and forms need a tokenizer", "use detokenize=False."),
+        "task": Rule((None, "auto", "generate"), _TEXT_ALONE),
+        "tensor_parallel_size": _ONE_PROCESS,
+        "tokenizer_mode": Rule((None, "auto", "hf", "fast"), "tokenizer.json is the one form that is read"),
+        "trust_remote_code": Rule(_OFF, "code of a repository is never run", "leave it out: known models need none."),
+        "worker_cls": Rule((None, "auto"), _ONE_PROCESS.why),
+    }
+)
+# The keys of speculative_config. What only changes how fast a draft is made has no effect here.
+SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("attention_backend", "disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch"),
+                *("draft_sample_method", "enable_adaptive_verification", "enforce_eager", "max_model_len"),
+                "moe_backend",
+            ),
+            _ANY,
+        ),
+        "draft_tensor_parallel_size": _ONE_PROCESS,
+        "num_speculative_tokens_per_batch_size": Rule(
+            _UNSET, "draft_length chooses lengths", 'set "draft_length": "adaptive".'
+        ),
+        "parallel_drafting": Rule(_OFF, "a method says how it drafts", 'name one as "method" (docs/drafters.md).'),
+        "quantization": Rule((None,), "it has another name", "set draft_quantization beside speculative_config."),
+        "rejection_sample_method": Rule(
+            (None, "standard", "block"), "it has another name", 'set "verification" (docs/drafters.md).'
+        ),
+        "revision": Rule((None,), "revision is the target's", "download the draft and name its folder."),
+        "use_heterogeneous_vocab": Rule(_OFF, "a draft has the target's vocabulary", "use a draft of its family."),
+    }
+)
+_CALLS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "lora_request": Rule((None, [], ()), _NO_ADAPTERS, "merge the adapter into the weights and load those."),
+        "tokenization_kwargs": Rule(_UNSET, "a prompt is tokenised in one way", "give token ids."),
+        "mm_processor_kwargs": Rule(_UNSET, _TEXT_ALONE),
+        "chat_template_content_format": Rule(("auto", "string"), "templates get a message's content as text"),
+    }
+)
+RENAMED: Mapping[str, str] = MappingProxyType({"kv_cache_memory_bytes": "kv_memory"})
+# Values of arguments that exist here too: what each one is read as.
+VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
+    {
+        "device": {"auto": "cpu"},
+        "max_model_len": {-1: None, "auto": None},
+        "scheduling_policy": {"fcfs": "first-come", "priority": "decode-first"},
+    }
+)
+_QUANTISED = "checkpoints that are quantised are not read"
+QUANTISED = (
+    *("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin", "hqq"),
+    *("modelopt", "mxfp4", "quark", "torchao"),
+)
+
+
+def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments in the names and values of `EngineConfig`; None stands for a default.
+
+    vLLM's own are left out where they change nothing, and a line of the log names them. Raises ConfigError with the
+    reason for one that can't be followed. Unknown names are returned: `EngineConfig` refuses them.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    values: dict[str, Any] = {}
+    for name, value in _without_foreign(RULES, given).items():
+        own = RENAMED.get(name, name)
+        if own in values:
+            raise ConfigError(f"{name} and {own} are both given", "keep one.")
+        read = _read_value(name, value)
+        if read is not None or fields.get(own) is None:
+            values[own] = read
+    return values
+
+
+def _without_foreign(rules: Mapping[str, Rule], given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return what rules do not name. Raises ConfigError for a value that they refuse; the log names the others."""
+    foreign = [name for name in given if name in rules]
+    for name in foreign:
+        _check(rules[name], where + name, given[name])
+    if foreign:
+        logger.info("arguments of vLLM without effect (docs/vllm.md): %s", ", ".join(where + name for name in foreign))
+    return {name: value for name, value in given.items() if name not in rules}
+
+
+def check_call(**given: object) -> None:
+    """Raise ConfigError for an argument of a call, such as lora_request, that can't be followed."""
+    for name, value in given.items():
+        _check(_CALLS[name], name, value)
+
+
+def _check(rule: Rule, name: str, value: object) -> None:
+    if rule.harmless is not None and value not in rule.harmless:
+        raise ConfigError(f"{name}={value!r} is not supported: {rule.why}", rule.fix)
+
+
+def _read_value(name: str, value: Any) -> Any:
+    """Return a value as `EngineConfig` has it."""
+    if name == "speculative_config" and isinstance(value, Mapping):
+        return _without_foreign(SPECULATIVE_RULES, value, "speculative_config.")
+    if name == "quantization" and value in QUANTISED:
+        raise ConfigError(
+            f"quantization={value!r} is not supported: {_QUANTISED}",
+            'use the checkpoint that it was made from, with quantization="int8" or "int4".',
+        )
+    known = VALUES.get(name, {})
+    return known[value] if isinstance(value, str | int) and value in known else value

@@ -1,0 +1,117 @@
+"""Banned words, allowed tokens and the other settings in vLLM's names over whole models, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from speculant import LLM, SamplingParams
+from speculant.errors import ConfigError, RequestError
+from tests.integration.conftest import MakeLLM
+from tests.integration.test_constraints import BACKENDS, DRAFTS
+
+TEXTS = ["one and two", "zwei und drei"]
+SETTINGS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, {"seed": 4, "temperature": 0.7, "top_p": 0.9}]
+
+
+def outputs(llm: LLM, **settings: Any) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(TEXTS, SamplingParams(max_tokens=40, **settings))]
+
+
+def has(tokens: list[int], word: list[int]) -> bool:
+    return any(tokens[place : place + len(word)] == word for place in range(len(tokens)))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("drafts", DRAFTS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_banned_word_never_comes_with_or_without_drafts(
+    llm_of: MakeLLM, backend: str, drafts: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    arguments = {"dtype": "float64" if backend == "reference" else "float32", "kernels": backend}
+    plain, drafted = llm_of(**arguments), llm_of(**arguments, **drafts)
+    free = outputs(plain, **settings)
+    single, pair = free[0][0], free[1][3:5]
+    words = [plain.tokenizer.decode([single]), pair]
+    found = outputs(plain, bad_words=words, **settings)
+    assert found != free
+    assert outputs(drafted, bad_words=words, **settings) == found
+    assert not any(has(tokens, [single]) or has(tokens, pair) for tokens in found)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_allowed_tokens_come(llm_of: MakeLLM, backend: str, settings: dict[str, Any]) -> None:
+    arguments = {"dtype": "float64" if backend == "reference" else "float32", "kernels": backend}
+    plain, drafted = llm_of(**arguments), llm_of(**arguments, **DRAFTS[0])
+    found = outputs(plain, allowed_token_ids=range(50, 60), **settings)
+    assert {token for tokens in found for token in tokens} <= set(range(50, 60))
+    assert outputs(drafted, allowed_token_ids=range(50, 60), **settings) == found
+
+
+def test_banned_words_hold_within_a_form(llm_of: MakeLLM) -> None:
+    form, llm = {"regex": "(aa|b|c){6}"}, llm_of("near")
+    params = SamplingParams(seed=1, max_tokens=20, structured_outputs=form, bad_words=["a", "bb"])  # type: ignore[arg-type]
+    text = llm.generate(TEXTS[0], params)[0].outputs[0].text
+    assert len(text) == 6
+    assert "a" not in text
+    assert "bb" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"bad_words": [[10**6]]}, "bad_words has 1000000"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids has -1"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids has 'a'"),
+    ],
+    ids=str,
+)
+def test_ids_that_are_no_tokens_are_refused(llm_of: MakeLLM, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        llm_of("near").generate(TEXTS, SamplingParams(**settings))
+
+
+def test_what_can_t_be_said_is_an_error_that_names_the_cause(llm_of: MakeLLM) -> None:
+    params = SamplingParams(allowed_token_ids=[70], bad_words=[[70]])
+    with pytest.raises(RequestError, match="no token is possible: all are banned by .*bad_words"):
+        llm_of("near").generate(TEXTS[0], params)
+
+
+def test_without_detokenizing_there_are_tokens_and_no_text(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    (plain,), (silent,) = (
+        llm.generate(TEXTS[0], SamplingParams(temperature=0, detokenize=each))[0].outputs for each in (True, False)
+    )
+    assert (silent.text, silent.token_ids) == ("", plain.token_ids)
+    assert plain.text
+
+
+def test_a_prompt_is_truncated_to_its_end(llm_of: MakeLLM) -> None:
+    llm = llm_of("near")
+    (result,) = llm.generate([list(range(1, 10))], SamplingParams(truncate_prompt_tokens=3, temperature=0))
+    assert result.prompt_token_ids == [7, 8, 9]
+    most = llm.limits.max_model_len
+    (result,) = llm.generate([[1, 2] * most], SamplingParams(truncate_prompt_tokens=-1, max_tokens=20, temperature=0))
+    assert len(result.prompt_token_ids) == most - 20
+    assert len(result.outputs[0].token_ids) == 20
+
+
+def test_all_log_probabilities_come_where_the_engine_allows(llm_of: MakeLLM) -> None:
+    llm = llm_of("near", max_logprobs=-1)
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
+    (result,) = llm.generate([[7, 8, 9]], params)
+    size = llm.engine._context.target.vocab_size
+    assert result.prompt_logprobs is not None
+    entries = [*(result.outputs[0].logprobs or ()), *result.prompt_logprobs[1:]]
+    assert [len(entry or ()) for entry in entries] == [size] * 5
+    assert sorted(value.rank for value in entries[0].values()) == list(range(1, size + 1))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_log_probabilities_than_allowed_are_refused(llm_of: MakeLLM, name: str) -> None:
+    for asked, most in ((-1, 100), (101, 100), (4, 3)):
+        llm = llm_of("near") if most == 100 else llm_of("near", max_logprobs=most)
+        with pytest.raises(ConfigError, match=rf"{name}={asked} is not a number from 0 to {most}(?s:.*)max_logprobs"):
+            llm.generate([TEXTS[0]], SamplingParams(**{name: asked}))

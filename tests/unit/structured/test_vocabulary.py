@@ -1,0 +1,97 @@
+"""Banned words and allowed tokens as a constraint: the masks that a plain reading of the rules gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from speculant.constraints import Constraint, unpacked
+from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, constrain_all, word_tokens
+from tests.automata import Automaton, ForcingAutomaton
+
+SIZE = 40
+LETTERS = Automaton({0: {1: 1, 33: 0, 2: 0}, 1: {2: 0, 35: 1}})
+
+
+def allowed(words: Sequence[Sequence[int]], tokens: Sequence[int] | None, output: Sequence[int]) -> list[int]:
+    """Return what may follow an output: nothing that completes a word, and nothing that is not allowed."""
+    return [
+        token
+        for token in (range(SIZE) if tokens is None else sorted(set(tokens)))
+        if not any(tuple([*output, token][-len(word) :]) == tuple(word) for word in words)
+    ]
+
+
+def masked(constraint: Constraint, drafted: Sequence[int] = ()) -> list[int]:
+    mask = constraint.mask(drafted)
+    return list(range(SIZE)) if mask is None else unpacked(mask, SIZE).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_are_those_of_the_rules(seed: int) -> None:
+    chance = random.Random(seed)
+    words = [[chance.randrange(4) for _ in range(chance.randint(1, 4))] for _ in range(chance.randint(0, 6))]
+    tokens = None if seed % 2 else [*chance.sample(range(SIZE), 9), 0, 1, 2, 3]
+    constraint, output = Vocabulary(SIZE, words, tokens).constrain(), list[int]()
+    for _ in range(60):
+        if output and chance.random() < 0.3:
+            undone = chance.randint(0, len(output))
+            constraint.rollback(undone)
+            del output[len(output) - undone :]
+        drafted = [chance.randrange(4) for _ in range(chance.randint(0, 5))]
+        assert masked(constraint, drafted) == allowed(words, tokens, [*output, *drafted])
+        taken = [chance.randrange(4) for _ in range(chance.randint(1, 2))]
+        constraint.advance(taken)
+        output += taken
+        assert not constraint.is_done
+
+
+def test_without_a_word_in_sight_there_is_no_mask() -> None:
+    constraint = Vocabulary(SIZE, [(1, 2)], None).constrain()
+    assert constraint.mask(()) is None
+    assert constraint.mask([1]) is not None
+    assert constraint.mask([1, 0]) is None
+
+
+def test_a_form_and_a_vocabulary_allow_what_both_do() -> None:
+    make = constrain_all(LETTERS.constrain, Vocabulary(SIZE, [(1, 35), (33,)], None))
+    assert make is not None
+    joined = make()
+    assert isinstance(joined, JoinedConstraint)
+    assert masked(joined) == [1, 2]
+    assert masked(joined, [1]) == [2]
+    joined.advance([1])
+    assert masked(joined) == [2]
+    joined.rollback(1)
+    assert masked(joined) == [1, 2]
+    assert not joined.is_done
+
+
+def test_a_joined_form_ends_and_forces_as_it_does_alone() -> None:
+    form, vocabulary = ForcingAutomaton({0: {3: 1}, 1: {}}), Vocabulary(SIZE, [], [3])
+    joined = JoinedConstraint(form.constrain(), vocabulary.constrain())
+    assert joined.forced() == [3]
+    assert not joined.is_done
+    joined.advance([3])
+    assert joined.is_done
+
+
+def test_one_alone_is_not_joined() -> None:
+    assert constrain_all(None, None) is None
+    assert constrain_all(LETTERS.constrain, None) == LETTERS.constrain
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ({"cat": [1], " cat": [2]}, [[1], [2]]),
+        ({"cat": [1], " cat": [3, 1]}, [[1]]),
+        ({"cat": [1, 2], " cat": [1, 3]}, [[1, 2]]),
+        ({"cat": [1, 2], " cat": [4, 2]}, [[1, 2], [4, 2]]),
+        ({"cat": [], " cat": [5]}, []),
+    ],
+)
+def test_a_word_is_banned_alone_and_behind_a_space(tokens: dict[str, list[int]], expected: list[list[int]]) -> None:
+    assert word_tokens(" cat", tokens.__getitem__) == expected
