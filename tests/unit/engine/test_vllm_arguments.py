@@ -131,7 +131,7 @@ def test_one_line_of_the_log_names_all_that_has_no_effect(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"lora_request": object()}, "adapters"),
+        ({"lora_request": "adapter"}, "adapters"),
         ({"tokenization_kwargs": {"padding": True}}, "tokenised in one way"),
         ({"mm_processor_kwargs": {"size": 1}}, "text"),
         ({"chat_template_content_format": "openai"}, "content as text"),
