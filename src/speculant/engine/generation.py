@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
+from speculant.engine.logprobs import LogprobRow
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
@@ -179,23 +180,21 @@ class Generation:
 
 
 def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutput:
-    """Return an output whose log-probabilities have the text of each token; every token is decoded once.
+    """Return an output whose log-probabilities have the text of each token.
 
-    That takes time where there are many: it is for the caller's thread, not for the engine's.
+    A token is decoded when its text is first read, by whoever reads it, and once for an output.
     """
-    texts: dict[int, str | None] = {}
+    text_of = cache(tokenizer.decode_alone)
 
     def readable(entry: Logprobs) -> Logprobs:
-        for token in entry:
-            if token not in texts:
-                texts[token] = tokenizer.decode_alone(token)
-        return {token: replace(value, decoded_token=texts[token]) for token, value in entry.items()}
+        return entry.with_texts(text_of) if isinstance(entry, LogprobRow) else entry
 
     samples = [
         sample if sample.logprobs is None else replace(sample, logprobs=[readable(entry) for entry in sample.logprobs])
         for sample in output.outputs
     ]
-    prompt = output.prompt_logprobs and [entry and readable(entry) for entry in output.prompt_logprobs]
+    given = output.prompt_logprobs
+    prompt = None if given is None else [None if entry is None else readable(entry) for entry in given]
     return replace(output, outputs=samples, prompt_logprobs=prompt)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant.engine.failures import not_finite
@@ -13,6 +17,7 @@ from speculant.engine.runner import TargetOutput
 from speculant.models.base import CausalLM
 from speculant.types import Logprob, Logprobs, Request, Verdict
 
+TextOf = Callable[[int], str | None]
 MOST_LOGITS = 2**23  # of prompt rows at a time: 32 MB in float32; fewer rows read the head's weights more often
 MOST_LOGPROBS = 2**20  # at a time: 8 MB in float64
 
@@ -57,13 +62,67 @@ def _slice_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> Iterator
     ranks = (table > chosen).sum(-1) + 1
     size = table.shape[-1]
     best = table.topk(size if top < 0 else min(top, size), dim=-1)
-    tops = [_ranked(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     values = chosen[:, 0].tolist()
     if any(map(math.isnan, values)):
         raise not_finite()
-    columns = zip(tokens, values, ranks.tolist(), tops, strict=True)
-    return ({**others, token: Logprob(value, rank)} for token, value, rank, others in columns)
+    chosen_ones = [Logprob(value, rank) for value, rank in zip(values, ranks.tolist(), strict=True)]
+    best_ones = _Best(best.indices.cpu().numpy(), best.values.cpu().numpy())
+    rows = enumerate(zip(tokens, chosen_ones, strict=True))
+    return (LogprobRow(token, logprob, best_ones, row) for row, (token, logprob) in rows)
 
 
-def _ranked(tokens: list[int], values: list[float]) -> dict[int, Logprob]:
-    return {token: Logprob(value, 1 + i) for i, (token, value) in enumerate(zip(tokens, values, strict=True))}
+class _Best(NamedTuple):
+    """The most likely tokens after several places, int64 [m, k], and their log-probabilities, float64 [m, k]."""
+
+    tokens: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+class LogprobRow(Mapping[int, Logprob]):
+    """The log-probabilities at one position; those of the alternatives are made when they are first read.
+
+    A prompt of 1,000 tokens with 100 alternatives has 100,000 of them: to make them all takes longer than a step and
+    a loop may wait. text_of: returns a token's text; None = the texts are not known. Pickled, it is a dict.
+    """
+
+    __slots__ = ("_best", "_chosen", "_made", "_row", "_text_of", "_token")
+
+    def __init__(self, token: int, chosen: Logprob, best: _Best, row: int, text_of: TextOf | None = None) -> None:
+        self._token, self._chosen, self._best, self._row, self._text_of = token, chosen, best, row, text_of
+        self._made: dict[int, Logprob] | None = None
+
+    def __getitem__(self, token: int) -> Logprob:
+        if token != self._token:
+            return self._all[token]
+        return self._chosen if self._text_of is None else replace(self._chosen, decoded_token=self._text_of(token))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._all,)
+
+    def with_texts(self, text_of: TextOf) -> LogprobRow:
+        """Return the same with the texts of the tokens, which are asked for when they are first read."""
+        return LogprobRow(self._token, self._chosen, self._best, self._row, text_of)
+
+    @property
+    def _all(self) -> dict[int, Logprob]:
+        """Everything, the most likely tokens first."""
+        if self._made is None:
+            tokens, values = (array[self._row].tolist() for array in self._best)
+            text_of = self._text_of or _no_text
+            pairs = enumerate(zip(tokens, values, strict=True), 1)
+            made = {token: Logprob(value, rank, text_of(token)) for rank, (token, value) in pairs}
+            self._made = {**made, self._token: self[self._token]}
+        return self._made
+
+
+def _no_text(token: int) -> None:
+    return None

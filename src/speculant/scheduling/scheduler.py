@@ -25,6 +25,7 @@ from speculant.types import DraftTree, Request
 logger = logging.getLogger(__name__)
 
 NO_DRAFT = DraftTree.empty()
+MOST_LOGPROB_ROWS = 64  # of a prompt whose log-probabilities are asked for, while other sequences run and would wait
 
 
 @dataclass(slots=True)
@@ -178,6 +179,8 @@ class Scheduler:
         """
         start, search = self._target.length(request.seq_id), request.search
         count = len(request.tokens) - start
+        if request.wants_prompt_logits and len(self.running) > 1:
+            budget = min(budget, MOST_LOGPROB_ROWS)
         if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
             return Scheduled(request, start, count)
         most = min(budget, plan.room(request.seq_id))

@@ -28,7 +28,7 @@ from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
 from speculant.serving.streams import EventStream
 from speculant.serving.token_texts import TokenTexts
-from speculant.serving.wire import DONE, event, json_response
+from speculant.serving.wire import DONE, document_response, event
 
 B = TypeVar("B", bound=Body)
 _LARGE = 65_536  # bytes of a body that is parsed in a thread
@@ -150,7 +150,7 @@ async def _whole(chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) 
     async with aclosing(chunks):
         async for _ in chunks:
             pass
-    return json_response(answer.document())
+    return await document_response(answer.document())
 
 
 async def _events(

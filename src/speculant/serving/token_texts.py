@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
+from speculant.serving.wire import Deferred
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import Logprob, Logprobs
 
@@ -68,24 +69,27 @@ def completion_logprobs(
     return {
         "tokens": [texts.of(token)[0] for token in tokens],
         "token_logprobs": [finite(entry[token].logprob) for token, entry in zip(tokens, entries, strict=True)],
-        "top_logprobs": [{texts.of(t)[0]: finite(each.logprob) for t, each in entry.items()} for entry in entries],
+        "top_logprobs": [Deferred(partial(_by_text, texts, entry)) for entry in entries],
         "text_offset": list(offsets),
     }
 
 
-def prompt_logprobs(entries: Sequence[Logprobs | None] | None) -> list[Mapping[str, Any] | None] | None:
+def _by_text(texts: TokenTexts, entry: Logprobs) -> dict[str, float]:
+    return {texts.of(token)[0]: finite(value.logprob) for token, value in entry.items()}
+
+
+def prompt_logprobs(entries: Sequence[Logprobs | None] | None) -> list[Deferred | None] | None:
     """Return a prompt's log-probabilities in vLLM's shape: by token id, None for the first token."""
     if entries is None:
         return None
-    return [
-        None
-        if entry is None
-        else {
-            str(token): {"logprob": finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
-            for token, value in entry.items()
-        }
-        for entry in entries
-    ]
+    return [None if entry is None else Deferred(partial(_by_id, entry)) for entry in entries]
+
+
+def _by_id(entry: Logprobs) -> dict[str, Any]:
+    return {
+        str(token): {"logprob": finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
+        for token, value in entry.items()
+    }
 
 
 def finite(value: float) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -11,20 +14,72 @@ from starlette.responses import Response
 from speculant.serving.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+MANY = 32  # items of a list, from which on each is written at once
+LONGEST_TURN = 2e-3  # seconds that a long document holds a loop, and the interpreter's lock, at a time
+PAUSE = 1e-3  # seconds between two turns; 0 would not be enough for a thread that waits for that lock
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A part of a document that is made when it is written, as its time counts where there are many."""
+
+    make: Callable[[], Any]
 
 
 def encode(value: Any) -> bytes:
     """Return a value as JSON in UTF-8; text that UTF-8 can't hold (single surrogates) is escaped."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+        return _dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+        return _dumps(value, ensure_ascii=True).encode("ascii")
+
+
+async def encode_in_parts(value: Any) -> bytes:
+    """Return what `encode` does. A long list is written item by item, with pauses in which others get the processor."""
+    written, began = list[bytes](), time.perf_counter()
+    for part in _parts(value):
+        written.append(part)
+        if time.perf_counter() - began > LONGEST_TURN:
+            await asyncio.sleep(PAUSE)
+            began = time.perf_counter()
+    return b"".join(written)
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Yield a document in parts: the values of its objects, and the items of its lists."""
+    if isinstance(value, dict):
+        for place, (key, each) in enumerate(value.items()):
+            yield (b"," if place else b"{") + encode(str(key)) + b":"
+            yield from _parts(each)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield b"," if place else b"["
+            yield from [encode(each)] if len(value) > MANY else _parts(each)
+        yield b"]" if value else b"[]"
+    else:
+        yield encode(value)
+
+
+def _dumps(value: Any, ensure_ascii: bool) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"), default=_made)
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.make()
+    raise TypeError(f"{type(value).__name__} can't be written as JSON")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
     """Return a server-sent event with a JSON document."""
     named = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
     return named + b"data: " + encode(value) + b"\n\n"
+
+
+async def document_response(value: Any) -> Response:
+    """Return a response with a JSON document that may be large; see `encode_in_parts`."""
+    return Response(await encode_in_parts(value), media_type="application/json")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -10,10 +13,11 @@ import torch
 from torch import Tensor
 
 from speculant.engine import logprobs
-from speculant.engine.logprobs import record_prompt, token_logprobs
+from speculant.engine.logprobs import LogprobRow, record_prompt, token_logprobs
 from speculant.errors import SpeculantError
 from speculant.exactness.tables import TableModel
 from speculant.params import SamplingParams
+from speculant.types import Logprob, Logprobs
 from tests.models import make_request
 
 V = 152_064
@@ -74,3 +78,53 @@ def test_logprobs_that_are_no_numbers_are_an_error(bad: float) -> None:
     logits[1, 2] = bad
     with pytest.raises(SpeculantError, match="NaN or infinite"):
         token_logprobs(logits, [0, 1, 2], 0)
+
+
+def rows_of(count: int = 3, top: int = 2) -> list[Logprobs]:
+    logits = torch.randn(count, 6, generator=torch.Generator().manual_seed(3))
+    return token_logprobs(logits, [5] * count, top)
+
+
+def test_alternatives_are_made_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 1,000 tokens with 100 alternatives would hold a step for as long as it takes to make 100,000."""
+    made = list[int]()
+
+    def counted(*arguments: Any) -> Logprob:
+        made.append(1)
+        return Logprob(*arguments)
+
+    monkeypatch.setattr(logprobs, "Logprob", counted)
+    prompt = [i % V for i in range(51)]
+    request = make_request(prompt, params=SamplingParams(prompt_logprobs=20))
+    record_prompt(request, torch.tensor(prompt[1:], dtype=torch.float64)[:, None], Wide())
+    assert len(made) == 50, "those of the prompt's own tokens"
+    assert request.prompt_logprobs[0][1].rank == 1
+    assert len(made) == 50
+    assert len(request.prompt_logprobs[0]) == 20
+    assert len(made) <= 50 + 21
+
+
+def test_row_of_logprobs_is_a_mapping() -> None:
+    for row in rows_of():
+        values = dict(row.items())
+        assert (row == values, values == row, len(row), list(row)) == (True, True, len(values), list(values))
+        assert [row[token] for token in row] == list(values.values())
+        assert repr(row) == repr(values)
+        assert pickle.loads(pickle.dumps(row)) == values == copy.deepcopy(row)
+        assert row.get(99) is None
+        assert list(values)[:2] == sorted(values, key=lambda token: -values[token].logprob)[:2]
+
+
+def test_token_of_a_row_is_decoded_when_it_is_read_and_once() -> None:
+    decoded = list[int]()
+
+    def text_of(token: int) -> str:
+        decoded.append(token)
+        return f"<{token}>"
+
+    cached = functools.cache(text_of)
+    rows = [row.with_texts(cached) for row in rows_of(20) if isinstance(row, LogprobRow)]
+    assert not decoded
+    assert all(value.decoded_token == f"<{token}>" for row in rows for token, value in row.items())
+    assert all(row[5].decoded_token == "<5>" for row in rows)
+    assert len(decoded) == len(set(decoded))

@@ -50,12 +50,13 @@ class Driver:
         request_id: str | None = None,
         token: int | None = None,
         priority: int = 0,
+        params: SamplingParams | None = None,
     ) -> Request:
         """Queue a request; its prompt repeats one token, by default one that no other has."""
         seq_id = len(self.requests)
         request = make_request(
             [100 + seq_id if token is None else token] * num_prompt,
-            params=SamplingParams(max_tokens=max_tokens),
+            params=params or SamplingParams(max_tokens=max_tokens),
             seq_id=seq_id,
             request_id=request_id or f"request-{seq_id}",
             priority=priority,

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
+from speculant.params import SamplingParams
 from speculant.scheduling.policy import Key
-from speculant.scheduling.scheduler import Scheduled
+from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
@@ -207,3 +208,15 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
     for _ in range(10):
         driver.scheduler.schedule()
     assert looked_at < 100
+
+
+def test_prompt_with_logprobs_is_computed_in_small_parts_beside_others() -> None:
+    """Its rows cost more than others: a log-probability of each token of the vocabulary."""
+    driver = Driver(slots(2), budget=1000)
+    for beside in (False, True):
+        request = driver.add(90, params=SamplingParams(max_tokens=3, prompt_logprobs=5))
+        other = driver.add(5) if beside else None
+        assert counts(driver.step())[request.seq_id] == (MOST_LOGPROB_ROWS if beside else 90)
+        for each in (request, other):
+            if each is not None:
+                driver.scheduler.remove(each)

@@ -141,7 +141,7 @@ def test_both_shapes_of_logprobs(texts: TokenTexts) -> None:
     assert (chat["logprob"], len(chat["top_logprobs"])) == (-2.0, 1)
     assert chat["top_logprobs"][0]["logprob"] == -0.5
     assert chat_logprob(texts, a, entry, 0)["top_logprobs"] == []
-    assert completion_logprobs(texts, [a], [entry], [7]) == {
+    assert json.loads(encode(completion_logprobs(texts, [a], [entry], [7]))) == {
         "tokens": [texts.of(a)[0]],
         "token_logprobs": [-2.0],
         "top_logprobs": [{texts.of(a)[0]: -2.0, texts.of(b)[0]: -0.5}],
@@ -152,7 +152,7 @@ def test_both_shapes_of_logprobs(texts: TokenTexts) -> None:
 def test_impossible_tokens_have_a_finite_logprob(texts: TokenTexts) -> None:
     never = Logprob(float("-inf"), 9, "x")
     assert chat_logprob(texts, 5, {5: never}, 0)["logprob"] == LOWEST
-    assert prompt_logprobs([None, {5: never}]) == [
+    assert json.loads(encode(prompt_logprobs([None, {5: never}]))) == [
         None, {"5": {"logprob": LOWEST, "rank": 9, "decoded_token": "x"}},
     ]  # fmt: skip
     assert prompt_logprobs(None) is None
