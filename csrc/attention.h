@@ -11,7 +11,8 @@
 
 namespace SP_NAMESPACE {
 
-constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8, MOST_GROUP = 32;
+constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8;
+constexpr int64_t MOST_PARTIAL = 1 << 24;  // floats of the softmaxes of spans, 64 MiB: a thread keeps them for its next pass
 constexpr int TILE_VECS = TILE / LANES;
 
 // Successive rows of one sequence, chain rows and tree nodes alike, that are computed together.
@@ -29,7 +30,7 @@ struct Node {
 struct Plan {
   List<RowBlock> blocks;
   List<Node> nodes;     // of all trees, indexed like pass.parents
-  List<float> partial;  // the softmaxes of single spans: [rows, heads, most_spans, padded + 2]
+  float *partial;       // the softmaxes of single spans: [rows, heads, most_spans, padded + 2]
   int64_t most_spans = 0, padded = 0, threads = 1;  // padded: dim rounded up to whole vectors
   bool split = false;  // whether spans are computed in parallel and merged afterwards
 };
@@ -51,7 +52,8 @@ static int64_t plan_nodes(const SpPass &pass, const SpSegment &segment, Plan &pl
   return end;
 }
 
-static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan &plan) {
+// partial: memory for the softmaxes of spans. Without room for all of them, spans are computed one after the other.
+static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
   plan.blocks.size = plan.nodes.size = 0;
   int64_t longest = 0;
   for (int64_t s = 0; s < pass.num_segments; s++) {
@@ -64,8 +66,10 @@ static void plan_attention(const SpOp &op, const SpPass &pass, int threads, Plan
   plan.padded = (op.dim + LANES - 1) / LANES * LANES;
   plan.most_spans = (longest + SPAN - 1) / SPAN;
   plan.threads = threads;
-  plan.split = plan.most_spans > 1 && plan.blocks.size < 4 * threads;
-  if (plan.split) plan.partial.resize(pass.rows * op.heads * plan.most_spans * (plan.padded + 2));
+  const int64_t room = pass.rows * op.heads * plan.most_spans * (plan.padded + 2);
+  plan.split = plan.most_spans > 1 && plan.blocks.size < 4 * threads && room <= MOST_PARTIAL;
+  if (plan.split) partial.renew(room);
+  plan.partial = partial.items;
 }
 
 // The online softmax of one query over the keys so far.
@@ -233,14 +237,35 @@ struct Prefetcher {
   }
 };
 
+// Memory of a thread for one work item. It is not on the stack, which may be small, because it grows with a model's shape.
+struct AttentionRoom {
+  List<float> tile, softmaxes;
+
+  static AttentionRoom &own() {
+    static thread_local AttentionRoom room;
+    return room;
+  }
+
+  // Return memory for this many softmaxes.
+  float *take_softmaxes(int64_t count, int64_t padded) {
+    softmaxes.renew(count * (padded + 2));
+    return softmaxes.items;
+  }
+};
+
 // The keys of a tile, transposed so that a vector holds the same dimension of several positions, and its values.
 struct KeyTile {
-  alignas(64) float transposed[MOST_DIM * TILE];  // [dim][TILE] float32, or [dim / 2][TILE] pairs of bfloat16
-  alignas(64) float copied[TILE * MOST_DIM];      // values that cannot be read in place
+  float *transposed;  // [dim][TILE] float32, or [dim / 2][TILE] pairs of bfloat16
+  float *copied;      // [TILE][padded] keys, and then values, that cannot be read in place
   const char *copies[TILE];
   const char *const *values;
   int64_t offset;      // of a head's values in a slot, in bytes
   bool pairs, narrow;  // whether keys are pairs of bfloat16; whether values are
+
+  KeyTile(List<float> &room, int64_t padded) {
+    room.renew(2 * TILE * padded);
+    transposed = room.items, copied = room.items + TILE * padded;
+  }
 };
 
 alignas(64) static const float ZEROS[MOST_DIM] = {};
@@ -266,7 +291,6 @@ static inline void load_row(const SpOp &op, const char *row, int64_t padded, flo
 }
 
 static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64_t padded, Prefetcher &prefetcher, KeyTile &tile) {
-  alignas(64) float copied[LANES * MOST_DIM];
   const int64_t offset = head * op.dim * real_size(op.type), words = op.type == SP_F32 ? op.dim : op.dim / 2;
   const bool whole = (op.type == SP_F32 || op.dim % 2 == 0) && words % LANES == 0;  // else rows need padding
   tile.pairs = whole && op.type != SP_F32;
@@ -274,8 +298,8 @@ static void load_keys(const SpOp &op, const TileSlots &from, int64_t head, int64
     const float *rows[LANES];
     const int64_t some = from.count - i < LANES ? from.count - i : LANES;
     for (int64_t j = 0; j < some; j++) {
-      rows[j] = whole ? (const float *)(from.keys[i + j] + offset) : copied + j * padded;
-      if (!whole) load_row(op, from.keys[i + j] + offset, padded, copied + j * padded);
+      rows[j] = whole ? (const float *)(from.keys[i + j] + offset) : tile.copied + j * padded;
+      if (!whole) load_row(op, from.keys[i + j] + offset, padded, tile.copied + j * padded);
     }
     for (int64_t j = some; j < LANES; j++) rows[j] = ZEROS;
     transpose_keys(rows, whole ? words : padded, prefetcher, tile.transposed + i);
@@ -466,7 +490,7 @@ static void attend_rows(const Keys &keys, const TileSlots &slots, int64_t kv_hea
 template <typename SoftmaxOf>
 static void attend_span(const Keys &keys, int64_t first, int64_t count, int64_t span, int64_t next_span, int64_t padded,
                         SoftmaxOf softmax_of) {
-  KeyTile tile;
+  KeyTile tile(AttentionRoom::own().tile, padded);
   TileSlots slots[2];
   const SpOp &op = keys.op;
   const int64_t group = op.heads / op.kv_heads, bytes = op.dim * real_size(op.type);
@@ -495,25 +519,23 @@ static inline void put_attended(const SpOp &op, int64_t row, int64_t head, Softm
 }
 
 static inline float *partial_at(Plan &plan, const SpOp &op, int64_t row, int64_t head, int64_t span) {
-  return plan.partial.items + ((row * op.heads + head) * plan.most_spans + span) * (plan.padded + 2);
+  return plan.partial + ((row * op.heads + head) * plan.most_spans + span) * (plan.padded + 2);
 }
 
 // All spans of a block and key head, in order.
 static void attend_block(const Keys &keys, int64_t kv_head, int64_t padded) {
-  alignas(64) float memory[2][BLOCK_ROWS * MOST_GROUP * (MOST_DIM + 2)];
   const int64_t group = keys.op.heads / keys.op.kv_heads, count = keys.rows * group, first_head = kv_head * group;
-  Softmax all[BLOCK_ROWS * MOST_GROUP], one[BLOCK_ROWS * MOST_GROUP];
-  for (int64_t i = 0; i < count; i++) {
-    all[i] = softmax_at(memory[0] + i * (padded + 2), padded), one[i] = softmax_at(memory[1] + i * (padded + 2), padded);
-    clear_softmax(all[i], padded);
-  }
-  const auto softmax_of = [&](int64_t row, int64_t head) { return one[row * group + head - first_head]; };
+  float *memory = AttentionRoom::own().take_softmaxes(2 * count, padded);
+  const auto all = [&](int64_t i) { return softmax_at(memory + i * (padded + 2), padded); };
+  const auto one = [&](int64_t i) { return all(count + i); };
+  for (int64_t i = 0; i < count; i++) clear_softmax(all(i), padded);
+  const auto softmax_of = [&](int64_t row, int64_t head) { return one(row * group + head - first_head); };
   for (int64_t span = 0; span * SPAN < keys.end_position; span++) {
     attend_span(keys, kv_head, 1, span, span + 1, padded, softmax_of);
     for (int64_t i = 0; i < count; i++)
-      if (*one[i].sum != 0.0f) merge(all[i], one[i], padded);
+      if (*one(i).sum != 0.0f) merge(all(i), one(i), padded);
   }
-  for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / group, first_head + i % group, all[i]);
+  for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / group, first_head + i % group, all(i));
 }
 
 // Work items are blocks times key heads or, where spans are split, blocks times spans.
@@ -532,9 +554,8 @@ static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t i
 
 // Where spans are split: merge those of a row and head in order. A span without keys of the row is left out.
 static void run_merge(const SpOp &op, Plan &plan, int64_t item) {
-  alignas(64) float memory[MOST_DIM + 2];
   const int64_t row = item / op.heads, head = item % op.heads;
-  const Softmax all = softmax_at(memory, plan.padded);
+  const Softmax all = softmax_at(AttentionRoom::own().take_softmaxes(1, plan.padded), plan.padded);
   clear_softmax(all, plan.padded);
   for (int64_t span = 0; span < plan.most_spans; span++) {
     const Softmax one = softmax_at(partial_at(plan, op, row, head, span), plan.padded);

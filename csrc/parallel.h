@@ -68,6 +68,17 @@ struct List {
     }
     size = n;
   }
+  // Like resize, but without the items so far. The room is a power of two.
+  void renew(int64_t n) {
+    if (n > room) {
+      free((void *)items);
+      items = nullptr, size = 0;
+      int64_t power = 1;
+      while (power < n) power *= 2;
+      room = 0, resize(power);
+    }
+    size = n;
+  }
   void push(const T &item) {
     resize(size + 1);
     items[size - 1] = item;

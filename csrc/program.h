@@ -10,9 +10,9 @@
 
 namespace SP_NAMESPACE {
 
-static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan) {
+static void plan_pass(const SpOp *ops, int count, const SpPass &pass, int threads, Plan &plan, List<float> &partial) {
   for (int i = 0; i < count; i++)
-    if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan);  // all layers have the same shape
+    if (ops[i].code == SP_ATTEND) return plan_attention(ops[i], pass, threads, plan, partial);  // all layers have the same shape
 }
 
 static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages) {
@@ -41,6 +41,7 @@ static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan 
 // Scratch of a calling thread, reused between runs: nothing is allocated once it has grown.
 struct Scratch {
   Plan plan;
+  List<float> partial;  // see Plan
   Tiles x;
   List<WorkQueue> stages;
 };
@@ -49,7 +50,7 @@ static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
   static thread_local Scratch own;
   Scratch &scratch = own;  // that of the calling thread, in every thread that works
   clear_stages(scratch.stages, 2 * count);
-  plan_pass(ops, count, *pass, threads, scratch.plan);
+  plan_pass(ops, count, *pass, threads, scratch.plan, scratch.partial);
   make_room(ops, count, pass->rows, scratch.x);
   run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.x, scratch.stages.items); });
 }
@@ -71,6 +72,7 @@ struct Drafting {
   const SpPass *first;
   const SpDraft *draft;
   List<float> rows, logits, head_out;  // head_out: the logits of a head whose rows are `head_tokens`
+  List<float> partial;  // see Plan: of the step that is running, as no thread reads an earlier one's any more
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Tiles x;
@@ -130,7 +132,7 @@ struct Drafting {
     now.drawing = drawing;
     if (!drawing) return;
     now.pass = step ? next_pass(step, drawing) : *first;
-    plan_pass(ops, count, now.pass, threads, now.plan);
+    plan_pass(ops, count, now.pass, threads, now.plan, partial);
     now.probs.resize(drawing);
     for (int64_t s = 0; s < drawing; s++)
       now.probs[s] = draft->out[s] ? draft->out[s] + step * draft->width : unread.items + s * draft->width;

@@ -25,7 +25,7 @@ from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
 from speculant.models import background
 from speculant.models.backends.base import find_backends
-from speculant.models.base import CausalLM
+from speculant.models.base import CausalLM, scratch_of
 from speculant.models.source import resolve_source
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights import Checkpoint, load_model
@@ -80,7 +80,9 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
     longest = target.model.max_positions
-    memory = CacheMemory.of(config, resolve(config, longest), target.model.cache_shape, target.mapped_bytes)
+    limits = resolve(config, longest)
+    scratch = scratch_of(target.model, limits.max_num_batched_tokens, limits.max_model_len)
+    memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes, scratch)
     verifiers, _ = build_verifiers(spec)
     arms = Arms()
     drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, arms)

@@ -3,6 +3,11 @@
 All caches hold about the same number of positions, so that a sequence that fits the target's fits the draft's:
 
     kv_memory   [ target: n blocks x target bytes | draft: n blocks x draft bytes ]
+
+Scratch memory is what the target's passes keep beside its weights and its cache. It is not part of kv_memory. Without
+kv_memory the caches get a share of what is free after the scratch memory is counted:
+
+    free        [ mapped weights | scratch | share of the rest: caches | the draft's weights and scratch ]
 """
 
 from __future__ import annotations
@@ -38,10 +43,22 @@ class CacheMemory:
         self.made: list[KVCache] = []
 
     @classmethod
-    def of(cls, config: EngineConfig, limits: Limits, target: CacheShape, mapped: int = 0) -> CacheMemory:
-        """Take the configured budget, or a share of what is free. mapped: bytes of weights that count as free."""
-        free = int(SHARE_OF_FREE * max(0, free_memory(target.device) - mapped))
-        return cls(config, limits, target, config.kv_memory_bytes() or free)
+    def of(
+        cls, config: EngineConfig, limits: Limits, target: CacheShape, mapped: int = 0, scratch: int = 0
+    ) -> CacheMemory:
+        """Take the configured budget, or a share of what is free.
+
+        mapped: bytes of weights that count as free. scratch: bytes that the target's passes will keep.
+        """
+        free, given = max(0, free_memory(target.device) - mapped - scratch), config.kv_memory_bytes()
+        logger.info("scratch memory of the target's passes: at most %.1f MiB", scratch / 2**20)
+        if given is not None and given > free:
+            logger.warning(
+                "kv_memory is %.1f MiB, and %.1f MiB are free beside %.1f MiB of scratch memory: lower kv_memory,"
+                " max_model_len or max_num_batched_tokens",
+                given / 2**20, free / 2**20, scratch / 2**20,
+            )  # fmt: skip
+        return cls(config, limits, target, given or int(SHARE_OF_FREE * free))
 
     def make_target(self) -> KVCache:
         """Make the target's cache of all that is left; CapacityError if not one sequence of max_model_len fits."""

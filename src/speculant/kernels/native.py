@@ -27,7 +27,7 @@ from speculant.kernels.memory import Scratch, aligned
 from speculant.kernels.native_structs import Draft, settings_array
 
 VERSION = 13
-MOST_DIM, MOST_GROUP = 256, 32  # bounds of the kernels: dimensions of a head; query heads per key head
+MOST_DIM, MOST_GROUP = 256, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 NO_TOKEN = -1  # the draw of a row without a distribution

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -199,6 +199,20 @@ class CausalLM(Protocol):
         the same as with one pass per token.
         """
         ...
+
+
+@runtime_checkable
+class KeepsScratch(Protocol):
+    """What a model has that keeps memory from pass to pass, beside its weights and its cache."""
+
+    def scratch_bytes(self, rows: int, positions: int) -> int:
+        """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
+        ...
+
+
+def scratch_of(model: CausalLM, rows: int, positions: int) -> int:
+    """Return the most bytes of scratch memory that a model keeps; 0 for one that keeps none."""
+    return model.scratch_bytes(rows, positions) if isinstance(model, KeepsScratch) else 0
 
 
 def check_needs(needs: ModelNeeds) -> None:

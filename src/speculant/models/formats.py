@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ModelError
-from speculant.models.fields import is_whole, show
+from speculant.models.fields import show
 
 _ROUNDS = '--quantization int4 (in Python quantization="int4") rounds it to 4 bits while it is loaded.'
 _MOST_NAME, _MOST_BITS = 60, 100  # that are shown
@@ -38,7 +38,7 @@ def _name_of(entry: Mapping[str, Any]) -> str | None:
     if named is None and loaded is None:
         return None
     name = "bitsandbytes" if named is None else named if isinstance(named, str) else show(named)
-    return f"{name[:_MOST_NAME]}, {bits} bits" if is_whole(bits) and bits < _MOST_BITS else name[:_MOST_NAME]
+    return name[:_MOST_NAME] + (f", {bits} bits" if isinstance(bits, int) and 1 < bits < _MOST_BITS else "")
 
 
 def check_unquantised(config: Mapping[str, Any]) -> None:

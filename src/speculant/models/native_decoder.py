@@ -29,6 +29,7 @@ from speculant.models.config import DecoderConfig
 from speculant.models.decoder import spread
 from speculant.models.decoder_program import Buffers, PackedDecoder, Program, embedding, linear, linear_weights
 from speculant.models.native_linears import NativeLinears
+from speculant.models.native_scratch import scratch_bytes
 from speculant.models.replay import ChainRows, Drawn, can_replay
 from speculant.models.rotary import Rotary
 from speculant.models.weight_cache import WeightStore
@@ -92,6 +93,10 @@ class NativeDecoder:
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass reads."""
         return self.packed.bytes_per_pass
+
+    def scratch_bytes(self, rows: int, positions: int) -> int:
+        """See `KeepsScratch.scratch_bytes`."""
+        return scratch_bytes(self.packed.config, self.kernels.threads, rows, positions)
 
     @property
     def program(self) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from speculant.cache.paged import PagedBlockManager
 from speculant.cache.slotted import SlottedBlockManager
 from speculant.config import EngineConfig, Limits
 from speculant.engine import memory as memory_module
+from speculant.engine.build import build_engine
 from speculant.engine.memory import FALLBACK, CacheMemory, free_memory
 from speculant.errors import CapacityError
+from speculant.kernels.native import usable_sets
+from tests.models import Checkpoints
 
 BACKENDS = ["paged", "slotted"]
 
@@ -91,6 +95,41 @@ def test_without_a_budget_a_share_of_what_is_free_is_the_limit(monkeypatch: pyte
     monkeypatch.setattr(memory_module, "free_memory", lambda device: 2 * 200 * TARGET.bytes_per_token)
     assert positions(memory_of(block_size=10).make_target()) == 200
     assert positions(memory_of(block_size=10, kv_memory=10**6).make_target()) > 200, "who names a budget gets it"
+
+
+def test_scratch_memory_is_counted_before_the_caches_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: 2 * 200 * TARGET.bytes_per_token + 5000)
+    config = EngineConfig(model="m", block_size=10)
+    assert positions(CacheMemory.of(config, LIMITS, TARGET, scratch=5000).make_target()) == 200
+    assert positions(CacheMemory.of(config, LIMITS, TARGET, 4000, scratch=1000).make_target()) == 200
+    refused(CacheMemory.of(config, LIMITS, TARGET, scratch=10**9).make_target)
+
+
+@pytest.mark.parametrize(("scratch", "said"), [(0, 0), (4 * 2**20, 1)])
+def test_kv_memory_that_leaves_no_room_for_scratch_memory_is_said(
+    scratch: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: 5 * 2**20)
+    CacheMemory.of(EngineConfig(model="m", kv_memory="2MiB"), LIMITS, TARGET, scratch=scratch)
+    assert len(caplog.records) == said
+    assert all("lower kv_memory" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_an_engine_counts_its_target_s_scratch_memory(
+    kernels: str, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kernels == "native" and not usable_sets():
+        pytest.skip("the native kernels are not built")
+    counted = list[float]()
+    for sizes in ((16, 64), (256, 256)):
+        with caplog.at_level(logging.INFO, "speculant.engine.memory"):
+            caplog.clear()
+            config = {"max_num_batched_tokens": sizes[0], "max_model_len": sizes[1], "max_num_seqs": 2}
+            build_engine(EngineConfig(model=checkpoints.target, kernels=kernels, **config))
+        (line,) = (record.getMessage() for record in caplog.records if "scratch memory" in record.getMessage())
+        counted.append(float(line.split()[-2]))
+    assert counted == ([0, 0] if kernels == "reference" else sorted(set(counted)))
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("paged", PagedBlockManager), ("slotted", SlottedBlockManager)])

@@ -1,0 +1,141 @@
+"""Scratch memory of the native kernels: none of it is on a stack, and what is kept has a bound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculant.cache.factory import slotted_cache
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, usable_sets
+from speculant.models.base import SequenceInput, build_batch
+from speculant.models.native_decoder import NativeDecoder
+from speculant.types import DraftTree
+from tests.exactness.test_native_decoder import make_native
+
+pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+ROOT = Path(__file__).parents[2]
+
+# A program of its own per test: the limit of a stack holds for threads that start behind it, peak memory for a process.
+SETUP = f"""
+import resource
+from speculant.kernels.native import Type, open_kernels
+from tests.contracts.test_native_attention import WIDE, Attention, Rows, Shape, expected, make
+MOST_DIM, MOST_GROUP = {MOST_DIM}, {MOST_GROUP}
+"""
+LARGEST = (
+    SETUP
+    + """
+for type_ in (Type.F32, Type.BF16):
+    for dim in (MOST_DIM, MOST_DIM - 1):
+        shape = Shape(heads=MOST_GROUP, kv_heads=1, dim=dim, type=type_)
+        for rows in (Rows(0, 90), Rows(700, 1), Rows(500, 3, WIDE)):  # in one span; split into spans; with a tree
+            attention = Attention(shape, [fed := make(shape, rows)])
+            (alone,), (seen,) = (attention.run(open_kernels(SET, threads)) for threads in (1, 2))
+            assert seen.equal(alone)
+            if not rows.parents:
+                assert (seen - expected(shape, fed)).abs().max() < 1e-3
+print("done")
+"""
+)
+LONG = (
+    SETUP
+    + """
+shape = Shape(heads=32, kv_heads=1, dim=64, window=64)
+attention = Attention(shape, [make(shape, Rows(START, 256))])
+kernels = open_kernels(SET, 16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+attention.run(kernels)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+)
+
+
+def run(program: str, isa: str, stack: str = "unlimited", **values: object) -> str:
+    """Run a program with a limit of the stack in KiB; return what it prints."""
+    given = "".join(f"{name} = {value!r}\n" for name, value in {"SET": isa, **values}.items())
+    command = ["bash", "-c", f'ulimit -s {stack} && exec "$0" -c "$1"', sys.executable, given + program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("isa", usable_sets())
+def test_the_largest_attention_needs_no_large_stack(isa: str) -> None:
+    assert run(LARGEST, isa, stack="512") == "done"
+
+
+@pytest.mark.parametrize("isa", usable_sets())
+def test_scratch_of_attention_does_not_grow_with_the_context(isa: str) -> None:
+    """Softmaxes of every row, head and span of 64 Ki positions would take 277 MiB."""
+    assert int(run(LONG, isa, START=2**16)) < 80 * 1024
+
+
+def small_model(**changes: object) -> NativeDecoder:
+    sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 4000, "num_heads": 8}
+    return make_native(threads=2, **{**sizes, "num_kv_heads": 1, "head_dim": 64, "max_positions": 2**20, **changes})
+
+
+PASSES = (
+    SETUP
+    + """
+import torch
+from speculant.cache.factory import slotted_cache
+from speculant.kernels.native_sampler import NativeSampler
+from speculant.models.base import SequenceInput, build_batch
+from speculant.sampling.distribution import sampling_settings
+from speculant.params import SamplingParams
+from speculant.types import DraftTree
+from tests.contracts.test_native_scratch import small_model
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+model = small_model(windows=(64, 64))
+cache = slotted_cache(model.cache_shape, 1, POSITIONS)
+for layer in (0, 1):
+    for memory in cache.storage.layer(layer):
+        memory.fill_(0)
+cache.reserve(1, POSITIONS - ROWS)
+top_p = sampling_settings(SamplingParams(temperature=1.0, top_p=0.9999999))
+model.kernels.probs(torch.zeros(1, 8), [top_p])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+batch = build_batch([SequenceInput(1, [5] * ROWS, DraftTree.empty())], cache, torch.device("cpu"))
+logits = model.logits(model.forward(batch, cache.storage).last)
+model.kernels.probs(logits, [top_p] * ROWS)
+grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(grown, model.scratch_bytes(ROWS, POSITIONS))
+"""
+)
+
+
+@pytest.mark.parametrize(("rows", "positions"), [(1024, 2048), (64, 2**16)])
+def test_passes_keep_no_more_than_is_counted(rows: int, positions: int) -> None:
+    grown, counted = map(int, run(PASSES, usable_sets()[0], ROWS=rows, POSITIONS=positions).split())
+    assert grown < counted + 2**24, "beside what is kept, tensors of a pass"
+
+
+def test_what_is_counted_grows_with_a_pass_up_to_bounds() -> None:
+    model, mib = small_model(), 2**20
+    counted = [
+        model.scratch_bytes(rows, positions) for rows, positions in ((1, 1), (512, 1), (512, 2**14), (512, 2**17))
+    ]
+    assert counted == sorted(set(counted))
+    spans = counted[3] - counted[2] - 4 * 64 * (2**17 - 2**14)
+    assert 0 < spans <= 64 * mib
+    assert model.scratch_bytes(2**16, 1) - model.scratch_bytes(2**15, 1) < 2**15 * 4 * 4000, "logits have a bound"
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_buffers_and_angles_are_counted(rows: int) -> None:
+    """Of these the sizes are known: they are tensors."""
+    model, tokens = small_model(), [1] * rows
+    cache = slotted_cache(model.cache_shape, 1, 1000)
+    batch = build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, torch.device("cpu"))
+    with torch.inference_mode():
+        model.forward(batch, cache.storage)
+    buffers = [value for value in vars(model._buffers).values() if isinstance(value, Tensor)]
+    kept = sum(each.numel() * each.element_size() for each in [*buffers, model._cosines, model._sines])
+    assert kept < model.scratch_bytes(rows, rows)
