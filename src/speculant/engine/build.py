@@ -14,6 +14,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.arms import Arms, Judge
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
+from speculant.drafting.heads.folder import check_kind
 from speculant.engine.calibration import Calibration
 from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
@@ -21,6 +22,7 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
+from speculant.files import read_json
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM
@@ -269,6 +271,7 @@ class _Workshop:
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft")
+        check_kind(folder, read_json(folder / "config.json"))
         vocabulary = draft_vocabulary(folder, self.target, self.tokenizer)
         if vocabulary and vocabulary.lacks:
             self.notes.append(f", the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them")
