@@ -14,7 +14,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.arms import Arms, Judge
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
-from speculant.drafting.heads.folder import check_kind
+from speculant.drafting.heads.folder import REFUSED, check_kind
 from speculant.engine.calibration import Calibration
 from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
@@ -164,6 +164,10 @@ def method_name(spec: SpeculativeConfig) -> str:
 
 
 def _method(name: str) -> Method:
+    if name in REFUSED:
+        raise ConfigError(
+            f"method {name!r} ({REFUSED[name]}) is not supported", "docs/drafters.md lists those that are."
+        )
     method: Method = plugins.load(_DRAFTERS, name).METHOD
     return method
 
