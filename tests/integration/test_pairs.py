@@ -116,6 +116,21 @@ def test_a_draft_without_some_of_the_target_s_tokens_is_used(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("method", ["specinfer", "cascade", "merge"])
+def test_every_method_with_a_draft_model_fits_its_tokens(tmp_path: Path, method: str, kernels: str) -> None:
+    target = write_checkpoint(tmp_path / "target", added=ADDED)
+    draft = write_checkpoint(tmp_path / "draft", FEWER["fewer rows, tied"])
+    common: dict[str, Any] = {"dtype": "float32", "kernels": kernels}
+    llm = LLM(target, **common, speculative_config={"method": method, "model": draft, "num_speculative_tokens": 4})
+    params = [GREEDY, SEEDED, SamplingParams(temperature=1.0, seed=4, max_tokens=40, logit_bias={258: 7.0, 259: 6.0})]
+    expected = LLM(target, **common, use_speculative_decoding=False).generate([SEEN] * 3, params)
+    results = llm.generate([SEEN] * 3, params)
+    assert [each.outputs[0].token_ids for each in results] == [each.outputs[0].token_ids for each in expected]
+    assert results[0].metrics.speculative_decoding.num_draft_tokens > 0
+    assert llm.engine.metrics.drafter_errors == 0
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)
 def test_tokens_that_the_draft_lacks_are_never_drafted(tmp_path: Path, shape: Shape, kernels: str) -> None:
     """Even where the draft's rows of padding would be likely; the draft reads a line break in their place."""
@@ -168,6 +183,8 @@ def test_head_tokens_that_the_target_lacks_are_left_out(tmp_path: Path) -> None:
         ({"speculative_config": {"method": "ngram", "draft_length": "fxed"}}, "did you mean 'fixed'"),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "uses no model"),
         ({"speculative_config": {"method": "draft_model"}}, "drafts with a model"),
+        ({"speculative_config": {"method": "mlp_speculator", "model": "x"}}, "'mlp_speculator'.*is not supported"),
+        ({"speculative_config": {"method": "pard2", "model": "x"}}, "reads the target's states.*is not supported"),
         ({"draft_model": "/nowhere/at/all"}, "no folder"),
         ({"max_model_len": 10_000}, "256 positions"),
     ],

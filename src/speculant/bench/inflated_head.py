@@ -104,7 +104,8 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
     found = {stored: _part(parts, name, head) for stored, name in names.items()}
     growth, weights = _growth(head, parts, names, shape), NoisyFiles(head.files, noise)
     tensors = {
-        stored: grown(part, growth, weights.read(stored), names[stored]).contiguous() for stored, part in found.items()
+        stored: grown(part, growth, weights.read(head.stored[stored]), names[stored]).contiguous()
+        for stored, part in found.items()
     }
     make_folder(folder)
     file = folder / "model.safetensors"

@@ -159,12 +159,7 @@ def read_tokens(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
         return ()
     offsets = folder.read("d2t").long()
     tokens = (offsets + torch.arange(len(offsets))).tolist()
-    if min(tokens) < 0 or max(tokens) >= target.vocab_size or len(set(tokens)) < len(tokens):
-        raise PairError(
-            f"d2t in {folder.folder} maps to the tokens {min(tokens)} to {max(tokens)}, {len(set(tokens))} of them"
-            f" different, and the target has {target.vocab_size}",
-            "use a head that was trained for this target.",
-        )
+    folder.check_tokens("d2t", tokens, target)
     return tuple(tokens)
 
 

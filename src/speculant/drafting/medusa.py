@@ -3,8 +3,8 @@
 A draft is a tree: the product of the heads' likeliest tokens, whose shape follows how often each rank was right in
 training, or a configured one. Sampled requests draw its nodes from the heads' distributions.
 
-The head's folder has config.json and safetensors, in our own form or that of Medusa on the hub, where each head has an
-output head of its own. Without them the target's output head serves all heads.
+The head's folder has config.json and safetensors, in our own form, that of Medusa on the hub, or vLLM's
+(drafting/heads/residual_names.py). Each head may have an output head of its own; else the target's serves all heads.
 
 Memory: one state per sequence, and the heads' weights. Cost: the blocks, and the output heads, of one row per head.
 """
@@ -12,6 +12,7 @@ Memory: one state per sequence, and the heads' weights. Cost: the blocks, and th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,11 @@ from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
 from speculant.drafting.heads.parts import HeadParts, Part, Role
-from speculant.drafting.heads.short import short_heads, short_tokens
+from speculant.drafting.heads.residual_names import read_token_map, residual_names
+from speculant.drafting.heads.short import short_heads, short_tokens, spread_heads
 from speculant.errors import ConfigError, ModelError
 from speculant.models.base import CausalLM
-from speculant.models.fields import show
+from speculant.models.fields import is_whole, show
 from speculant.models.future_heads import FutureShape, PlacedHeads, ResidualHeads
 from speculant.models.linears import linears_of
 
@@ -73,22 +75,38 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | 
     """Read the heads, and their own output heads if they have some."""
     folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    weights = Renamed(folder, residual_names(folder))
+    tokens = read_token_map(folder, target)
     with torch.device("meta"):  # what does not fit takes no memory
-        found = ResidualHeads(_shape_in(folder, target))
-    weights = Renamed(folder, {name: name for name in folder.names()})
+        found = ResidualHeads(_shape_in(weights, target, tokens))
     weights.check(found.stored(), KIND)
-    of, shape = target.cache_shape, found.shape
+    shape = found.shape
     own = [f"{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)] if shape.vocab_size else []
     found.to_empty(device="cpu")
-    found.load({name: folder.read(name) for name in folder.names() if name not in own})
-    matrices = [folder.read(name).to(of.device, of.dtype) for name in own]
-    return found.on(target), linears_of(target, matrices) if own else None
+    found.load({name: weights.read(name) for name in weights.names() if name not in own})
+    return found.on(target), _own_heads(weights, own, target, tokens)
 
 
-def _shape_in(folder: HeadFolder, target: CausalLM) -> FutureShape:
-    """Return the sizes that the files' names have; config.json must agree. Raises ModelError if they are of no head."""
-    places = [re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.linear\.weight", name) for name in folder.names()]
+def _own_heads(weights: Renamed, own: Sequence[str], target: CausalLM, tokens: tuple[int, ...]) -> OwnHeads | None:
+    """Return what applies the heads' own output heads; tokens: those of a short one, or of the target's rows."""
+    if not own:
+        return short_heads(target, sorted(tokens)) if tokens else None
+    of = target.cache_shape
+    multiply = linears_of(target, [weights.read(name).to(of.device, of.dtype) for name in own])
+    if weights.shape(own[0])[0] == target.vocab_size:
+        return multiply
+    index = torch.tensor(tokens, device=of.device)
+    return lambda states: spread_heads(multiply(states), index, target.vocab_size)
+
+
+def _shape_in(weights: Renamed, target: CausalLM, tokens: tuple[int, ...]) -> FutureShape:
+    """Return the sizes that the files' names have. Raises ModelError if they are of no head, or config.json has more.
+
+    Published configs name fewer heads than their files have.
+    """
+    places = [re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.linear\.weight", name) for name in weights.names()]
     pairs = [(int(hit[1]), int(hit[2])) for hit in places if hit]
+    folder = weights.source
     if not pairs:
         raise ModelError(
             f"{folder.folder} has no tensors such as 0.0.linear.weight, but {show(sorted(folder.names())[:6])}",
@@ -101,15 +119,30 @@ def _shape_in(folder: HeadFolder, target: CausalLM) -> FutureShape:
             f" {MOST_HEADS}",
             "download them again, or train a head.",
         )
-    for key, number in (("medusa_num_heads", num_heads), ("medusa_num_layers", num_layers)):
-        said = folder.config.get(key, number)
-        if said != number:
-            raise ModelError(
-                f"config.json in {folder.folder} says {key} = {show(said)}, and the weights are of {number}",
-                "use the config.json that belongs to these weights, or download them again.",
-            )
-    has_own = f"0.{num_layers}.weight" in folder.names()
-    return FutureShape(num_heads, target.hidden_size, num_layers, vocab_size=target.vocab_size if has_own else None)
+    _check_said(folder, "medusa_num_heads", num_heads, most=True)
+    _check_said(folder, "medusa_num_layers", num_layers)
+    return FutureShape(
+        num_heads, target.hidden_size, num_layers,
+        vocab_size=_rows(weights, f"0.{num_layers}.weight", target, tokens),
+        biased=any(name.endswith(".bias") for name in weights.names()),
+    )  # fmt: skip
+
+
+def _check_said(folder: HeadFolder, key: str, number: int, most: bool = False) -> None:
+    """Check a number of config.json, if it has it; most: a lower one is right, too. Raises ModelError."""
+    said = folder.config.get(key, number)
+    if said != number and not (most and is_whole(said) and 0 < said < number):
+        raise ModelError(
+            f"config.json in {folder.folder} says {key} = {show(said)}, and the weights are of {number}",
+            "use the config.json that belongs to these weights, or download them again.",
+        )
+
+
+def _rows(weights: Renamed, name: str, target: CausalLM, tokens: Sequence[int]) -> int | None:
+    """Return how many rows an own output head must have: all tokens' or those of `tokens`; None = there is none."""
+    if name not in weights.names():
+        return None
+    return len(tokens) if tokens and weights.shape(name)[0] == len(tokens) else target.vocab_size
 
 
 def choose_tree(given: Any, config: dict[str, Any], num_heads: int) -> StaticTree:

@@ -16,6 +16,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
 from speculant.drafting.arms import Arms, Judge
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
+from speculant.drafting.heads.folder import REFUSED, check_kind
 from speculant.engine.calibration import Calibration
 from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
@@ -23,6 +24,7 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
+from speculant.files import read_json
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
@@ -187,6 +189,10 @@ def method_name(spec: SpeculativeConfig) -> str:
 
 
 def _method(name: str) -> Method:
+    if name in REFUSED:
+        raise ConfigError(
+            f"method {name!r} ({REFUSED[name]}) is not supported", "docs/drafters.md lists those that are."
+        )
     method: Method = plugins.load(_DRAFTERS, name).METHOD
     return method
 
@@ -296,6 +302,7 @@ class _Workshop:
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
+        check_kind(folder, read_json(folder / "config.json"))
         vocabulary = draft_vocabulary(folder, self.target, self.tokenizer)
         if vocabulary and vocabulary.lacks:
             self.notes.append(f", the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them")

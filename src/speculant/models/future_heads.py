@@ -29,7 +29,7 @@ class FutureShape:
     """The sizes of some heads.
 
     num_layers: residual blocks of each head. inner: the width of each feed-forward block. vocab_size: rows of each
-    head's own output head; None = all use the target's.
+    head's own output head; None = all use the target's. biased: residual blocks have a bias.
     """
 
     num_heads: int
@@ -37,6 +37,7 @@ class FutureShape:
     num_layers: int = 1
     inner: int = 0
     vocab_size: int | None = None
+    biased: bool = True
 
 
 class FutureHeads(Protocol):
@@ -119,7 +120,9 @@ class ResidualHeads(FutureModule):
         names: dict[str, tuple[int, ...]] = {}
         for head in range(self.shape.num_heads):
             for layer in layers:
-                names |= {f"{head}.{layer}.linear.weight": (size, size), f"{head}.{layer}.linear.bias": (size,)}
+                names[f"{head}.{layer}.linear.weight"] = (size, size)
+                if self.shape.biased:
+                    names[f"{head}.{layer}.linear.bias"] = (size,)
             if self.shape.vocab_size is not None:
                 names[f"{head}.{len(layers)}.weight"] = (self.shape.vocab_size, size)
         return names
@@ -130,7 +133,7 @@ class ResidualHeads(FutureModule):
             for layer in range(self.shape.num_layers):
                 for head in range(self.shape.num_heads):
                     self.weight[layer, head] = tensors[f"{head}.{layer}.linear.weight"]
-                    self.bias[layer, head] = tensors[f"{head}.{layer}.linear.bias"]
+                    self.bias[layer, head] = tensors[f"{head}.{layer}.linear.bias"] if self.shape.biased else 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights as a file has them, without own output heads."""

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from speculant.errors import Converts, ModelError
 from speculant.models.fields import count
+from speculant.models.pickles import no_weights
 from speculant.models.source import read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SHOWN = 5
 TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
@@ -130,18 +130,8 @@ def check_tensors(found: TensorFiles, wanted: Mapping[str, tuple[int, ...]]) -> 
 
 def _check_exists(single: Path) -> None:
     """Raise ModelError if the folder has no weights that can be read."""
-    if single.exists():
-        return
-    folder = single.parent
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise ModelError(
-            f"{folder} has only pickle weights ({_listed(pickles)}), which can run code when they are opened",
-            "convert them to safetensors: load them with transformers and call save_pretrained.",
-        )
-    raise ModelError(
-        f"{folder} has neither {_SINGLE} nor {_INDEX}", "name a folder with safetensors weights, or download it again."
-    )
+    if not single.exists():
+        raise no_weights(single.parent, f"neither {_SINGLE} nor {_INDEX}")
 
 
 def _read_shards(index: Path) -> dict[str, Entry]:

@@ -106,7 +106,7 @@ def load_model(
     drawn = vocabulary.drawable(decoder.vocab_size, head_tokens) if vocabulary else head_tokens
     decoder, own = with_short_head(decoder, weights, drawn)
     decoder, own = vocabulary.fit(decoder, own) if vocabulary else (decoder, own)
-    facts = (str(chosen), str(quantization), str(decoder), str(vocabulary))
+    facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
     kept = KeptWeights.of(weight_cache, backend, tensors, facts)
     model = kept.backend.load(decoder, own, chosen, place, quantization)
     weights.check(backend.name)

@@ -1,7 +1,8 @@
 """A training pass: whole sequences through a decoder's modules, without a cache.
 
-This is the arithmetic of `Decoder.forward` for sequences of one length that begin at position 0. They
-need no masks, and causal attention skips the half of the scores that no row sees. A test compares both.
+This is the arithmetic of `Decoder.forward` for sequences of one length that begin at position 0. Without sliding
+windows they need no masks, and causal attention skips the half of the scores that no row sees. A test compares both
+for every family.
 """
 
 from __future__ import annotations
@@ -13,25 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculant.errors import ConfigError
 from speculant.kernels import reference
 from speculant.models.decoder import Attention, Decoder, Layer
 from speculant.models.weights import load_model
 
 
 def load_plain(source: str, role: str = "target") -> Decoder:
-    """Load a model in float32. Raises ConfigError for one that a training pass can't compute."""
-    model = cast(Decoder, load_model(source, "float32", role=role).model)
-    own = model.config
-    if own.qk_norm or any(window is not None for window in own.windows):
-        raise ConfigError(
-            f"{role} models with head norms or sliding windows are not supported here yet", f"use another {role}."
-        )
-    return model
+    """Load a model in float32."""
+    return cast(Decoder, load_model(source, "float32", role=role).model)
 
 
 def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
-    """Run token sequences [B, n] through a model without sliding windows or head norms: [B * n, hidden]."""
+    """Run token sequences [B, n] through a model: [B * n, hidden]."""
     return states_of_layers(model, tokens, [model.num_layers + 1])[0].flatten(0, 1)
 
 
@@ -59,12 +53,24 @@ def project(module: Attention, x: Tensor, angles: tuple[Tensor, Tensor]) -> tupl
     query, key, value = (
         proj(x).view(*x.shape[:2], -1, module._dim) for proj in (module.q_proj, module.k_proj, module.v_proj)
     )
+    if module._qk_norm:
+        query, key = module.q_norm(query), module.k_norm(key)
     query, key = (reference.rotate(tensor, *angles).transpose(1, 2) for tensor in (query, key))
     return query, key, value.transpose(1, 2)
 
 
 def attend_causally(module: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return what is added to the states [B, n, hidden] of rows that see themselves and those before them."""
-    out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    length, window = query.shape[2], module._window
+    mask = within_window(torch.arange(length), torch.arange(length), window) if window and window < length else None
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
     projected: Tensor = module.o_proj(out.transpose(1, 2).flatten(2))
     return projected
+
+
+def within_window(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return which keys rows see [r, k], by their positions [r] and [k]: those up to their own in the window."""
+    distance = queries[:, None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

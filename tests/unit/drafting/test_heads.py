@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ H, V = HIDDEN_SIZE, VOCAB_SIZE
 TEXT = [7, 1, 2, 3, 4, 1, 2, 250, 5, 1, 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 DEPTH = 4
+PICKLE = "medusa_lm_head.pt"
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 
 
@@ -345,18 +349,207 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, checkpoints: Checkpoi
         LLM(checkpoints.target, speculative_config={"method": method, "model": write(tmp_path / "head")})
 
 
-def test_pickles_are_refused_with_a_way_to_convert(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    folder = Path(write_medusa_head(tmp_path / "head", H, V))
-    (folder / "model.safetensors").unlink()
-    torch.save(medusa_tensors(H), folder / "medusa_lm_head.pt")
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pickles_are_refused_with_a_command_to_convert(tmp_path: Path, checkpoints: Checkpoints, shards: int) -> None:
+    """The command is run as it is shown, though the folder has spaces and files that a trainer leaves."""
+    folder = pickled(tmp_path / "a head's folder", shards)
     config = {"method": "medusa", "model": str(folder)}
-    with pytest.raises(
-        ModelError, match=r"only pickle weights \(medusa_lm_head.pt\)(?s:.*)weights_only=True"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"only pickled weights \(medusa(?s:.*)because they can run code") as caught:
         LLM(checkpoints.target, speculative_config=config)
-    code = caught.value.fix.split('python -c "')[1].rstrip('"')
-    exec(code.replace("'medusa_lm_head", f"'{folder}/medusa_lm_head"))
+    assert "training_args" not in str(caught.value)
+    run_shown(caught.value.fix, tmp_path)
     assert LLM(checkpoints.target, speculative_config=config).speculation.startswith("medusa")
+
+
+def test_pickles_on_the_hub_are_named_with_the_commands(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot has no pickles: the repository's files are listed, and the commands fetch and convert them."""
+    snapshot = Path(write_medusa_head(tmp_path / "hub" / "models--some-org--medusa-7b" / "snapshots" / "abc", H, V))
+    (snapshot / "model.safetensors").unlink()
+    asked = list[tuple[str, str]]()
+
+    def list_files(name: str, revision: str) -> list[str]:
+        asked.append((name, revision))
+        return [".gitattributes", "config.json", "medusa_lm_head.pt", "README.md"]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(snapshot))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", list_files)
+    config = {"method": "medusa", "model": "some-org/medusa-7b"}
+    with pytest.raises(ModelError, match=r"some-org/medusa-7b on the hub has only pickled weights") as caught:
+        LLM(checkpoints.target, speculative_config=config)
+    assert asked == [("some-org/medusa-7b", "abc")]
+    fetch, _, convert = caught.value.fix.partition(" && ")
+    assert fetch.endswith("hf download some-org/medusa-7b config.json medusa_lm_head.pt --local-dir medusa-7b")
+    pickled(tmp_path / "medusa-7b", 1)  # as the first command leaves it
+    run_shown(convert, tmp_path)
+    local = {"method": "medusa", "model": str(tmp_path / "medusa-7b")}
+    assert LLM(checkpoints.target, speculative_config=local).speculation.startswith("medusa")
+
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name, revision: ["config.json", "head.gguf"])
+    with pytest.raises(ModelError, match="its files are config.json, head.gguf"):
+        LLM(checkpoints.target, speculative_config=config)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name, revision: 1 / 0)
+    with pytest.raises(ModelError, match="could not be asked"):
+        LLM(checkpoints.target, speculative_config=config)
+
+
+def pickled(folder: Path, shards: int) -> Path:
+    """Write a head as pickles."""
+    Path(write_medusa_head(folder, H, V))
+    (folder / "model.safetensors").unlink()
+    tensors = list(medusa_tensors(H).items())
+    for shard in range(shards):
+        torch.save(dict(tensors[shard::shards]), folder / f"medusa_{shard}.pt" if shards > 1 else folder / PICKLE)
+    torch.save({}, folder / "training_args.bin")
+    return folder
+
+
+def run_shown(fix: str, folder: Path) -> None:
+    """Run the command that a fix ends with."""
+    command = "python -c" + fix.partition("python -c")[2].removesuffix(".")
+    path = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, cwd=folder, env=path)
+
+
+def vllm_medusa(tensors: dict[str, Tensor], biased: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of heads on the hub by vLLM's names."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        head, layer, *rest = name.split(".")
+        if rest == ["weight"]:
+            found[f"lm_heads.{head}.weight"] = tensor
+        elif biased or rest != ["linear", "bias"]:
+            found[f"blocks.{head}.layers.{layer}.{rest[1]}"] = tensor
+    return found
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("own", [None, V])
+@pytest.mark.parametrize("biased", [True, False])
+def test_heads_in_vllm_s_form_draft_as_those_of_the_hub(
+    tmp_path: Path, checkpoints: Checkpoints, kernels: str, layers: int, own: int | None, biased: bool
+) -> None:
+    target, tensors = load_target(checkpoints, kernels), medusa_tensors(H, layers=layers, own=own)
+    if not biased:
+        tensors = {name: torch.zeros_like(each) if name.endswith("bias") else each for name, each in tensors.items()}
+    config = {"architectures": ["MedusaModel"], "hidden_size": H, "num_heads": 3, "num_hidden_layers": layers}
+    ours = write_head(tmp_path / "hub", {}, tensors)
+    theirs = write_head(tmp_path / "vllm", config, vllm_medusa(tensors, biased))
+    assert draft(build("medusa", ours, target, tree="chain")) == draft(build("medusa", theirs, target, tree="chain"))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_vllm_s_short_and_shared_output_heads(tmp_path: Path, checkpoints: Checkpoints, kernels: str) -> None:
+    """`token_map` has the ids of the rows; the head that all share is the target's own one."""
+    target, tensors = load_target(checkpoints, kernels), medusa_tensors(H, own=V)
+    known = torch.randperm(V, generator=torch.Generator().manual_seed(0))[:90]
+    named = vllm_medusa(tensors)
+    short = {name: each[known] if name.startswith("lm_heads") else each for name, each in named.items()}
+    folder = write_head(tmp_path / "short", {"truncated_vocab_size": 90}, {**short, "token_map": known})
+    tokens, probs = drawn(build("medusa", folder, target, tree="chain"))
+    _, whole = drawn(build("medusa", write_head(tmp_path / "whole", {}, tensors), target, tree="chain"))
+    among = torch.zeros(V, dtype=torch.bool).index_fill(0, known, True)
+    assert {*tokens} <= {*known.tolist()}
+    torch.testing.assert_close(probs[0], whole[0] * among / (whole[0] * among).sum(), atol=1e-6, rtol=1e-5)
+
+    shared = {name: each for name, each in named.items() if not name.startswith("lm_heads")}
+    plain = write_head(tmp_path / "plain", {}, {n: e for n, e in tensors.items() if "linear" in n})
+    expected = draft(build("medusa", plain, target, tree="chain"))
+    for number, also in enumerate(({"lm_head.weight": torch.ones(V, H)}, {"lm_heads.0.weight": torch.ones(V, H)})):
+        at = write_head(tmp_path / f"shared{number}", {"original_lm_head": True}, {**shared, **also})
+        assert draft(build("medusa", at, target, tree="chain")) == expected
+
+
+@pytest.mark.parametrize("said", [2, 3])
+def test_configs_may_name_fewer_heads_than_the_file_has(tmp_path: Path, checkpoints: Checkpoints, said: int) -> None:
+    folder = write_head(tmp_path / "head", {"medusa_num_heads": said, "medusa_num_layers": 1}, medusa_tensors(H))
+    assert build("medusa", folder, load_target(checkpoints), tree="chain").needs.max_nodes == 3
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.", "model.medusa_head."])
+def test_heads_within_a_model_are_found(tmp_path: Path, checkpoints: Checkpoints, prefix: str, kernels: str) -> None:
+    target, tensors = load_target(checkpoints, kernels), medusa_tensors(H, own=V)
+    plain = write_head(tmp_path / "plain", {}, tensors)
+    others = {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)} if "head" in prefix else {}
+    within = write_head(tmp_path / "within", {}, {prefix + name: each for name, each in tensors.items()} | others)
+    assert draft(build("medusa", plain, target)) == draft(build("medusa", within, target))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_layers_within_a_model_are_found(tmp_path: Path, checkpoints: Checkpoints, method: str, kernels: str) -> None:
+    """Prefixes are dropped, and tables of rotary frequencies that older programs kept are not read."""
+    target, plain = load_target(checkpoints, kernels), WRITERS[method](tmp_path / "plain", H, V)
+    tensors = load_file(f"{plain}/model.safetensors")
+    for prefix in ("model.", "model.model."):
+        config = json.loads((Path(plain) / "config.json").read_text(encoding="utf-8"))
+        named = {prefix + name: each for name, each in tensors.items()}
+        kept = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "rotary_emb.inv_freq": torch.ones(4)}
+        within = write_head(tmp_path / prefix, config, {**named, **kept})
+        assert draft(build(method, plain, target)) == draft(build(method, within, target))
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    tensors = load_file(f"{write_eagle(tmp_path / 'plain', H, V)}/model.safetensors")
+    twice = write_head(tmp_path / "twice", {**LAYER}, {**tensors, "model.fc.weight": tensors["fc.weight"].clone()})
+    with pytest.raises(ModelError, match=r"fc\.weight(?s:.*)one tensor of a head"):
+        build("eagle", twice, load_target(checkpoints))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_eagle_in_vllm_s_form_drafts_as_that_of_the_hub(tmp_path: Path, checkpoints: Checkpoints, kernels: str) -> None:
+    """Its layer is a whole one, whose first and last norms are there and skipped; the output head may be short."""
+    target, plain = load_target(checkpoints, kernels), write_eagle(tmp_path / "plain", H, V)
+    tensors = load_file(f"{plain}/model.safetensors")
+    own = {name if name.startswith("fc.") else f"model.{name}": each for name, each in tensors.items()}
+    own |= {"model.embed_tokens.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
+    own |= {name: torch.full((H,), 3.0) for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight")}
+    config = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": {**LAYER, "hidden_size": H}}
+    theirs = write_head(tmp_path / "vllm", config, own)
+    assert draft(build("eagle", plain, target)) == draft(build("eagle", theirs, target))
+    known = torch.tensor([9, 40, 3, 77, 120, 200])
+    short = write_head(tmp_path / "short", config, {**own, "token_map": known})
+    assert {*drawn(build("eagle", short, target))[0]} <= {*known.tolist()}
+    normed = write_head(tmp_path / "normed", {**config, "model": {**config["model"], "skip_prenorm": False}}, own)
+    with pytest.raises(ModelError, match=r"unexpected \(layers.0.input_layernorm"):
+        build("eagle", normed, target)
+
+
+KINDS = {
+    "mlp_speculator": {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
+    "peagle": {"speculators_model_type": "peagle"},
+    "peagle by its token": {"ptd_token_id": 7},
+    "pard2": {"model_type": "llama", "spd_type": "pard2"},
+    "dflash": {"speculators_model_type": "dflash"},
+}
+
+
+@pytest.mark.parametrize("method", [None, "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", KINDS)
+def test_unsupported_kinds_are_refused_by_name(
+    tmp_path: Path, checkpoints: Checkpoints, name: str, method: str | None
+) -> None:
+    """As a head, and as a draft model."""
+    folder, kind = write_eagle3(tmp_path / "head", H, V, **KINDS[name]), name.split()[0]
+    given = {"draft_model": folder} if method is None else {"speculative_config": {"method": method, "model": folder}}
+    with pytest.raises(ModelError, match=f"a draft of the kind '{kind}'(?s:.*)not supported"):
+        LLM(checkpoints.target, **given, **({"spec_length": 3} if method is None else {}))
+
+
+def test_a_parallel_head_is_known_by_its_mask(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    tensors = load_file(f"{write_eagle3(tmp_path / 'plain', H, V)}/model.safetensors")
+    folder = write_head(tmp_path / "head", {**LAYER}, {**tensors, "mask_hidden": torch.ones(1, 1, 3 * H)})
+    with pytest.raises(ModelError, match="kind 'peagle'"):
+        build("eagle3", folder, load_target(checkpoints))
+
+
+def test_a_head_named_as_a_draft_model_is_told_its_method(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    folder = write_eagle3(tmp_path / "head", H, V, speculators_model_type="eagle3")
+    with pytest.raises(PairError, match='a head of the kind \'eagle3\'(?s:.*)use "method": "eagle3"'):
+        LLM(checkpoints.target, draft_model=folder, spec_length=3)
 
 
 def test_without_a_target_there_is_no_head(tmp_path: Path) -> None:

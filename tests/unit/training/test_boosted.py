@@ -146,12 +146,16 @@ def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in outcome.items() if name != "minutes"}
 
 
-def test_drafts_begin_as_the_one_before(tmp_path: Path, target: Decoder, target_folder: str, texts: Texts) -> None:
-    start = write_checkpoint(tmp_path / "start", Shape(seed=3, end=END))
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_drafts_begin_as_the_one_before(
+    tmp_path: Path, target: Decoder, target_folder: str, texts: Texts, family: str
+) -> None:
+    start = write_checkpoint(tmp_path / "start", Shape(family=family, seed=3, end=END))
     config = config_of(tmp_path / "out", target_folder, start=start)
     job.check_folder(config, resume=False)
     trainer = job.new_trainer(config, target, texts, 1)
     begun, given = cast(Decoder, trainer.model), dict(load_plain(start).named_parameters())
+    assert {*given} == {name for name, _ in begun.named_parameters()}
     assert all(torch.equal(parameter, given[name]) for name, parameter in begun.named_parameters())
     with torch.no_grad():
         begun.model.norm.weight.fill_(2.0)

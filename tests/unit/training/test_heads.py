@@ -18,7 +18,9 @@ from speculant.cli.main import app
 from speculant.drafting import eagle3
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import ConfigError
+from speculant.files import read_json
 from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.config import read_rope
 from speculant.models.decoder import Decoder
 from speculant.models.weights import load_model
 from speculant.training.heads import job
@@ -34,6 +36,13 @@ from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
 
 SEQ = 16
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+TARGETS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "qwen3 with windows": (Shape(family="qwen3", end=END), WINDOWS),
+    "mistral with windows": (Shape(family="mistral", end=END), {"sliding_window": 5}),
+    "llama with scaled positions": (Shape(end=END), LINEAR),
+}
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +266,34 @@ def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder
     drafted = llm.generate(["hello", "def f"], params)
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
     assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+
+
+@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) -> None:
+    """Of targets with norms of queries and keys, sliding windows and scaled rotary positions."""
+    shape, settings = TARGETS[name]
+    folder = Path(write_checkpoint(tmp_path / "target", shape))
+    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**read, **settings}), encoding="utf-8")
+    config = config_of(tmp_path / "head", str(folder), kind)
+    target = job.load_target(config)
+    job.check_folder(config, resume=False)
+    generator = torch.Generator().manual_seed(0)
+    job.save_texts(config, torch.randint(0, 250, (40, SEQ), generator=generator).tolist())
+    trainer = job.new_trainer(config, target, job.new_head(config, target))
+    for _ in trainer.run():
+        pass
+    job.finish(config, trainer)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    common: dict[str, Any] = {"dtype": "float64"}
+    plain = LLM(str(folder), use_speculative_decoding=False, **common).generate(["hello", "def f"], params)
+    llm = LLM(str(folder), speculative_config={"method": kind, "model": str(config.out)}, **common)
+    drafted = llm.generate(["hello", "def f"], params)
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    if kind.startswith("eagle"):
+        head = read_json(config.out / "config.json")
+        assert read_rope(head, head["max_position_embeddings"]) == target.config.rope
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:

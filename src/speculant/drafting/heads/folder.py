@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from speculant import plugins
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
 from speculant.models.fields import show
+from speculant.models.pickles import no_weights
 from speculant.models.source import resolve_source
 from speculant.models.tensors import TensorFiles
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
-_PICKLES = ("*.pt", "*.bin", "*.pth", "*.ckpt")
+SPECULATORS = "speculators_model_type"  # that of the `speculators` package
+PARALLEL, PARALLEL_TOKEN, MASK_STATE = "peagle", "ptd_token_id", "mask_hidden"
+REFUSED = {
+    "mlp_speculator": "perceptrons over a state and the last token",
+    PARALLEL: "a layer that drafts several tokens in one pass",
+    "pard2": "a draft model that reads the target's states",
+}
+_PREFIX = re.compile(r"^(model\.)+")
 _SHOWN = 6
 _OTHER = "use a head that was trained for this target: `speculant train head --target ...` makes one."
 _TYPES = ("F64", "F32", "BF16", "F16")
@@ -39,24 +50,54 @@ class HeadFolder:
         """
         folder = resolve_source(source, f"heads/{kind}")
         config = read_json(folder / "config.json")
-        own = config.get(KIND, kind)
-        if own != kind:
-            raise PairError(
-                f"{folder} is a head of the kind {own!r} and the method is {kind!r}", f'use "method": "{own}".'
-            )
-        return cls(folder, config, TensorFiles.of_file(_weights_of(folder)))
+        check_kind(folder, config, kind)
+        opened = cls(folder, config, TensorFiles.of_file(_weights_of(folder)))
+        if MASK_STATE in opened.names():
+            raise _refused(folder, PARALLEL)
+        return opened
+
+    @cached_property
+    def stored(self) -> Mapping[str, str]:
+        """The file's name of each tensor. The own name is without `model.`, as some files have the head in a model.
+
+        Tables of rotary frequencies are left out: they can be computed. Raises ModelError for a name that is there
+        twice.
+        """
+        found = dict[str, str]()
+        for name in self.files.names():
+            own = _PREFIX.sub("", name)
+            if own in found:
+                raise ModelError(
+                    f"{self.folder} has {found[own]} and {name}, which are one tensor of a head",
+                    "keep one of the two.",
+                )
+            found[own] = name
+        return found
 
     def names(self) -> Collection[str]:
-        """See `WeightSource.names`."""
-        return self.files.entries.keys()
+        """See `WeightSource.names`; see `stored`."""
+        return self.stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return self.files.shape(name)
+        return self.files.shape(self.stored[name])
 
     def read(self, name: str) -> Tensor:
         """See `WeightSource.read`."""
-        return self.files.read(name)
+        return self.files.read(self.stored[name])
+
+    def kind_of(self, name: str) -> str:
+        """Return safetensors' name of a tensor's type."""
+        return self.files.entries[self.stored[name]].kind
+
+    def check_tokens(self, name: str, tokens: Sequence[int], target: CausalLM) -> None:
+        """Check that these ids, which the tensor `name` has, are different ones of the target. Raises PairError."""
+        if not tokens or min(tokens) < 0 or max(tokens) >= target.vocab_size or len(set(tokens)) < len(tokens):
+            raise PairError(
+                f"{name} in {self.folder} maps to the tokens {min(tokens, default=0)} to {max(tokens, default=0)},"
+                f" {len(set(tokens))} of them different, and the target has {target.vocab_size}",
+                _OTHER,
+            )
 
     def check_size(self, found: object, expected: int, what: str) -> None:
         """Compare a number of config.json with the target's; None = it has none. Raises PairError."""
@@ -98,7 +139,7 @@ class Renamed:
                 f"the tensors in {self.source.folder} are not those of a {kind!r} head: {' and '.join(found)}",
                 "name the method that the head was trained for, or download it again.",
             )
-        kinds = sorted({self.source.files.entries[name].kind for name in self.stored.values()} - {*_TYPES})
+        kinds = sorted({self.source.kind_of(name) for name in self.stored.values()} - {*_TYPES})
         if kinds:
             raise ModelError(
                 f"{self.source.folder} has weights of the type {_listed(kinds)}", f"store them as {_listed(_TYPES)}."
@@ -113,6 +154,34 @@ class Renamed:
                 f"the head in {self.source.folder} does not fit the target: {'; '.join(wrong[:_SHOWN])}",
                 _OTHER,
             )
+
+
+def check_kind(folder: Path, config: Mapping[str, Any], kind: str | None = None) -> None:
+    """Check that config.json describes a head of a kind, None = no head. Raises PairError or ModelError."""
+    named = named_kind(config)
+    if named is None or named == kind:
+        return
+    if named in REFUSED or named not in plugins.names("speculant.drafting"):
+        raise _refused(folder, named)
+    used = f"the method is {kind!r}" if kind else "not a draft model"
+    raise PairError(f"{folder} is a head of the kind {named!r} and {used}", f'use "method": "{named}".')
+
+
+def named_kind(config: Mapping[str, Any]) -> str | None:
+    """Return the kind of head that a config.json names, in one of the ways of those who publish heads; None = none."""
+    if PARALLEL_TOKEN in config:
+        return PARALLEL
+    names = [config.get(KIND), config.get(SPECULATORS), config.get("spd_type"), config.get("model_type")]
+    own, published, *others = (name if isinstance(name, str) else None for name in names)
+    return own or published or next((name for name in others if name in REFUSED), None)
+
+
+def _refused(folder: Path, kind: str) -> ModelError:
+    return ModelError(
+        f"{folder} is a draft of the kind {kind!r}{f' ({REFUSED[kind]})' if kind in REFUSED else ''}, which is not"
+        " supported",
+        "use a head or a draft model of another kind: docs/drafters.md lists them.",
+    )
 
 
 def require_target(target: CausalLM | None) -> CausalLM:
@@ -132,16 +201,7 @@ def _weights_of(folder: Path) -> Path:
             f"{folder} has {len(found)} safetensors files ({_listed([path.name for path in found])})",
             "keep the head's weights in one file, model.safetensors.",
         )
-    pickles = [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))]
-    if not pickles:
-        raise ModelError(f"{folder} has no *.safetensors file", "name the folder of a head, or download it again.")
-    converted = pickles[0].rpartition(".")[0] + ".safetensors"
-    raise ModelError(
-        f"{folder} has only pickle weights ({_listed(pickles)}), which can run code when they are opened",
-        'if you trust them, convert them once: python -c "import torch; from safetensors.torch import save_file; '
-        f"weights = torch.load('{pickles[0]}', map_location='cpu', weights_only=True); "
-        f"save_file({{name: w.contiguous() for name, w in weights.items()}}, '{converted}')\"",
-    )
+    raise no_weights(folder, "no *.safetensors file")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,19 +15,21 @@ from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import DecoderConfig, read_decoder, read_windows
-from speculant.models.fields import count
+from speculant.models.fields import count, show
 from speculant.models.heads import HeadConfig, attach, head_shapes
 
-SPECULATORS = "speculators_model_type"  # a key of the `speculators` package's configs
+LAYER_KEYS = ("transformer_layer_config", "model")  # of config.json, whose value has the layers' sizes
 
 Rename = Callable[[str], str | None]  # a name in the file -> the model's name; None = it is not the model's
 
 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
     """Read the layers' sizes; which biases there are, the tensors' names tell. The vocabulary is the target's."""
-    inner = config.get("transformer_layer_config", config)
+    inner = next((config[key] for key in LAYER_KEYS if key in config), config)
     if not isinstance(inner, dict):
-        raise ModelError("config.json has a transformer_layer_config that is no object", "correct config.json.")
+        raise ModelError(
+            f"config.json has a {' or '.join(LAYER_KEYS)} that is no object, but {show(inner)}", "correct config.json."
+        )
     layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
     filled = {"model_type": "llama", "max_position_embeddings": target.max_positions, **inner}
     filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}

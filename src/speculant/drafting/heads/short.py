@@ -55,10 +55,16 @@ def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
     multiply = linears_of(target, [rows])
 
     def logits(states: Tensor) -> Tensor:
-        found = multiply(states.flatten(0, 1)[None])[0]
-        return spread(found, index, target.vocab_size).view(*states.shape[:2], -1)
+        return spread_heads(
+            multiply(states.flatten(0, 1)[None])[0].view(*states.shape[:2], -1), index, target.vocab_size
+        )
 
     return logits
+
+
+def spread_heads(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [k, r, vocab_size] from those [k, r, n] of the tokens [n]; all others are -inf."""
+    return spread(logits.flatten(0, 1), tokens, vocab_size).view(*logits.shape[:2], -1)
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,11 @@ def new_trainer(config: BoostedConfig, target: Decoder, texts: Texts, number: in
     """Make a draft and its trainer; the drafts before it are in their folders."""
     torch.set_flush_denormal(True)
     source = config.start if number == 1 else str(config.folder(number - 1))
-    hf = _draft_config(config, target)
-    model = new_network(hf, config.seed)
-    if source is None:
-        project_embedding(model, target)
-    else:
-        _copy_weights(load_plain(source, "draft"), model)
+    model = (
+        _new_draft(_draft_config(config, target), target, config.seed)
+        if source is None
+        else load_plain(source, "draft").requires_grad_()
+    )
     factor = 1.0 if source is None else WARM
     config.folder(number).mkdir(exist_ok=True)
     before = [load_plain(str(config.folder(each)), "draft") for each in range(1, number)]
@@ -162,15 +161,7 @@ def _draft_config(config: BoostedConfig, target: Decoder) -> dict[str, Any]:
     return own | {name: theirs[name] for name in ("bos_token_id", "eos_token_id") if name in theirs}
 
 
-@torch.no_grad()
-def _copy_weights(source: Decoder, model: Decoder) -> None:
-    """Begin with the weights of a draft. Raises ConfigError for one of another shape."""
-    weights = dict(source.named_parameters())
-    for name, parameter in model.named_parameters():
-        found = weights.get(name)
-        if found is None or found.shape != parameter.shape:
-            raise ConfigError(
-                f"the draft to begin with has other tensors than config.json says, such as {name}",
-                "name a draft in Llama's format.",
-            )
-        parameter.copy_(found)
+def _new_draft(hf: dict[str, Any], target: Decoder, seed: int) -> Decoder:
+    model = new_network(hf, seed)
+    project_embedding(model, target)
+    return model

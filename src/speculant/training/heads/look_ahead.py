@@ -18,7 +18,7 @@ from speculant.training.heads.base import Acceptance
 from speculant.training.heads.distance import distances, overlaps
 from speculant.training.heads.future import DECAY, RANKS
 from speculant.training.heads.texts import Texts
-from speculant.training.passes import attend_causally, project
+from speculant.training.passes import attend_causally, project, within_window
 
 STRIDE = 8  # tokens of a text from one place to the next
 _AT_A_TIME = 8
@@ -99,7 +99,8 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     (batch, length), (count, hidden) = tokens.shape, inputs.shape
     positions = (places[:, None] + 1 + torch.arange(count)).flatten()  # [m * T]
     angles = [model._rotary.angles(each, inputs.dtype) for each in (torch.arange(length), positions)]
-    mask = look_ahead_mask(length, places, count)
+    windows = {layer.self_attn._window for layer in cast(list[Layer], model.model.layers)}
+    masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
     with torch.no_grad():
         x: Tensor = model.model.embed_tokens(tokens)
     ahead = inputs.repeat(len(places), 1).expand(batch, -1, hidden)  # [b, m * T, hidden]
@@ -111,17 +112,25 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         own_query, own_key, own_value = project(module, layer.input_layernorm(ahead), angles[1])
         keys, values = torch.cat((key, own_key), 2), torch.cat((value, own_value), 2)
-        out = functional.scaled_dot_product_attention(own_query, keys, values, attn_mask=mask, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(
+            own_query, keys, values, attn_mask=masks[module._window], enable_gqa=True
+        )
         ahead = ahead + module.o_proj(out.transpose(1, 2).flatten(2))
         ahead = ahead + layer.mlp(layer.post_attention_layernorm(ahead))
     states: Tensor = model.model.norm(ahead)
     return states.view(batch, len(places), count, hidden)
 
 
-def look_ahead_mask(length: int, places: Tensor, count: int) -> Tensor:
-    """Return which keys each row sees [m * T, n + m * T]: the tokens up to its place, and its chain up to itself."""
+def look_ahead_mask(length: int, places: Tensor, count: int, window: int | None = None) -> Tensor:
+    """Return which keys each row sees [m * T, n + m * T]: the tokens up to its place, and its chain up to itself.
+
+    window: how many positions it sees, its own included; None = all.
+    """
     of = torch.arange(len(places)).repeat_interleave(count)
     within = torch.arange(count).repeat(len(places))
+    own = places[of] + 1 + within  # positions
     tokens = torch.arange(length) <= places[of][:, None]
-    chain = (of[:, None] == of) & (within[:, None] >= within)
-    return torch.cat((tokens, chain), 1)
+    chain = of[:, None] == of
+    return torch.cat((
+        tokens & within_window(own, torch.arange(length), window), chain & within_window(own, own, window)
+    ), 1)  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculant.kernels import reference
-from speculant.models.config import DecoderConfig
+from speculant.models.config import DecoderConfig, RopeConfig
 from speculant.models.decoder import Attention, Decoder, Layer
 from speculant.models.heads import HeadDecoder
 from speculant.training.heads.base import Acceptance
@@ -83,6 +83,7 @@ class RoundsObjective:
             "head_dim": own.head_dim,
             "rms_norm_eps": own.norm_eps,
             "rope_theta": own.rope.theta,
+            **rope_scaling(own.rope),
             "max_position_embeddings": own.max_positions,
             "vocab_size": own.vocab_size,
             **self._own_config,
@@ -124,6 +125,21 @@ class RoundsObjective:
     @property
     def _attention(self) -> Attention:
         return cast(Layer, self._head.layers[0]).self_attn
+
+
+def rope_scaling(rope: RopeConfig) -> dict[str, Any]:
+    """Return the entry of config.json for the scaling of rotary positions, which a layer takes over from its target."""
+    factors = {
+        "linear": {"factor": rope.factor},
+        "dynamic": {"factor": rope.factor},
+        "llama3": {
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        },
+    }
+    return {"rope_scaling": {"rope_type": rope.kind, **factors[rope.kind]}} if rope.kind in factors else {}
 
 
 def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
