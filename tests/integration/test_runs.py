@@ -52,10 +52,11 @@ def test_figures_add_up(checkpoints: Checkpoints, backend: str) -> None:
     assert plain["tokens"] == fast["tokens"] == 5 * TOKENS
     assert plain["steps"] == TOKENS, "all run together, a token each a step"
     assert plain["tokens_per_step"] == 5
-    assert plain["mean_acceptance_length"] == 1
+    assert plain["tokens_per_pass"] == plain["mean_acceptance_length"] == 1
     assert "acceptance_rate" not in plain
     assert fast["steps"] < plain["steps"]
     assert fast["mean_acceptance_length"] > 1
+    assert 1 < fast["tokens_per_pass"] < fast["tokens_per_step"], "a step serves several sequences"
     assert 0 < fast["acceptance_rate"] <= 1
     assert fast["tokens_per_s"] == pytest.approx(fast["tokens"] / fast["seconds"])
     assert fast["itl_p50_s"] <= fast["itl_p90_s"] <= fast["itl_p99_s"]

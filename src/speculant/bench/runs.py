@@ -60,6 +60,7 @@ class Run:
         tokens = sum(len(output) for output in self.outputs)
         gaps = [gap for timing in self.timings for gap in timing.gaps]
         pauses = [pause for timing in self.timings for pause in timing.pauses]
+        passes = sum(timing.sampled_passes for timing in self.timings)
         figures = {
             "seconds": self.seconds,
             "tokens": tokens,
@@ -74,6 +75,7 @@ class Run:
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "tokens_per_step": tokens / self.steps,
+            "tokens_per_pass": tokens / passes if passes else None,
             "mean_acceptance_length": self.speculation.mean_acceptance_length,
             "acceptance_rate": self.speculation.acceptance_rate if self.speculation.num_spec_steps else None,
             "preemptions": self.preemptions,
@@ -105,6 +107,8 @@ class Bench:
             delivery.stop()
         seconds, requests = time.perf_counter() - started, delivery.requests
         committed = [delivery.committed[_key(request)] for request in requests]
+        for request in requests:
+            delivery.timings[_key(request)].share_passes(request.metrics.timing)
         speculation = SpeculationMetrics()
         for request in requests:
             speculation.add(request.metrics.speculative_decoding)

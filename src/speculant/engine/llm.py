@@ -57,12 +57,16 @@ class LLM(Frontend):
             raise errors[0]
         return [with_token_texts(output, self.tokenizer) for output in outputs]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
 
-        Several streams may be open at once: whichever is asked next moves all of them on.
+        Several streams may be open at once: whichever is asked next moves all of them on. Prompts of different salts
+        share no cache, and drafts are looked up in texts of the same salt alone.
         """
-        generation = self._start(self._generation(prompt, sampling_params, f"request-{next(self._ids)}"))
+        request_id = f"request-{next(self._ids)}"
+        generation = self._start(self._generation(prompt, sampling_params, request_id, cache_salt=cache_salt))
         try:
             while generation.unread or not generation.finished:
                 while generation.unread:
