@@ -93,6 +93,16 @@ def test_runs_share_no_prefixes_but_their_prompts_do(checkpoints: Checkpoints) -
     assert Bench(off).run(same, replace(PLAIN, sequential=True)).prefix_hit_tokens == 0
 
 
+def test_runs_of_two_benches_on_one_engine_share_nothing(checkpoints: Checkpoints) -> None:
+    """The second one would find its prompts in the cache, and its drafts in the texts that the first one finished."""
+    suffix = {"method": "suffix", "num_speculative_tokens": 8, "draft_length": "fixed"}
+    runtime = _build(checkpoints, draft=False, block_size=4, speculative_config=suffix)
+    long = Mode(replace(GREEDY, max_tokens=40))
+    first, second = (Bench(runtime).run(_workload(runtime, 1), long) for _ in range(2))
+    assert first.outputs == second.outputs
+    assert (first.prefix_hit_tokens, first.steps) == (second.prefix_hit_tokens, second.steps)
+
+
 def test_preemptions_are_counted_for_each_run(checkpoints: Checkpoints) -> None:
     tight = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4}
     per_token = _build(checkpoints, draft=False, **tight).checkpoint.model.cache_shape.bytes_per_token

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,19 +88,18 @@ class Run:
 class Bench:
     """Runs workloads on an engine that serves no other requests.
 
-    Each run has its own cache salt, so its prompts share prefixes with one another but not with earlier
-    runs. Two of these on one engine need different salts.
+    Each run has a cache salt of its own, whose beginning is `salt`. So its prompts share prefixes with one another, and
+    nothing with the other runs of the engine: no drafts are looked up in the texts that these have finished.
     """
 
     def __init__(self, runtime: Runtime, salt: str = "run") -> None:
-        self.runtime = runtime
-        self._salts = (f"{salt}-{number}" for number in itertools.count())
+        self.runtime, self._salt = runtime, salt
 
     def run(self, workload: Workload, mode: Mode) -> Run:
         """Run every prompt to its end; the first error of a request is raised."""
         metrics = self.runtime.engine.metrics
         before, started = replace(metrics), time.perf_counter()
-        delivery = _Delivery(self.runtime, mode, next(self._salts), started)
+        delivery = _Delivery(self.runtime, mode, f"{self._salt}-{uuid.uuid4().hex}", started)
         try:
             delivery.serve(workload)
         finally:
