@@ -4,11 +4,12 @@
 
 Without --drafts, three drafts are trained for the embedded target, from the embedded draft, with `speculant train
 draft`, on one thread. `held_out` are their figures: `covered`, the share of tokens whose likeliest one some draft up
-to this one has, and `alone`, the share for which it is among as many likeliest tokens of the first draft. Then trees of
-2 and 3 chains are drafted for the same prompts: a chain of each draft, or draws of the first draft alone. `first` is
-the share of passes in which a token is accepted. `gain`: tokens per pass of the boosted drafts over the other's by
-prompt, mean and 95% interval. Drafts that agree share nodes, so that trees have fewer than they may: `single_cut` is
-the other tree, cut level by level to as many nodes as the boosted drafts' trees really have.
+to this one has, and `alone`, the share for which it is among as many likeliest tokens of the first draft. Then trees
+of 2 and 3 chains are drafted for the same prompts: a chain of each draft, or draws of the first draft alone. `first`
+is the share of passes in which a token is accepted. `gain`: 1 + accepted tokens / passes that checked a draft
+(`tokens_per_pass`), of the boosted drafts over the other's by prompt, mean and 95% interval. Drafts that agree share
+nodes, so that trees have fewer than they may: `single_cut` is the other tree, cut level by level to as many nodes as
+the boosted drafts' trees really have.
 """
 
 from __future__ import annotations

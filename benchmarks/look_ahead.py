@@ -70,7 +70,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[
 def figures(outputs: Sequence[RequestOutput]) -> dict[str, float]:
     """Return what a pass brought."""
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    passes = sum(output.metrics.timing.target_passes for output in outputs)
+    passes = sum(output.metrics.timing.sampled_passes for output in outputs)
     found = [output.metrics.speculative_decoding for output in outputs]
     tested, accepted = sum(each.num_tested_tokens for each in found), sum(e.num_accepted_draft_tokens for e in found)
     return {

@@ -1,6 +1,8 @@
-"""Every lossless rule on the same budgets of draft nodes at temperature 1: tokens per target pass, and speed.
+"""Every lossless rule on the same budgets of draft nodes at temperature 1: tokens per draft, and speed.
 
     python benchmarks/rules.py [--rounds 5] [--quick]
+
+Tokens per draft, `tokens_per_pass` in the results, are 1 + accepted / passes that checked a draft.
 
 First the target writes texts, and both models' distributions along them give the rates at which a rule accepts the
 sibling of each rank (theory/siblings.py). The trees are the best shapes for these rates (theory/trees.py);
@@ -228,7 +230,7 @@ def table(runs: Mapping[str, Sequence[Run]], subjects: Sequence[Subject], rates:
 
 
 def pooled(runs: Sequence[Run]) -> dict[str, float]:
-    """Return tokens per pass that checked a draft, over all rounds, and the mean's standard error."""
+    """Return 1 + accepted tokens / passes that checked a draft, over all rounds, and the mean's standard error."""
     counts = SpeculationMetrics()
     for run in runs:
         counts.add(run.speculation)

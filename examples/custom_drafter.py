@@ -37,4 +37,4 @@ def build(context: DrafterContext) -> Copycat:
 if __name__ == "__main__":
     llm = LLM("demo", speculative_config={"method": "copycat"})
     [out] = llm.generate([PROMPT], SamplingParams(temperature=0.8, top_p=0.9, seed=9, max_tokens=64))
-    print(out.outputs[0].text, llm.speculation, out.metrics.speculative_decoding.mean_acceptance_length, sep="\n")
+    print(out.outputs[0].text, llm.speculation, out.metrics.tokens_per_pass, sep="\n")

@@ -37,4 +37,4 @@ build = Typical
 if __name__ == "__main__":
     llm = LLM("demo", "demo", speculative_config={"verification": "typical"})
     [out] = llm.generate(["def split_path(path):"], SamplingParams(temperature=0.7, max_tokens=48))
-    print(out.outputs[0].text, llm.speculation, out.metrics.speculative_decoding.mean_acceptance_length, sep="\n")
+    print(out.outputs[0].text, llm.speculation, out.metrics.tokens_per_pass, sep="\n")

@@ -25,6 +25,6 @@ if __name__ == "__main__":
     print(draw(DraftTree.of([5, 7, 9, 6, 7], [-1, 0, 0, -1, 3])), "\n")
     for name, config in DRAFTS.items():
         outputs = LLM("demo", speculative_config=config, seed=1).generate(PROMPTS, PARAMS)
-        rule, passes = outputs[0].metrics.verification, sum(out.metrics.timing.target_passes for out in outputs)
+        rule, passes = outputs[0].metrics.verification, sum(out.metrics.timing.sampled_passes for out in outputs)
         tokens = sum(len(out.outputs[0].token_ids) for out in outputs)
         print(f"{name:>12}: {tokens / passes:.2f} tokens a pass of the target, verified by {rule}")

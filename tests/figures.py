@@ -1,37 +1,47 @@
-"""What a request's figures have to be, from the tokens that each step gave it."""
+"""What a sample's figures have to be, from the tokens that each pass gave it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
-from speculant.types import Request, StepOutput
-
-Steps = Sequence[Sequence[StepOutput]]  # of one sequence: the committed tokens of each step that had some
+from speculant.metrics import RequestMetrics
 
 
-def steps_of(outputs: Iterable[StepOutput]) -> Steps:
-    """Split the committed tokens of one sequence into steps: each ends with the target's own token, or the request."""
-    steps: list[list[StepOutput]] = []
+class Given(Protocol):
+    """A committed token: a `StepOutput` or a `StreamPiece`."""
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it is an accepted draft token."""
+        ...
+
+
+T = TypeVar("T", bound=Given)
+
+
+def passes_of(outputs: Iterable[T]) -> list[list[T]]:
+    """Split a sample's tokens by the passes that gave them: each ends with the target's own token, or the sample."""
+    passes: list[list[T]] = []
     for output in outputs:
-        if not steps or not steps[-1][-1].drafted:
-            steps.append([])
-        steps[-1].append(output)
-    return steps
+        if not passes or not passes[-1][-1].drafted:
+            passes.append([])
+        passes[-1].append(output)
+    return passes
 
 
-def assert_figures(request: Request, steps: Steps) -> None:
-    """Assert that a request counts the tokens that it was given and the passes that gave them, and nothing else."""
-    metrics = request.metrics
+def assert_figures(metrics: RequestMetrics, passes: Sequence[Sequence[Given]]) -> None:
+    """Assert that a sample counts the tokens that it was given and the passes that gave them, and nothing else."""
     timing, drafts = metrics.timing, metrics.speculative_decoding
-    accepted = [sum(output.drafted for output in step) for step in steps]
-    own = [not step[-1].drafted for step in steps]
-    assert [len(step) for step in steps] == [sum(each) for each in zip(accepted, own, strict=True)]
+    accepted = [sum(token.drafted for token in each) for each in passes]
+    own = [not each[-1].drafted for each in passes]
+    assert [len(each) for each in passes] == [sum(each) for each in zip(accepted, own, strict=True)]
     assert all(own[:-1]), "a pass gave no token of its own, though the request went on"
-    assert timing.num_tokens == request.num_output == sum(accepted) + sum(own)
-    assert (drafts.num_accepted_draft_tokens, timing.sampled_passes) == (sum(accepted), len(steps))
+    assert timing.num_tokens == sum(accepted) + sum(own)
+    assert (drafts.num_accepted_draft_tokens, timing.sampled_passes) == (sum(accepted), len(passes))
     assert [count for count in drafts.per_step_accepted if count] == [count for count in accepted if count]
     assert sum(count * size for size, count in enumerate(drafts.acceptance_histogram)) == sum(accepted)
     assert timing.target_passes >= timing.sampled_passes >= drafts.num_spec_steps == len(drafts.per_step_accepted)
-    assert metrics.tokens_per_pass == (request.num_output / len(steps) if steps else 0)
+    assert metrics.tokens_per_pass == (timing.num_tokens / len(passes) if passes else 0)
     tested = zip(drafts.per_step_accepted, drafts.per_step_tested, drafts.per_step_drafted, strict=True)
     assert all(accepted <= tested <= drafted for accepted, tested, drafted in tested)

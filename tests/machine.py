@@ -95,7 +95,7 @@ class Ledger:
         reason, ends = request.finish_reason, [token in request.end_token_ids for token in request.output]
         assert not any(ends[:-1]), "tokens behind an end"
         if request.search is None:
-            assert_figures(request, self._steps[request.seq_id])
+            assert_figures(request.metrics, self._steps[request.seq_id])
         if reason in ("stop", "length"):
             assert_prompt_logprobs(request)
             full = request.num_output == request.params.max_tokens or len(request.tokens) == MAX_LEN

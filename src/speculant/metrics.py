@@ -180,7 +180,7 @@ class TimingMetrics:
             self.together.record(step)
 
     def share_passes(self, other: TimingMetrics) -> None:
-        """Take over the passes of the sample that a beam search ran on; this one is another of its results."""
+        """Take over the passes of another sample, and their times: both were made by the same passes."""
         self.target_passes, self.sampled_passes = other.target_passes, other.sampled_passes
         self.draft_s, self.verify_s = other.draft_s, other.verify_s
 
@@ -297,9 +297,9 @@ class EngineMetrics:
     """An engine's totals since it was made, and its state after the last step.
 
     Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
-    each sequence; a beam search counts as its samples. draft_s, verify_s and other_s divide the steps' time, in seconds. lossy samples
-    were verified by a verifier that is not lossless. repeated_steps failed and were repeated for each sequence
-    alone; transient_errors are those that then failed for none.
+    each sequence; a beam search counts as its samples. draft_s, verify_s and other_s divide the steps' time, in
+    seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps failed and were repeated for
+    each sequence alone; transient_errors are those that then failed for none.
     drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
     many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a

@@ -23,7 +23,7 @@ from tests.fakes import (
     paged,
     sometimes_right,
 )
-from tests.figures import assert_figures, steps_of
+from tests.figures import assert_figures, passes_of
 
 V = 6
 LENGTHS = (1, 2, 3, 5)
@@ -72,7 +72,7 @@ def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tupl
     assert [output.token for output in outputs] == request.output
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [request.finish_reason]
     assert [list(entry) for entry in request.logprobs] == [[token] for token in request.output]
-    assert_figures(request, steps_of(outputs))
+    assert_figures(request.metrics, passes_of(outputs))
     assert rig.engine.metrics.tokens_per_pass == request.metrics.tokens_per_pass
     return request, outputs
 

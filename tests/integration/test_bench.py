@@ -24,7 +24,8 @@ SMALL = ("--num-prompts", "3", "--max-tokens", "6", "--rounds", "2", "--dtype", 
 FIGURES = {
     "seconds", "tokens", "tokens_per_s", "request_tokens_per_s", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p90_s",
     "itl_p99_s", "burst_p50_s", "burst_p90_s", "burst_p99_s", "burst_tokens", "draft_s", "verify_s", "steps",
-    "tokens_per_step", "mean_acceptance_length", "acceptance_rate", "preemptions", "prefix_hit_tokens", "peak_blocks",
+    "tokens_per_step", "tokens_per_pass", "mean_acceptance_length", "acceptance_rate", "preemptions",
+    "prefix_hit_tokens", "peak_blocks",
 }  # fmt: skip
 GAINS = {
     "acceptance_rate", "draft_length", "cost_ratio", "verification_ratio", "predicted_speed", "best_length",

@@ -52,10 +52,11 @@ def test_figures_add_up(checkpoints: Checkpoints, backend: str) -> None:
     assert plain["tokens"] == fast["tokens"] == 5 * TOKENS
     assert plain["steps"] == TOKENS, "all run together, a token each a step"
     assert plain["tokens_per_step"] == 5
-    assert plain["mean_acceptance_length"] == 1
+    assert plain["tokens_per_pass"] == plain["mean_acceptance_length"] == 1
     assert "acceptance_rate" not in plain
     assert fast["steps"] < plain["steps"]
     assert fast["mean_acceptance_length"] > 1
+    assert 1 < fast["tokens_per_pass"] < fast["tokens_per_step"], "a step serves several sequences"
     assert 0 < fast["acceptance_rate"] <= 1
     assert fast["tokens_per_s"] == pytest.approx(fast["tokens"] / fast["seconds"])
     assert fast["itl_p50_s"] <= fast["itl_p90_s"] <= fast["itl_p99_s"]
@@ -90,6 +91,16 @@ def test_runs_share_no_prefixes_but_their_prompts_do(checkpoints: Checkpoints) -
     assert bench.run(single, PLAIN).prefix_hit_tokens == 0
     off = _build(checkpoints, block_size=4, enable_prefix_caching=False)
     assert Bench(off).run(same, replace(PLAIN, sequential=True)).prefix_hit_tokens == 0
+
+
+def test_runs_of_two_benches_on_one_engine_share_nothing(checkpoints: Checkpoints) -> None:
+    """The second one would find its prompts in the cache, and its drafts in the texts that the first one finished."""
+    suffix = {"method": "suffix", "num_speculative_tokens": 8, "draft_length": "fixed"}
+    runtime = _build(checkpoints, draft=False, block_size=4, speculative_config=suffix)
+    long = Mode(replace(GREEDY, max_tokens=40))
+    first, second = (Bench(runtime).run(_workload(runtime, 1), long) for _ in range(2))
+    assert first.outputs == second.outputs
+    assert (first.prefix_hit_tokens, first.steps) == (second.prefix_hit_tokens, second.steps)
 
 
 def test_preemptions_are_counted_for_each_run(checkpoints: Checkpoints) -> None:

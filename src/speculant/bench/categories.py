@@ -10,7 +10,7 @@ from speculant.bench.acceptance import pooled
 from speculant.bench.measuring import Case, Spread, base_of, ratios
 from speculant.bench.runs import Run
 
-GAP, BURST = "itl_mean_s", "burst_tokens"  # figures of a run
+GAP, PER_PASS = "itl_mean_s", "tokens_per_pass"  # figures of a run
 
 
 def by_category(case: Case) -> dict[str, dict[str, Any]]:
@@ -47,8 +47,8 @@ def _mode(parts: Mapping[str, Sequence[Run]], mode: str) -> dict[str, Any]:
     own, base = ([run.figures() for run in parts[each]] for each in (mode, base_of(mode)))
     accepted = pooled(parts[mode][0].by_request)
     figures: dict[str, Any] = {"acceptance_rate": asdict(accepted) if accepted else None}
-    if all(BURST in each for each in own):
-        figures["tokens_per_pass"] = asdict(Spread.of([each[BURST] for each in own]))
+    if all(PER_PASS in each for each in own):
+        figures[PER_PASS] = asdict(Spread.of([each[PER_PASS] for each in own]))
     if mode != base_of(mode) and (speed := ratios(base, own).get(GAP)):
         figures["speed"] = asdict(speed)
     return figures

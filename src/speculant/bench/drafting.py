@@ -34,6 +34,7 @@ from speculant.drafting.base import Method
 from speculant.engine.build import build_around
 from speculant.engine.draft_precision import UNCHANGED
 from speculant.errors import ConfigError, RequestError
+from speculant.metrics import TimingMetrics
 from speculant.models.weights import Checkpoint, load_model
 from speculant.params import SamplingParams
 
@@ -109,8 +110,8 @@ def measure_drafts(
 ) -> tuple[list[int], Array, Estimate]:
     """Draft for all prompts with each number of nodes that the method can draft.
 
-    Returns these numbers, ascending, the tokens per pass with each [n], and what was accepted of what was tested with
-    the largest.
+    Returns these numbers, ascending, the tokens per pass after the prompt's with each [n], and what was accepted of
+    what was tested with the largest.
     """
     bench, tokens, alpha, longest = Bench(candidate.runtime), dict[int, float](), None, LONGEST
     for size in sorted(SIZES, reverse=True):
@@ -121,16 +122,17 @@ def measure_drafts(
         if alpha is None:
             longest, alpha = max(run.speculation.per_step_drafted, default=0), pooled(run.by_request)
         if min(size, longest) > 0:
-            tokens[min(size, longest)] = _tokens_per_pass(run.outputs, run.steps)
+            tokens[min(size, longest)] = _tokens_per_pass(run.timings)
     if alpha is None:
         raise RequestError("no token was drafted for these prompts", "give longer prompts, or another method.")
     sizes = sorted(tokens)
     return sizes, np.array([tokens[size] for size in sizes]), alpha
 
 
-def _tokens_per_pass(outputs: Sequence[Sequence[int]], steps: int) -> float:
-    """Return the tokens per pass after the first of each output, which comes with the prompt."""
-    return sum(len(output) - 1 for output in outputs) / max(1, steps - len(outputs))
+def _tokens_per_pass(timings: Sequence[TimingMetrics]) -> float:
+    """Return the tokens per pass without the pass over the prompt and its token: the rate that long outputs come to."""
+    passes = sum(each.sampled_passes - 1 for each in timings)
+    return sum(each.num_tokens - 1 for each in timings) / max(1, passes)
 
 
 def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: StepCosts) -> Prediction:

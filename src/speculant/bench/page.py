@@ -30,7 +30,8 @@ FIGURES = {
     "itl_mean_s": ("between tokens (ms)", 1e3),
     "burst_p50_s": ("between bursts (ms)", 1e3),
     "burst_tokens": ("tokens a burst", 1.0),
-    "mean_acceptance_length": ("tokens a draft commits", 1.0),
+    "tokens_per_pass": ("tokens per pass", 1.0),
+    "mean_acceptance_length": ("1 + accepted tokens of a draft", 1.0),
 }
 GAINS = {
     "measured_speed": "speed between tokens over plain",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +60,7 @@ class Run:
         tokens = sum(len(output) for output in self.outputs)
         gaps = [gap for timing in self.timings for gap in timing.gaps]
         pauses = [pause for timing in self.timings for pause in timing.pauses]
+        passes = sum(timing.sampled_passes for timing in self.timings)
         figures = {
             "seconds": self.seconds,
             "tokens": tokens,
@@ -74,6 +75,7 @@ class Run:
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "tokens_per_step": tokens / self.steps,
+            "tokens_per_pass": tokens / passes if passes else None,
             "mean_acceptance_length": self.speculation.mean_acceptance_length,
             "acceptance_rate": self.speculation.acceptance_rate if self.speculation.num_spec_steps else None,
             "preemptions": self.preemptions,
@@ -86,25 +88,26 @@ class Run:
 class Bench:
     """Runs workloads on an engine that serves no other requests.
 
-    Each run has its own cache salt, so its prompts share prefixes with one another but not with earlier
-    runs. Two of these on one engine need different salts.
+    Each run has a cache salt of its own, whose beginning is `salt`. So its prompts share prefixes with one another, and
+    nothing with the other runs of the engine: no drafts are looked up in the texts that these have finished.
     """
 
     def __init__(self, runtime: Runtime, salt: str = "run") -> None:
-        self.runtime = runtime
-        self._salts = (f"{salt}-{number}" for number in itertools.count())
+        self.runtime, self._salt = runtime, salt
 
     def run(self, workload: Workload, mode: Mode) -> Run:
         """Run every prompt to its end; the first error of a request is raised."""
         metrics = self.runtime.engine.metrics
         before, started = replace(metrics), time.perf_counter()
-        delivery = _Delivery(self.runtime, mode, next(self._salts), started)
+        delivery = _Delivery(self.runtime, mode, f"{self._salt}-{uuid.uuid4().hex}", started)
         try:
             delivery.serve(workload)
         finally:
             delivery.stop()
         seconds, requests = time.perf_counter() - started, delivery.requests
         committed = [delivery.committed[_key(request)] for request in requests]
+        for request in requests:
+            delivery.timings[_key(request)].share_passes(request.metrics.timing)
         speculation = SpeculationMetrics()
         for request in requests:
             speculation.add(request.metrics.speculative_decoding)

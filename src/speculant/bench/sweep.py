@@ -211,7 +211,7 @@ def _row(case: Mapping[str, Any], prediction: Prediction, length: int) -> dict[s
         "length": length,
         "measured_speed": case["gains"][way]["measured_speed"],
         "predicted_speed": float(prediction.speeds[length]),
-        "tokens_per_pass": case["runs"][way].get("burst_tokens"),
+        "tokens_per_pass": case["runs"][way].get("tokens_per_pass"),
         "expected_tokens": float(prediction.tokens[length]),
     }
 

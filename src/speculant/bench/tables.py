@@ -42,6 +42,7 @@ GAPS = (
 STEPS = (
     Row("steps", "steps", whole=True),
     Row("tokens_per_step", "tokens a step"),
+    Row("tokens_per_pass", "tokens per pass"),
     Row("mean_acceptance_length", "acceptance length"),
 )
 CACHE = (
@@ -120,7 +121,7 @@ def _ways(case: Mapping[str, Any]) -> Table:
         cells = (
             _middle(run["tokens_per_s"]),
             cell(gain.get("measured_speed")),
-            *(_middle(each) for each in (gain.get("predicted_speed"), run.get("burst_tokens"))),
+            *(_middle(each) for each in (gain.get("predicted_speed"), run.get("tokens_per_pass"))),
             interval(gain.get("acceptance_rate")),
         )
         table.add_row(way, *cells, style=HIGHLIGHT if way == case.get("fastest") else None)

@@ -142,7 +142,7 @@ def _conclude(console: Console, figures: dict[str, Any]) -> None:
     console.print(table)
     console.print(f"{figures['speedup']:.2f} times as fast", style="bold")
     console.print(
-        f"mean acceptance length {figures['mean_acceptance_length']:.2f} tokens a step, "
+        f"{figures['tokens_per_pass']:.2f} tokens per pass of the target, "
         f"acceptance rate {figures['acceptance_rate']:.2f}"
     )
     console.print(f"identical outputs: {figures['identical_outputs']} of {figures['prompts']}", end="")

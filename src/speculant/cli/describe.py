@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
-    """Return a result as `--json` prints it; `outputs` lists the samples if there are several."""
+    """Return a result as `--json` prints it; `outputs` lists the samples, each with its metrics, if there are several.
+
+    `metrics` are those of all samples together.
+    """
     samples = [_sample(sample) for sample in output.outputs]
     prompt_tokens = len(output.prompt_token_ids)
     completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
@@ -29,7 +32,8 @@ def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         columns = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
         value["prompt_logprobs"] = [entry and _logprob(token, entry) for token, entry in columns]
     if len(samples) > 1:
-        value["outputs"] = samples
+        figures_of = [None if each.metrics is None else each.metrics.to_dict() for each in output.outputs]
+        value["outputs"] = [{**sample, "metrics": own} for sample, own in zip(samples, figures_of, strict=True)]
     return value
 
 
@@ -68,7 +72,7 @@ def speculation(llm: LLM, output: RequestOutput) -> str:
 
 def figures(llm: LLM, output: RequestOutput) -> str:
     """Return one line: the measurements, whether speculation is on, with which drafter or why not, and the weights."""
-    timing, spec = output.metrics.timing, output.metrics.speculative_decoding
+    metrics, timing = output.metrics, output.metrics.timing
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s
     made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
@@ -77,6 +81,6 @@ def figures(llm: LLM, output: RequestOutput) -> str:
     if output.metrics.verification is None:
         return f"{made}; speculation is off: {detail}; weights are {weights}"
     return (
-        f"{made}; speculation is on: {detail}; mean acceptance length {spec.mean_acceptance_length:.2f}, "
-        f"acceptance rate {spec.acceptance_rate:.2f}; weights are {weights}"
+        f"{made}; speculation is on: {detail}; {metrics.tokens_per_pass:.2f} tokens per pass, "
+        f"acceptance rate {metrics.speculative_decoding.acceptance_rate:.2f}; weights are {weights}"
     )

@@ -84,7 +84,7 @@ class SamplingFlags(FlagGroup):
     min_tokens: Annotated[int, "Tokens before an end token may come."]
     stop: Annotated[list[str], "Text to stop at; can be repeated."]
     stop_token_ids: Annotated[list[int], "Token ids to stop at; can be repeated."]
-    include_stop_str_in_output: Annotated[bool, "Keep the stop string in the text."]
+    include_stop_str_in_output: Annotated[bool, "Keep the stop string or end token in the text."]
     ignore_eos: Annotated[bool, "Go on after an end token."]
     logprobs: Annotated[int, "Report each token's log-probability and this many alternatives, -1 = all (with --json)."]
     prompt_logprobs: Annotated[int, "The same for the prompt's tokens (with --json)."]

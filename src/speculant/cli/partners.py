@@ -204,10 +204,12 @@ class _Count:
         )
         if not self.speculation:
             return made
-        length, rate = (
-            float(self.speculation.get(name) or 0) for name in ("mean_acceptance_length", "acceptance_rate")
+        per_pass, length, rate = (
+            float(self.speculation.get(name) or 0)
+            for name in ("tokens_per_pass", "mean_acceptance_length", "acceptance_rate")
         )
-        return f"{made}; mean acceptance length {length:.2f}, acceptance rate {rate:.2f}"
+        tokens = f"{per_pass:.2f} tokens per pass" if per_pass else f"mean acceptance length {length:.2f}"
+        return f"{made}; {tokens}, acceptance rate {rate:.2f}"
 
 
 def _cut(cut: bool) -> str:

@@ -103,12 +103,16 @@ class LLM(Frontend):
         """Forget all prompts that are kept for later ones; return whether none is left, as open streams hold theirs."""
         return self.engine.reset_prefix_cache()
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
 
-        Several streams may be open at once, in several threads too: whichever is asked next moves all of them on.
+        Several streams may be open at once, in several threads too: whichever is asked next moves all of them on. Prompts
+        of different salts share no cache, and drafts are looked up in texts of the same salt alone.
         """
-        generation = self._generation(prompt, sampling_params, f"request-{next(self._ids)}")
+        request_id = f"request-{next(self._ids)}"
+        generation = self._generation(prompt, sampling_params, request_id, cache_salt=cache_salt)
         with closing(self._shared.stream(generation)) as pieces:
             for piece in pieces:
                 yield self._readable(piece)

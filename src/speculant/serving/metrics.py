@@ -24,6 +24,11 @@ _LABELS = ("model_name",)
 _COUNTERS = (
     ("prompt_tokens", "Tokens of the prompts of ended requests.", "prompt_tokens"),
     ("generation_tokens", "Tokens generated.", "tokens"),
+    (
+        "generation_passes",
+        "Target passes that gave a sequence tokens, per sequence; generation_tokens over these is the tokens per pass.",
+        "sampled_passes",
+    ),
     ("num_preemptions", "Sequences preempted for lack of memory.", "preemptions"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),

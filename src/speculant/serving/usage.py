@@ -34,6 +34,7 @@ def usage(outputs: Sequence[RequestOutput], predicted: bool, reasoning_tokens: i
 def speculation(outputs: Sequence[RequestOutput], level: str) -> dict[str, Any]:
     """Return what a response says about its speculation, in vLLM's shape: the key `metrics`, or nothing.
 
+    `tokens_per_pass` stands beside vLLM's figures.
     level: "none", "summary" or "detailed". The figures are of one sample, so they are None where there are several.
     """
     if level == "none":
@@ -43,7 +44,7 @@ def speculation(outputs: Sequence[RequestOutput], level: str) -> dict[str, Any]:
     metrics = outputs[0].metrics
     if metrics.verification is None:
         return {"metrics": {"speculative_decoding": None}}
-    figures: dict[str, Any] = metrics.to_dict()["speculative_decoding"]
+    figures = {"tokens_per_pass": metrics.tokens_per_pass, **metrics.to_dict()["speculative_decoding"]}
     if level == "detailed":
         figures |= metrics.speculative_decoding.steps()
     return {"metrics": {"speculative_decoding": figures}}

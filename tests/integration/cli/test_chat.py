@@ -235,7 +235,7 @@ def delta(**values: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": values, "finish_reason": None}]}
 
 
-SPECULATION = {"mean_acceptance_length": 2.25, "acceptance_rate": 0.5}
+SPECULATION = {"tokens_per_pass": 1.75, "mean_acceptance_length": 2.25, "acceptance_rate": 0.5}
 DONE = b"data: [DONE]\n\n"
 GOOD = [
     event(**delta(role="assistant", content="")),
@@ -310,7 +310,7 @@ def test_a_server_is_talked_to(serve: Any) -> None:
     assert result.stdout == "Hm.Yes!\n" * 2
     assert result.stderr.splitlines()[0] == f"two at {server.url}/v1"
     assert "8 tokens in" in result.stderr
-    assert "; cut at --max-tokens; mean acceptance length 2.25, acceptance rate 0.50" in result.stderr
+    assert "; cut at --max-tokens; 1.75 tokens per pass, acceptance rate 0.50" in result.stderr
     first, second = server.asked
     assert first == {
         "model": "two",

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from speculant.cli import demo
-from speculant.cli.comparison import Pair, Run, pool, summary
+from speculant.cli.comparison import Pair, Run, pool, run, summary
 from speculant.cli.main import app
 from speculant.engine.llm import LLM
 from speculant.metrics import SpeculationMetrics
@@ -52,6 +52,7 @@ def test_json_has_the_figures_that_count(temperature: str) -> None:
     assert value["identical_outputs"] == value["prompts"] == len(demo.PROMPTS)
     assert value["speculative_target_passes"] < value["plain_target_passes"]
     assert value["mean_acceptance_length"] > 1
+    assert 1 < value["tokens_per_pass"] <= value["tokens"] / (value["speculative_target_passes"] - value["prompts"])
     assert 0 < value["draft_acceptance_rate"] <= value["acceptance_rate"] <= 1
     assert value["speedup"] == pytest.approx(value["speculative_tokens_per_s"] / value["plain_tokens_per_s"])
     assert [entry["prompt"] for entry in value["pairs"]] == list(demo.PROMPTS)
@@ -67,6 +68,7 @@ def test_text_has_prompts_and_figures_and_no_colour_off_a_tty() -> None:
     assert "times as fast" in output
     assert f"identical outputs: {len(demo.PROMPTS)} of {len(demo.PROMPTS)} (speculation changed" in output
     assert "with the same seed" in output
+    assert " tokens per pass of the target, acceptance rate " in output
 
 
 @pytest.mark.usefixtures("tiny")
@@ -114,16 +116,36 @@ def _coloured(llm: LLM, no_color: bool) -> str:
     return capture.get()
 
 
+def test_no_way_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> None:
+    """A run that repeats an earlier one is as slow as that one was: nothing is looked up in the finished text."""
+    config = {"method": "suffix", "num_speculative_tokens": 8, "draft_length": "fixed"}
+    llm = LLM(checkpoints.target, speculative_config=config, dtype="float64", max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    plain, *fast = (
+        run(llm, "hello world, hello", replace(params, speculation=speculation), lambda piece: None)
+        for speculation in (False, None, None)
+    )
+    assert plain.token_ids == fast[0].token_ids == fast[1].token_ids
+    assert [each.sampled_passes for each in fast] == [fast[0].sampled_passes] * 2
+    again = [list(llm.stream("hello world, hello", params))[-1].output for _ in range(2)]
+    assert again[0] is not None
+    assert again[1] is not None
+    assert again[0].metrics.timing.sampled_passes == fast[0].sampled_passes > again[1].metrics.timing.sampled_passes, (
+        "the fault that salts prevent is there without them"
+    )
+
+
 def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> Run:
     spec = SpeculationMetrics()
     if accepted:
         spec.record(drafted=4, accepted=accepted, tested=4)
-    return Run("", tokens, seconds, passes, spec)
+    return Run("", tokens, seconds, passes + 1, passes, spec)
 
 
 def test_figures_are_pooled_not_averaged() -> None:
     total = pool([_run([1, 2, 3], 1.0, 2, accepted=2), _run([1], 3.0, 1, accepted=1)])
-    assert (total.tokens, total.seconds, total.target_passes) == (4, 4.0, 3)
+    assert (total.tokens, total.seconds, total.target_passes) == (4, 4.0, 5)
+    assert total.tokens_per_pass == 4 / 3, "a pass that only processes a part of a prompt does not count"
     assert total.tokens_per_s == 1.0
     assert total.speculation.mean_acceptance_length == 2.5
 

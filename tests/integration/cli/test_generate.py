@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def test_json_has_what_programs_need(checkpoints: Checkpoints) -> None:
     assert value["text"]
     spec = value["metrics"]["speculative_decoding"]
     assert spec["mean_acceptance_length"] > 1
+    assert value["metrics"]["tokens_per_pass"] == 40 / value["metrics"]["timing"]["sampled_passes"] > 1
     assert spec["num_draft_tokens"] >= spec["num_accepted_draft_tokens"] > 0
     assert value["metrics"]["timing"]["target_passes"] < 40
     assert value["speculation"]["on"] is True
@@ -62,6 +65,32 @@ def test_samples_are_listed(checkpoints: Checkpoints) -> None:
     assert len(value["outputs"]) == 3
     assert value["outputs"][0]["token_ids"] == value["token_ids"]
     assert value["usage"]["completion_tokens"] == 24
+
+
+def test_the_speed_of_samples_is_that_of_all_of_them(checkpoints: Checkpoints) -> None:
+    """The first sample ends at once; all tokens over its time alone would be a speed that no machine has."""
+    arguments = ("--n", "4", "--seed", "5", "--max-tokens", "60", "--temperature", "1")
+    value = _json(checkpoints, *arguments)
+    ends = [sample["token_ids"][0] for sample in value["outputs"]]
+    assert ends[0] not in ends[1:], "choose another seed"
+    begun = time.perf_counter()
+    value = _json(checkpoints, *arguments, "--stop-token-ids", str(ends[0]))
+    elapsed = time.perf_counter() - begun
+    samples, timing = value["outputs"], value["metrics"]["timing"]
+    tokens = [len(sample["token_ids"]) for sample in samples]
+    assert tokens[0] == 1 < min(tokens[1:])
+    assert (sum(tokens) - 1) / timing["tokens_per_s"] == pytest.approx(timing["decode_s"])
+    assert sum(tokens) / elapsed < timing["tokens_per_s"] < sum(tokens) / max(each_decode_s(samples))
+    passes = [sample["metrics"]["timing"]["sampled_passes"] for sample in samples]
+    assert value["metrics"]["tokens_per_pass"] == pytest.approx(sum(tokens) / sum(passes))
+    own = [sample["metrics"]["tokens_per_pass"] for sample in samples]
+    assert own == pytest.approx([count / each for count, each in zip(tokens, passes, strict=True)])
+    assert timing["target_passes"] <= 1 + sum(passes)
+
+
+def each_decode_s(samples: list[dict[str, Any]]) -> list[float]:
+    """Return each sample's time between its first token and its last."""
+    return [sample["metrics"]["timing"]["decode_s"] for sample in samples]
 
 
 def test_beams_are_listed_with_their_scores(checkpoints: Checkpoints) -> None:
@@ -102,6 +131,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(checkpoints: Checkpoints) -> 
     assert result.stdout == _json(checkpoints, "--temperature", "0", "--max-tokens", "12")["text"] + "\n"
     assert "12 tokens in" in result.stderr
     assert "speculation is on: " in result.stderr
+    assert re.search(r"; \d\.\d\d tokens per pass, acceptance rate \d\.\d\d; ", result.stderr)
 
 
 def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:

@@ -129,6 +129,9 @@ def test_page_shows_tokens_in_colours(page: Any, demo: LiveServer) -> None:
     said = ended(page)
     assert said.startswith("128 tokens at ")
     assert "accepted from drafts" in said
+    drafted = page.locator("#output .accepted").count()
+    per_pass = float(re.findall(r"([\d.]+) tokens per pass", said)[0])
+    assert per_pass == pytest.approx(128 / (128 - drafted), abs=0.05), "each pass gave one token of its own"
     assert texts(page, "accepted")
     assert texts(page, "plain")
     settings = {"temperature": 0, "max_tokens": 128}
@@ -156,8 +159,36 @@ def test_page_compares_both(page: Any) -> None:
     page.click("#compare")
     assert ended(page).endswith("The texts are identical.")
     assert page.text_content("#gain").endswith(" times plain")
+    speeds = [float(page.text_content(name).split()[0]) for name in ("#with", "#without")]
+    assert float(page.text_content("#gain").split()[0]) == pytest.approx(speeds[0] / speeds[1], rel=0.02)
     if folder := os.environ.get("SPECULANT_SCREENSHOTS"):
         page.screenshot(path=str(Path(folder) / "compare.png"))
+
+
+def test_page_has_no_gain_between_two_prompts(page: Any) -> None:
+    """One run with speculation and another one without are no comparison, whatever their speeds are."""
+    for prompt, label in ((PROMPT, "with"), ("class Stack:\n", "without")):
+        page.fill("#prompt", prompt)
+        page.click("#run")
+        ended(page)
+        assert page.text_content(f"#{label}").endswith("tokens/s")
+        assert page.text_content("#gain") == "\N{EN DASH}"
+        page.focus("#speculation")
+        page.keyboard.press("Space")
+
+
+def test_page_compares_both_ways_from_the_same_start(page: Any) -> None:
+    """The same request twice, but for the switch and the salt: the second run can't draft from the first one's text."""
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.fill("#prompt", PROMPT)
+    for _ in range(2):
+        page.click("#compare")
+        assert ended(page).endswith("The texts are identical.")
+    salts = [body.pop("cache_salt") for body in sent]
+    assert len(set(salts)) == 4
+    assert [body.pop("speculation", None) for body in sent] == [None, False] * 2
+    assert sent == sent[:1] * 4
 
 
 def test_page_chats_with_a_fixed_length(page: Any) -> None:

@@ -70,6 +70,27 @@ def test_speculation_is_switched_per_request(demo: LiveServer) -> None:
     assert figures["num_spec_steps"] == len(figures["per_step_drafted"]) == len(figures["per_step_accepted"])
     assert figures["num_draft_tokens"] == sum(figures["per_step_drafted"])
     assert figures["num_accepted_draft_tokens"] == sum(figures["per_step_accepted"]) > 0
+    assert 1 < figures["tokens_per_pass"] <= on["usage"]["completion_tokens"] / figures["num_spec_steps"]
+
+
+def test_end_tokens_are_no_part_of_an_answer_on_any_route(demo: LiveServer) -> None:
+    """The token is counted and its log-probability is there; whole and streamed answers agree."""
+    full = demo.post("/v1/completions", prompt=PROMPT, logprobs=0, **GREEDY)["choices"][0]
+    place = next(i for i, text in enumerate(full["logprobs"]["tokens"]) if i > 2 and text.strip())
+    text = full["logprobs"]["tokens"][place]
+    (stop,) = demo.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+    place = full["logprobs"]["tokens"].index(text)
+    before = "".join(full["logprobs"]["tokens"][:place])
+    fields = {"prompt": PROMPT, **GREEDY, "stop_token_ids": [stop], "logprobs": 0}
+    for include, expected in ((False, before), (True, before + text)):
+        answer = demo.post("/v1/completions", **fields, include_stop_str_in_output=include)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+        assert choice["logprobs"]["tokens"] == full["logprobs"]["tokens"][: place + 1]
+        assert choice["logprobs"]["text_offset"] == full["logprobs"]["text_offset"][: place + 1]
+        assert answer["usage"]["completion_tokens"] == place + 1
+        chunks = demo.chunks("/v1/completions", **fields, include_stop_str_in_output=include)
+        assert "".join(each["text"] for chunk in chunks for each in chunk["choices"]) == expected
 
 
 @pytest.mark.parametrize("usage", [True, False])

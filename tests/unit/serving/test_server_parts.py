@@ -73,13 +73,14 @@ def test_salts_differ_by_key_and_hide_it() -> None:
 
 
 def test_metrics_have_vllm_s_names_behind_a_prefix() -> None:
-    totals = EngineMetrics(tokens=7, blocks_total=4, blocks_used=1, running=2)
+    totals = EngineMetrics(tokens=7, sampled_passes=4, blocks_total=4, blocks_used=1, running=2)
     totals.count_draft(4, 3)
     totals.count_draft(2, 0)
     metrics = ServerMetrics("vllm", "m", lambda: totals)
     page = metrics.page()[0].decode()
     for line in (
         'vllm:generation_tokens_total{model_name="m"} 7.0',
+        'vllm:generation_passes_total{model_name="m"} 4.0',
         'vllm:spec_decode_num_drafts_total{model_name="m"} 2.0',
         'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 6.0',
         'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 3.0',

@@ -5,7 +5,7 @@ const LENGTHS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16];
 const WINDOW_MS = 1000; // over which the speed now is taken
 const POLL_MS = 1000;
 
-const state = { model: null, messages: [], running: null, speeds: { on: null, off: null } };
+const state = { model: null, messages: [], running: null };
 
 // Requests.
 
@@ -51,7 +51,7 @@ function speculation(on) {
   return length ? { speculation: { num_speculative_tokens: Number(length) } } : {};
 }
 
-function settings(on) {
+function settings(on, salt) {
   return {
     model: state.model,
     stream: true,
@@ -59,6 +59,7 @@ function settings(on) {
     temperature: element("temperature").valueAsNumber,
     seed: element("seed").valueAsNumber,
     speculant: { tokens: true },
+    ...(salt && { cache_salt: salt }),
     ...speculation(on),
   };
 }
@@ -90,8 +91,8 @@ function kind(token) {
 
 const perSecond = (speed) => `${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s`;
 
-function showSpeeds() {
-  const { on, off } = state.speeds;
+// The speeds of one run, or of both ways to answer one request. A gain has no other source.
+function showSpeeds({ on, off }) {
   const most = Math.max(on ?? 0, off ?? 0) || 1;
   for (const [name, speed, none] of [["with", on, "–"], ["without", off, "not measured"]]) {
     element(name).textContent = speed ? perSecond(speed) : none;
@@ -100,15 +101,17 @@ function showSpeeds() {
   element("gain").textContent = on && off ? `${(on / off).toFixed(2)} times plain` : "–";
 }
 
-// One run: the text, its speed without the first token, and how many tokens were of which kind.
+// One run: the text, its speed without the first token, how many tokens were of which kind, and those of a pass. Each
+// pass of the model gives a token that is no accepted draft, but for a last one that ends within its draft.
+// salt: texts of other salts are not used; null = those of this page's other runs are.
 
-async function run(on, signal) {
+async function run(on, signal, salt = null) {
   const prompt = element("prompt").value;
   const chat = mode() === "chat";
   const question = { role: "user", content: prompt };
   const path = chat ? "v1/chat/completions" : "v1/completions";
   const input = chat ? { messages: [...state.messages, question] } : { prompt };
-  const response = await call(path, { ...settings(on), ...input }, signal);
+  const response = await call(path, { ...settings(on, salt), ...input }, signal);
 
   const title = on ? "with speculation" : "plain";
   if (chat) show(heading("You"), prompt, "given");
@@ -118,11 +121,13 @@ async function run(on, signal) {
   const counts = { accepted: 0, corrected: 0, plain: 0 };
   const times = [];
   let text = "";
+  let unfinished = 0; // 1 while the last token is an accepted draft
   for await (const chunk of events(response)) {
     const tokens = chunk.speculant_tokens ?? [];
     const now = performance.now();
     for (const token of tokens) {
       counts[kind(token)] += 1;
+      unfinished = Number(token.drafted);
       times.push(now);
     }
     const choice = chunk.choices?.[0];
@@ -135,10 +140,9 @@ async function run(on, signal) {
   }
   const seconds = (times.at(-1) - times[0]) / 1000;
   const speed = seconds > 0 ? (times.length - 1) / seconds : null;
-  if (speed) state.speeds[on ? "on" : "off"] = speed;
-  showSpeeds();
   element("now").textContent = "–";
-  return { text, speed, tokens: times.length, counts, question };
+  const passes = counts.corrected + counts.plain + unfinished;
+  return { text, speed, tokens: times.length, passes, counts, question };
 }
 
 function remember(result) {
@@ -147,21 +151,29 @@ function remember(result) {
   element("prompt").value = "";
 }
 
-function summary({ tokens, speed, counts }, on) {
-  const drafted = on ? `; ${counts.accepted} accepted from drafts, ${counts.corrected} corrected` : "";
+function summary({ tokens, passes, speed, counts }, on) {
+  const perPass = (tokens / (passes || 1)).toFixed(2);
+  const drafted = on
+    ? `; ${perPass} tokens per pass, ${counts.accepted} accepted from drafts, ${counts.corrected} corrected`
+    : "";
   return `${tokens} tokens${speed ? ` at ${perSecond(speed)}` : ""}${drafted}.`;
 }
 
 async function runOnce(signal) {
   const on = element("speculation").checked;
   const result = await run(on, signal);
+  showSpeeds({ [on ? "on" : "off"]: result.speed });
   remember(result);
   return summary(result, on);
 }
 
+// Both ways get the same request. Each has a salt of its own, so that neither drafts from the other's text, nor from the
+// text of an earlier run, and neither finds the prompt in the cache.
 async function runBoth(signal) {
-  const first = await run(true, signal);
-  const second = await run(false, signal);
+  const name = `page-${Date.now()}-${Math.random()}`;
+  const first = await run(true, signal, `${name}-on`);
+  const second = await run(false, signal, `${name}-off`);
+  showSpeeds({ on: first.speed, off: second.speed });
   remember(second);
   const same = first.text === second.text ? "The texts are identical." : "The texts differ.";
   return `With speculation: ${summary(first, true)} Plain: ${summary(second, false)} ${same}`;
@@ -172,6 +184,7 @@ async function start(task) {
   state.running = new AbortController();
   busy(true);
   element("problem").textContent = "";
+  showSpeeds({});
   element("status").textContent = "Running …";
   try {
     element("status").textContent = await task(state.running.signal);
@@ -213,6 +226,8 @@ function showMetrics(values) {
   element("running").textContent = values.num_requests_running ?? "–";
   element("waiting").textContent = values.num_requests_waiting ?? "–";
   element("cache").textContent = `${(100 * (values.kv_cache_usage_perc ?? 0)).toFixed(0)} %`;
+  const passes = values.generation_passes_total;
+  element("per-pass").textContent = passes ? (values.generation_tokens_total / passes).toFixed(2) : "–";
   const drafts = values.spec_decode_num_drafts_total ?? 0;
   const rows = [];
   for (let place = 0; ; place += 1) {
