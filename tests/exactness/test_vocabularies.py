@@ -104,7 +104,7 @@ def test_rules_come_before_other_settings(verifier: str, settings: str) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 1.5}], ids=str)
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "temperature": 1.5}])
 def test_speculation_changes_no_text(drafter: str, rule: str, settings: dict[str, Any]) -> None:
     pair, params = Pair(4, 4, FULL_SUPPORT), SamplingParams(max_tokens=20, **RULES[rule], **settings)
     for prompt in ((0,), (1, 2), (3, 3, 1)):

@@ -145,6 +145,8 @@ class Frontend:
         """
         variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise RequestError(f"chat_template is a {type(chat_template).__name__}", "give the source of a template.")
         source = chat_template or self._chat_template
         text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
         if continue_final_message:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from speculant.constraints import Constraint, ForcingConstraint, PreparingConstraint
-from speculant.structured.constraint import WORD, with_tokens, without_tokens
+from speculant.structured.constraint import WORD, without_tokens
 
 Word = Sequence[int]
 
@@ -22,10 +23,8 @@ class Vocabulary:
     """
 
     def __init__(self, vocab_size: int, words: Sequence[Word], allowed: Collection[int] | None) -> None:
-        nothing = torch.zeros(-(-vocab_size // WORD), dtype=torch.int32)
-        own = ~nothing if allowed is None else with_tokens(nothing, allowed)
         single = [word[0] for word in words if len(word) == 1]
-        self._usual = without_tokens(own, single)
+        self._usual = without_tokens(_mask_of(vocab_size, allowed), single)
         self._free = allowed is None and not single
         self._by_token: dict[int, list[Word]] = {}  # the longer words, by the last token but one
         for word in words:
@@ -119,6 +118,14 @@ def constrain_all(
     if vocabulary is None or form is None:
         return form if vocabulary is None else vocabulary.constrain
     return lambda: JoinedConstraint(form(), vocabulary.constrain())
+
+
+def _mask_of(vocab_size: int, allowed: Collection[int] | None) -> Tensor:
+    """Return the mask that allows some tokens; None = all."""
+    flags = np.full(-(-vocab_size // WORD) * WORD, allowed is None)
+    if allowed is not None:
+        flags[list(allowed)] = True
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
