@@ -324,6 +324,9 @@ def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(given, str):
         raise ConfigError(f"bad_words={given!r} is one text", "give a list of texts.")
     words = tuple(word if isinstance(word, str) else _listed("bad_words", word) for word in _listed("bad_words", given))
+    ids = [token for word in words if not isinstance(word, str) for token in word]
+    if wrong := [token for token in ids if not isinstance(token, int) or isinstance(token, bool)]:
+        raise ConfigError(f"bad_words has {wrong[0]!r} among token ids", "give texts, or lists of whole numbers.")
     if len(words) > MAX_BAD_WORDS or not all(words):
         raise ConfigError(f"bad_words must be at most {MAX_BAD_WORDS} that are not empty", "remove the others.")
     if (length := sum(map(len, words))) > MAX_BAD_CHARACTERS:

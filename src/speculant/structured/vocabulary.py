@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.constraints import Constraint, ForcingConstraint, PreparingConstraint
+from speculant.errors import RequestError
 from speculant.structured.constraint import WORD, without_tokens
 
 Word = Sequence[int]
@@ -136,12 +137,26 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one[:size] & other[:size]
 
 
-def word_tokens(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
+Encode = Callable[[str, bool], list[int]]  # text, and whether special tokens are added
+
+
+def banned_tokens(words: Sequence[str | Word], encode: Encode) -> tuple[Word, ...]:
+    """Return banned words as token ids. Raises RequestError for a text of which the tokenizer makes none."""
+    found: list[Word] = []
+    for word in words:
+        tokens = _tokens_of(word, encode) if isinstance(word, str) else [word]
+        if not tokens:
+            raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no tokens", "leave it out.")
+        found += tokens
+    return tuple(found)
+
+
+def _tokens_of(word: str, encode: Encode) -> list[list[int]]:
     """Return the token ids of a banned text: alone, and behind a space where that gives another word as long.
 
-    That is vLLM's rule. A text of which the tokenizer makes no tokens has none.
+    That is vLLM's rule.
     """
-    alone, behind = (encode(space + word.lstrip()) for space in ("", " "))
+    alone, behind = (encode(space + word.lstrip(), False) for space in ("", " "))
     if not alone:
         return []
     other = len(behind) == len(alone) and behind[0] != alone[0]
