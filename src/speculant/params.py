@@ -20,6 +20,7 @@ from speculant.structured.spec import StructuredOutputs, read_structured
 MAX_N = 128
 MAX_LOGPROBS = 100  # unless the engine's max_logprobs says otherwise
 MAX_BAD_WORDS = 1024  # texts or lists of token ids
+MAX_BAD_CHARACTERS = 16_384  # of all of them together, or tokens
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together
 MAX_LOGIT_BIAS = 1024  # entries
@@ -323,8 +324,13 @@ def _read_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(given, str):
         raise ConfigError(f"bad_words={given!r} is one text", "give a list of texts.")
     words = tuple(word if isinstance(word, str) else _listed("bad_words", word) for word in _listed("bad_words", given))
+    ids = [token for word in words if not isinstance(word, str) for token in word]
+    if wrong := [token for token in ids if not isinstance(token, int) or isinstance(token, bool)]:
+        raise ConfigError(f"bad_words has {wrong[0]!r} among token ids", "give texts, or lists of whole numbers.")
     if len(words) > MAX_BAD_WORDS or not all(words):
         raise ConfigError(f"bad_words must be at most {MAX_BAD_WORDS} that are not empty", "remove the others.")
+    if (length := sum(map(len, words))) > MAX_BAD_CHARACTERS:
+        raise ConfigError(f"bad_words has {length} characters, more than {MAX_BAD_CHARACTERS}", "ban fewer words.")
     return words
 
 

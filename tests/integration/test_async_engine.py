@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from speculant import AsyncEngine, SamplingParams, StreamPiece
 from speculant.engine.generation import Generation
@@ -112,6 +114,29 @@ def test_it_says_what_llm_says(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
             before = engine.metrics
             await engine.generate(TEXTS[0])
             assert (before.finished, engine.metrics.finished) == (1, 2)
+
+    run(main())
+
+
+def test_prompts_are_read_as_llm_reads_them(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, bad_words=["e"])
+    forms: list[Any] = [
+        {"prompt": "one"},
+        {"prompt_token_ids": torch.tensor([7, 8]), "cache_salt": "a"},
+        np.array([7, 8]),
+    ]
+
+    async def main() -> None:
+        async with engine_of() as engine:
+            for prompt in forms:
+                (expected,) = llm_of().generate([prompt], params)
+                result = await engine.generate(prompt, params)
+                assert (result.prompt, result.outputs) == (expected.prompt, expected.outputs)
+            for wrong in (b"one", {"promt": "one"}, None, ["one", "two"]):
+                with pytest.raises(RequestError):
+                    await engine.generate(wrong, params)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="different cache salts"):
+                await engine.generate(forms[1], params, cache_salt="b")
 
     run(main())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams
-from speculant.errors import ModelError, RequestError
+from speculant.errors import ConfigError, ModelError, RequestError
 from tests.models import BEGIN, Checkpoints
 
 TEMPLATE = """{{ '<begin>' }}
@@ -137,3 +137,45 @@ def test_the_last_message_may_be_continued(llm: LLM) -> None:
     assert whole.prompt == "<begin>user:Bye;assistant:See you ;"
     with pytest.raises(RequestError, match="can't be continued"):
         llm.chat([*SECOND, {"role": "assistant", "content": " "}], GREEDY, continue_final_message=True)
+
+
+OWN = "{% for message in messages %}<{{ message.content }}>{% endfor %}{{ '!' if add_generation_prompt }}"
+
+
+def test_a_caller_s_template_comes_before_others(
+    llm: LLM, folder: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    (output,) = llm.chat(SECOND, GREEDY, chat_template=OWN)
+    assert output.prompt == "<Bye>!"
+    *_, last = llm.stream_chat(SECOND, GREEDY, chat_template=OWN)
+    assert last.output is not None
+    assert essence(last.output) == essence(output)
+    file = tmp_path / "own.jinja"
+    file.write_text("own:" + OWN, encoding="utf-8")
+    for given in (file, str(file), "own:" + OWN):
+        other = LLM(folder, checkpoints.near, chat_template=given, **ARGUMENTS)
+        assert other.render_chat(SECOND).text == "own:<Bye>!"
+        assert other.render_chat(SECOND, chat_template=OWN).text == "<Bye>!"
+
+
+@pytest.mark.parametrize("given", ["no/such/file", 3])
+def test_a_template_that_can_t_be_read_is_refused(folder: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match="chat"):
+        LLM(folder, chat_template=given, **ARGUMENTS)
+
+
+def test_a_caller_s_template_runs_in_the_sandbox(llm: LLM) -> None:
+    with pytest.raises(ModelError, match="must not do"):
+        llm.chat(SECOND, GREEDY, chat_template="{{ messages.append(1) }}")
+    with pytest.raises(ModelError, match="not valid"):
+        llm.chat(SECOND, GREEDY, chat_template="{% if %}")
+
+
+@pytest.mark.parametrize("name", ["template", "source", "chat_template"])
+def test_variables_of_a_template_do_not_replace_it(llm: LLM, name: str) -> None:
+    assert llm.render_chat(SECOND, chat_template_kwargs={name: OWN}).text == llm.render_chat(SECOND).text
+
+
+def test_tools_in_the_place_of_another_argument_are_refused(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="use_tqdm is a list"):
+        llm.chat(SECOND, GREEDY, TOOLS)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from speculant.bench.workloads import Workload
 from speculant.engine.build import Runtime
 from speculant.metrics import SpeculationMetrics, TimingMetrics, percentile
 from speculant.params import SamplingParams
+from speculant.structured.vocabulary import banned_tokens
 from speculant.text.stop import compile_stops
 from speculant.text.stream import TextStream
 from speculant.types import Request, StepOutput
@@ -138,7 +139,9 @@ class _Delivery:
     """Adds prompts to the engine when they are due, and records the time of each token."""
 
     def __init__(self, runtime: Runtime, mode: Mode, cache_salt: str, started: float) -> None:
-        self._runtime, self._mode, self._salt, self._started = runtime, mode, cache_salt, started
+        words = banned_tokens(mode.params.bad_words, runtime.tokenizer.encode)
+        self._mode = replace(mode, params=replace(mode.params, bad_words=words)) if words else mode
+        self._runtime, self._salt, self._started = runtime, cache_salt, started
         self._engine = runtime.engine
         self.requests: list[Request] = []
         self.timings: dict[tuple[str, int], TimingMetrics] = {}

@@ -31,6 +31,7 @@ EXAMPLES = examples(
 WITHOUT = (
     *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
     *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
+    *("detokenize", "truncate_prompt_tokens", "bad_words", "allowed_token_ids"),
 )  # sampling flags that do not change a distribution, or that the check sets itself
 EXIT_FAILED = 1
 NUM_PROMPTS = 8  # of built-in code

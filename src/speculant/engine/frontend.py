@@ -20,7 +20,7 @@ from speculant.params import SamplingParams
 from speculant.structured.constraint import Grammar
 from speculant.structured.grammars import Grammars
 from speculant.structured.reasoned import ReasonedConstraint, Reasoning
-from speculant.structured.vocabulary import word_tokens
+from speculant.structured.vocabulary import banned_tokens
 from speculant.text.chat import read_template
 from speculant.text.messages import check_variables, read_messages
 from speculant.text.reasoning import find_tags, is_opened, is_over
@@ -69,7 +69,7 @@ class Frontend:
         self.tokenizer = self._runtime.tokenizer
         ends, most_waiting = self._runtime.checkpoint.eos_token_ids, self.limits.max_waiting
         self._grammars = Grammars(self.tokenizer, ends, most_waiting=most_waiting)
-        self._word_tokens = lru_cache(maxsize=8)(self._tokens_of_words)
+        self._banned_tokens = lru_cache(maxsize=8)(banned_tokens)
         self._compile_stops = lru_cache(maxsize=8)(compile_stops)  # many prompts share their stop strings
 
     @property
@@ -151,6 +151,8 @@ class Frontend:
         """
         variables, conversation = check_variables(chat_template_kwargs), read_messages(messages)
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise RequestError(f"chat_template is a {type(chat_template).__name__}", "give the source of a template.")
         source = chat_template or self._chat_template
         text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
         if continue_final_message:
@@ -210,22 +212,10 @@ class Frontend:
     def _tokenised(self, params: SamplingParams) -> SamplingParams:
         """Return settings whose texts, a prediction and banned words, are token ids."""
         if isinstance(params.prediction, str):
-            params = params.with_prediction(self._encode_plain(params.prediction))
+            params = params.with_prediction(self.tokenizer.encode(params.prediction, add_special_tokens=False))
         if any(isinstance(word, str) for word in params.bad_words):
-            params = replace(params, bad_words=self._word_tokens(params.bad_words))
+            params = replace(params, bad_words=self._banned_tokens(tuple(params.bad_words), self.tokenizer.encode))
         return params
-
-    def _tokens_of_words(self, words: Sequence[str | Sequence[int]]) -> tuple[Sequence[int], ...]:
-        found: list[Sequence[int]] = []
-        for word in words:
-            tokens = word_tokens(word, self._encode_plain) if isinstance(word, str) else [word]
-            if not tokens:
-                raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no tokens", "leave it out.")
-            found += tokens
-        return tuple(found)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _truncated(self, tokens: list[int], params: SamplingParams) -> list[int]:
         """Return the end of a prompt that `truncate_prompt_tokens` keeps."""

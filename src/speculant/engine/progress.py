@@ -21,7 +21,10 @@ def progress(wanted: ShowProgress, total: int) -> Iterator[Count]:
     wherever that is shown. Raises ConfigError for anything else.
     """
     if not isinstance(wanted, bool) and not callable(wanted):
-        raise ConfigError(f"use_tqdm is a {type(wanted).__name__}", "set it to True, False or a callable like tqdm.")
+        raise ConfigError(
+            f"use_tqdm is a {type(wanted).__name__}",
+            "set it to True, False or a callable like tqdm; give tools and what follows by name.",
+        )
     if not callable(wanted) and not (wanted and sys.stderr is not None and sys.stderr.isatty()):
         yield lambda: None
         return

@@ -94,6 +94,8 @@ def _token_ids(given: Any, name: str) -> list[int]:
         return _ids_of_array(given, name)
     if not _is_list(given):
         raise RequestError(f"{name} is a {type(given).__name__}", _FORMS)
+    if set(map(type, given)) <= {int}:  # nearly always, and a prompt may be long
+        return list(given)
     for token in given:
         if not _is_number(token):
             raise RequestError(f"{name} has {token!r:.80}, which is not a token id", "give token ids as whole numbers.")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from speculant.constraints import Constraint, ForcingConstraint, PreparingConstraint
-from speculant.structured.constraint import WORD, with_tokens, without_tokens
+from speculant.errors import RequestError
+from speculant.structured.constraint import WORD, without_tokens
 
 Word = Sequence[int]
 
@@ -22,10 +24,8 @@ class Vocabulary:
     """
 
     def __init__(self, vocab_size: int, words: Sequence[Word], allowed: Collection[int] | None) -> None:
-        nothing = torch.zeros(-(-vocab_size // WORD), dtype=torch.int32)
-        own = ~nothing if allowed is None else with_tokens(nothing, allowed)
         single = [word[0] for word in words if len(word) == 1]
-        self._usual = without_tokens(own, single)
+        self._usual = without_tokens(_mask_of(vocab_size, allowed), single)
         self._free = allowed is None and not single
         self._by_token: dict[int, list[Word]] = {}  # the longer words, by the last token but one
         for word in words:
@@ -121,6 +121,14 @@ def constrain_all(
     return lambda: JoinedConstraint(form(), vocabulary.constrain())
 
 
+def _mask_of(vocab_size: int, allowed: Collection[int] | None) -> Tensor:
+    """Return the mask that allows some tokens; None = all."""
+    flags = np.full(-(-vocab_size // WORD) * WORD, allowed is None)
+    if allowed is not None:
+        flags[list(allowed)] = True
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
+
+
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Return the tokens that two masks allow; what is beyond the shorter one's words is forbidden."""
     if one is None or other is None:
@@ -129,12 +137,26 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one[:size] & other[:size]
 
 
-def word_tokens(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
+Encode = Callable[[str, bool], list[int]]  # text, and whether special tokens are added
+
+
+def banned_tokens(words: Sequence[str | Word], encode: Encode) -> tuple[Word, ...]:
+    """Return banned words as token ids. Raises RequestError for a text of which the tokenizer makes none."""
+    found: list[Word] = []
+    for word in words:
+        tokens = _tokens_of(word, encode) if isinstance(word, str) else [word]
+        if not tokens:
+            raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no tokens", "leave it out.")
+        found += tokens
+    return tuple(found)
+
+
+def _tokens_of(word: str, encode: Encode) -> list[list[int]]:
     """Return the token ids of a banned text: alone, and behind a space where that gives another word as long.
 
-    That is vLLM's rule. A text of which the tokenizer makes no tokens has none.
+    That is vLLM's rule.
     """
-    alone, behind = (encode(space + word.lstrip()) for space in ("", " "))
+    alone, behind = (encode(space + word.lstrip(), False) for space in ("", " "))
     if not alone:
         return []
     other = len(behind) == len(alone) and behind[0] != alone[0]

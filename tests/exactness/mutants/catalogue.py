@@ -18,6 +18,7 @@ from tests.exactness.mutants.mutant import (
     REQUESTS,
     SAMPLER,
     STEP,
+    VOCABULARY,
     Mutant,
 )
 from tests.exactness.mutants.state import STATE
@@ -182,6 +183,27 @@ DISTRIBUTIONS = [
         "checked_mask(request.constraint, node.drafted)",
         "checked_mask(request.constraint, ())",
         "test_constraints.py::test_speculation_changes_no_constrained_text[settings0-model]",
+    ),
+    Mutant(
+        "banned words blind to drafted ancestors",
+        VOCABULARY,
+        "max(0, len(self._taken) - reach) :], *tokens]",
+        "max(0, len(self._taken) - reach) :]]",
+        "test_vocabularies.py::test_chains_of_a_draft_model[rejection-words]",
+    ),
+    Mutant(
+        "banned words blind to the output",
+        VOCABULARY,
+        "[*self._taken[max(0, len(self._taken) - reach) :], *tokens]",
+        "[*tokens]",
+        "test_vocabularies.py::test_speculation_changes_no_text[settings0-words-none]",
+    ),
+    Mutant(
+        "a word is banned one token too late",
+        VOCABULARY,
+        "tuple(output[1 - len(word) :]) == tuple(word[:-1])",
+        "tuple(output[-len(word) :]) == tuple(word)",
+        "test_vocabularies.py::test_rules_come_before_other_settings[match-plain]",
     ),
     Mutant(
         "constraint not advanced",

@@ -25,7 +25,7 @@ LOGPROBS, EDITS, NODE, COUNTS = "engine/logprobs.py", "sampling/edits.py", "samp
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
 TREES, TOPOLOGY = "drafting/growth/trees.py", "drafting/growth/topology.py"
-REQUESTS = "engine/requests.py"
+REQUESTS, VOCABULARY = "engine/requests.py", "structured/vocabulary.py"
 LENGTH, SCHEDULER = "scheduling/draft_length/limits.py", "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"

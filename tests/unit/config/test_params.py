@@ -12,6 +12,7 @@ import pytest
 from speculant.errors import ConfigError
 from speculant.params import (
     FOREIGN,
+    MAX_BAD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -70,7 +71,17 @@ BAD: dict[str, list[Any]] = {
         {"verification": None},
     ],
     "beam_width": [0, -1, MAX_N + 1, 2.0, "2", True],
-    "bad_words": ["word", [""], [[]], 3, [3], ["x"] * (MAX_BAD_WORDS + 1)],
+    "bad_words": [
+        "word",
+        [""],
+        [["a"]],
+        [[[1]]],
+        [[]],
+        3,
+        [3],
+        ["x"] * (MAX_BAD_WORDS + 1),
+        ["x" * (MAX_BAD_CHARACTERS + 1)],
+    ],
     "allowed_token_ids": [[], 3],
     "detokenize": [None, 1],
     "truncate_prompt_tokens": [0, -2, 1.5, 2**31],

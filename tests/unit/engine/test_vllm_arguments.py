@@ -48,7 +48,7 @@ def test_every_argument_of_vllm_is_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.harmless is not None])
-def test_a_value_without_meaning_is_left_out_and_others_are_refused(name: str) -> None:
+def test_values_without_meaning_are_left_out_others_refused(name: str) -> None:
     rule = RULES[name]
     for value in rule.harmless or ():
         assert read_arguments({name: value}) == {}

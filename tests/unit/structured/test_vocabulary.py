@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from speculant.constraints import Constraint, unpacked
-from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, constrain_all, word_tokens
+from speculant.errors import RequestError
+from speculant.structured.vocabulary import JoinedConstraint, Vocabulary, banned_tokens, constrain_all
 from tests.automata import Automaton, ForcingAutomaton
 
 SIZE = 40
@@ -90,8 +91,13 @@ def test_one_alone_is_not_joined() -> None:
         ({"cat": [1], " cat": [3, 1]}, [[1]]),
         ({"cat": [1, 2], " cat": [1, 3]}, [[1, 2]]),
         ({"cat": [1, 2], " cat": [4, 2]}, [[1, 2], [4, 2]]),
-        ({"cat": [], " cat": [5]}, []),
     ],
 )
 def test_a_word_is_banned_alone_and_behind_a_space(tokens: dict[str, list[int]], expected: list[list[int]]) -> None:
-    assert word_tokens(" cat", tokens.__getitem__) == expected
+    found = banned_tokens([" cat", (7, 8)], lambda text, special: tokens[text])
+    assert found == (*expected, (7, 8))
+
+
+def test_a_word_without_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="'cat', of which the tokenizer makes no tokens"):
+        banned_tokens(["cat"], lambda text, special: [5] if text == " cat" else [])

@@ -1,0 +1,67 @@
+"""docs/vllm.md has a row for every argument, parameter and method that code knows; its program runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from speculant.config import EngineConfig
+from speculant.engine.llm import LLM
+from speculant.engine.prompts import REFUSED
+from speculant.engine.vllm_arguments import RENAMED, RULES, SPECULATIVE_RULES, VALUES
+from speculant.params import FOREIGN, SamplingParams
+from speculant.structured import spec
+from speculant.types import CompletionOutput, Logprob, RequestOutput
+from tests.unit.engine.test_vllm_arguments import VLLM
+
+PAGE = (Path(__file__).parents[3] / "docs/vllm.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
+
+
+def names(section: str) -> set[str]:
+    """Return what a section writes as code, as single words."""
+    return {word for code in re.findall(r"`([^`]+)`", SECTIONS[section]) for word in re.findall(r"\w+", code)}
+
+
+def test_every_argument_of_llm_has_a_row() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    expected = {*RULES, *RENAMED, *VALUES, *SPECULATIVE_RULES, *VLLM, "chat_template", "model"}
+    assert expected <= names("Arguments of `LLM`")
+    assert {name for name in VLLM if name not in RULES} <= fields | set(RENAMED)
+
+
+def test_no_row_is_of_an_argument_that_nobody_knows() -> None:
+    table = [line for line in SECTIONS["Arguments of `LLM`"].splitlines() if line.startswith("| `")]
+    listed = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert listed <= fields | set(RULES) | set(RENAMED) | {"chat_template"}
+
+
+def test_every_sampling_parameter_has_a_row() -> None:
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields | set(FOREIGN) | set(spec.REFUSED) <= names("Fields of `SamplingParams`")
+
+
+def test_keys_of_prompts_have_a_row() -> None:
+    assert {*REFUSED, "prompt", "prompt_token_ids", "cache_salt"} <= names("Prompts")
+
+
+def test_every_output_has_a_row() -> None:
+    fields = {field.name for kind in (CompletionOutput, RequestOutput, Logprob) for field in dataclasses.fields(kind)}
+    assert fields <= names("Outputs")
+
+
+def test_methods_are_where_the_page_says() -> None:
+    table = [line for line in SECTIONS["Methods of `LLM`"].splitlines() if line.startswith("| `")]
+    for line in table:
+        for name in re.findall(r"`(\w+)`", line.split("|")[1]):
+            assert hasattr(LLM, name) == ("| absent" not in line), name
+
+
+def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(program, "docs/vllm.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("def pop(self): ")
