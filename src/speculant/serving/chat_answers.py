@@ -25,9 +25,16 @@ class _Choice:
 class ChatAnswer(Answer):
     """One choice for each sample. The readers tell reasoning and tool calls from content."""
 
-    def __init__(self, call: Call, make_reader: MakeReader, hidden_tokens: frozenset[int] = frozenset()) -> None:
-        """hidden_tokens: end tokens whose text is no part of the answer."""
+    def __init__(
+        self,
+        call: Call,
+        make_reader: MakeReader,
+        hidden_tokens: frozenset[int] = frozenset(),
+        calls_reason: str = "tool_calls",
+    ) -> None:
+        """hidden_tokens: end tokens whose text is no part of the answer. calls_reason: `finish_reason` after calls."""
         super().__init__(call, 1)
+        self._calls_reason = calls_reason
         self._id, self._make_reader, self._hidden = new_id("chatcmpl-"), make_reader, hidden_tokens
         self._choices: list[_Choice] = []
 
@@ -101,7 +108,7 @@ class ChatAnswer(Answer):
     def _reason(self, choice: _Choice, reason: str) -> str | None:
         if reason == "error":
             return None
-        return "tool_calls" if choice.reader.message.calls and reason == "stop" else reason
+        return self._calls_reason if choice.reader.message.calls and reason == "stop" else reason
 
     def _usage(self) -> dict[str, Any]:
         return self.usage(sum(choice.reader.reasoning_tokens for choice in self._choices))

@@ -25,7 +25,7 @@ from speculant.serving.protocol import (
 from speculant.serving.response_answers import ResponseAnswer
 from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
 from speculant.serving.service import Job, Service
-from speculant.serving.tool_use import reader_for, with_tools
+from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
 from speculant.serving.wire import json_response
 
 _INPUT_PARTS = ("input_text", "output_text", "text")
@@ -56,7 +56,8 @@ class Routes:
         service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
         params = with_tools(tokenizer, params, body, name)
         hidden = tokenizer.special_ids if not params.skip_special_tokens and not body.skip_special_tokens else ()
-        answer = ChatAnswer(service.call(engine, body, params), reader_for(tokenizer, body, name), frozenset(hidden))
+        call, reason = service.call(engine, body, params), finish_reason_of_calls(body)
+        answer = ChatAnswer(call, reader_for(tokenizer, body, name), frozenset(hidden), reason)
 
         async def prompts() -> list[Prompt]:
             return [await service.prompts.of_chat(engine, body)]

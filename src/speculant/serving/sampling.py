@@ -12,6 +12,7 @@ from speculant.serving.errors import refusal
 from speculant.serving.protocol import ChatBody, CompletionBody, Generation, Prediction, ResponseBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
+_WHITESPACE = frozenset({"disable_any_whitespace"})
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"logprobs", "structured_outputs"}
 
 
@@ -85,21 +86,38 @@ def _with_prediction(
 
 def _form(body: Generation) -> Mapping[str, Any] | None:
     """Return the fields of `StructuredOutputs` that a body asks for, by response_format or in vLLM's way."""
-    given = body.response_format
+    given, own = body.response_format, body.structured_outputs
     kind = "text" if given is None else given.get("type")
     if given is None or kind == "text":
-        return body.structured_outputs
-    if body.structured_outputs is not None:
+        return None if own is not None and insists_on_call(body) and own.keys() <= _WHITESPACE else own
+    if own is not None and not own.keys() <= _WHITESPACE:
         raise refusal("response_format and structured_outputs are both given: keep one.", "response_format")
+    compact = {"disable_any_whitespace": wants_compact(body)}
     if kind == "json_object":
-        return {"json_object": True}
+        return {"json_object": True, **compact}
     if kind != "json_schema":
         raise refusal('response_format has no type "text", "json_object" or "json_schema".', "response_format")
     named = given.get("json_schema")
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
         raise refusal('response_format needs {"json_schema": {"name": ..., "schema": {...}}}.', "response_format")
-    return {"json": schema}
+    return {"json": schema, **compact}
+
+
+def insists_on_call(body: Generation) -> bool:
+    """Whether a request insists on a tool call."""
+    return getattr(body, "tool_choice", None) not in (None, "none", "auto")
+
+
+def wants_compact(body: Generation) -> bool:
+    """Whether JSON has no blanks between its parts, by response_format or in a call that is insisted on.
+
+    `structured_outputs={"disable_any_whitespace": false}` beside them allows blanks.
+    """
+    compact = (body.structured_outputs or {}).get("disable_any_whitespace", True)
+    if not isinstance(compact, bool):
+        raise refusal("disable_any_whitespace is true or false.", "structured_outputs")
+    return compact
 
 
 def predicts(engine: AsyncEngine, body: Generation, params: SamplingParams) -> bool:
