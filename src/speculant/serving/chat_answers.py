@@ -12,7 +12,7 @@ from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import chat_logprob, prompt_logprobs
 
-MakeReader = Callable[[str], MessageReader]  # from the prompt's text
+MakeReader = Callable[[Prompt], MessageReader]
 
 
 @dataclass
@@ -40,15 +40,14 @@ class ChatAnswer(Answer):
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
-        text = prompts[0].text or ""
-        self._choices = [_Choice(self._make_reader(text)) for _ in range(self.call.params.n)]
+        self._choices = [_Choice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
         return [self._chunk([_shown(index, first)]) for index in range(self.call.params.n)]
 
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
         choice = self._choices[index]
-        part = choice.reader.feed(self._text(piece))
+        part = choice.reader.feed(self._text(piece), piece.token)
         chunks = [self._shown_piece(index, piece, part.as_delta())]
         if piece.finish_reason is not None:
             rest = choice.reader.finish().as_delta()

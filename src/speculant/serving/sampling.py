@@ -12,6 +12,7 @@ from speculant.serving.errors import refusal
 from speculant.serving.protocol import ChatBody, CompletionBody, Generation, Prediction, ResponseBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
+LOGPROBS = "message.output_text.logprobs"  # what a response includes if its `include` says so
 _WHITESPACE = frozenset({"disable_any_whitespace"})
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"logprobs", "structured_outputs"}
 
@@ -41,15 +42,45 @@ def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
 
 
 def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
-    """Return the settings of a response."""
-    if body.n not in (None, 1):
-        raise refusal("A response has one answer: leave out n.", "n")
-    given = {**_given(engine, body), "max_tokens": body.max_output_tokens}
+    """Return the settings of a response; without a limit it may fill the context."""
+    _check_response(body)
+    given = {"max_tokens": None, **_given(engine, body)}
+    if body.max_output_tokens is not None:
+        given["max_tokens"] = body.max_output_tokens
     form = (body.text or {}).get("format")
     if isinstance(form, Mapping) and form.get("type", "text") != "text":
         wrapped = {"type": form.get("type"), "json_schema": form}
         given["structured_outputs"] = _form(body.model_copy(update={"response_format": wrapped}))
-    return _merge(engine, given, None)
+    return _merge(engine, given, (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None)
+
+
+def _check_response(body: ResponseBody) -> None:
+    """Raise ApiError (400) for fields of OpenAI's Responses that would have no effect here."""
+    included, extra = set(body.include or ()), body.model_extra or {}
+    reasoning, text = _set_keys(body.reasoning), _set_keys(body.text)
+    asked = f'include=["{LOGPROBS}"]'
+    refused = {
+        "n": (body.n not in (None, 1), "a response has one answer; leave it out"),
+        "include": (bool(included - {LOGPROBS}), f"this server has {asked} alone"),
+        "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
+        "logprobs": (bool(extra.get("logprobs")), f"use {asked} and top_logprobs"),
+        "reasoning": (bool(reasoning - {"effort"}), "it may have effort alone; reasoning is not summarised"),
+        "text": (bool(text - {"format"}), "it may have format alone"),
+        "tool_choice": (body.tool_choice not in (None, "none", "auto"), "there are no tools"),
+        "truncation": (body.truncation not in (None, "disabled"), 'use "disabled"; a conversation is never cut'),
+        "reasoning_effort": (extra.get("reasoning_effort") is not None, 'use reasoning={"effort": ...}'),
+        "max_completion_tokens": (extra.get("max_completion_tokens") is not None, "use max_output_tokens"),
+        "response_format": (body.response_format is not None and "format" in text, "text.format is given, too"),
+        "prompt": (bool(extra.get("prompt")), "prompts are not stored; send the conversation as input"),
+    }
+    for name, (wrong, instead) in refused.items():
+        if wrong:
+            raise refusal(f"{name} can't be honoured: {instead}.", name, "unsupported_parameter")
+
+
+def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
+    """Return the keys whose values are not null."""
+    return {key for key, each in (value or {}).items() if each is not None}
 
 
 def _given(engine: AsyncEngine, body: Generation) -> dict[str, Any]:

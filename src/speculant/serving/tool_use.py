@@ -9,8 +9,9 @@ from speculant import plugins
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal
 from speculant.serving.messages import MessageReader
+from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody
-from speculant.serving.reasoning import find_reasoning
+from speculant.serving.reasoning import find_reasoning, with_tags
 from speculant.serving.sampling import insists_on_call, wants_compact
 from speculant.serving.tools import ToolParser, call_grammar, call_schema, find_format
 from speculant.text.tokenizer import Tokenizer
@@ -32,9 +33,7 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
     if len(body.tools) > MOST_TOOLS:
         raise refusal(f"There are {len(body.tools)} tools and {MOST_TOOLS} may be.", "tools")
     template, found = tokenizer.template_for(tools=True), _format_of(tokenizer, body, name)
-    special = tokenizer.special_ids
-    if any(tokenizer.backend.token_to_id(marker) in special for marker in found.markers()):
-        params = dataclasses.replace(params, skip_special_tokens=False)
+    params = with_tags(tokenizer, params, found.markers())
     if not insists_on_call(body):
         call_schema(body.tools, "required", template, name)  # checks them
         return params
@@ -47,14 +46,15 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
     return dataclasses.replace(params, structured_outputs={"grammar": grammar})  # type: ignore[arg-type]
 
 
-def reader_for(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> Callable[[str], MessageReader]:
-    """Return what makes the reader of an answer, from the prompt's text."""
+def reader_for(
+    tokenizer: Tokenizer, body: ChatBody, name: str | None, has_form: bool
+) -> Callable[[Prompt], MessageReader]:
+    """Return what makes the reader of an answer, from its prompt. has_form: the answer has a given form."""
     calls = bool(body.tools) and body.tool_choice != "none"
-    template = tokenizer.template_for(calls)
 
-    def make(prompt: str) -> MessageReader:
+    def make(prompt: Prompt) -> MessageReader:
         tools = _format_of(tokenizer, body, name)() if calls else None
-        return MessageReader(find_reasoning(template, prompt), tools)
+        return MessageReader(find_reasoning(prompt.rendered, has_form), tools)
 
     return make
 

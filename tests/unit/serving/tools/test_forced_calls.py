@@ -16,6 +16,7 @@ from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.serving.errors import ApiError
 from speculant.serving.messages import joined_calls
+from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody, Message
 from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
 from speculant.structured.grammars import Grammars
@@ -83,7 +84,7 @@ def test_everything_that_the_form_allows_is_read_as_calls(template: str, schema:
     for choice in ("required", {"type": "function", "function": {"name": "sew"}}):
         body = body_of(["cut", "sew"], SCHEMAS[schema], choice)
         for _ in range(3):
-            reader = reader_for(tokenizer, body, None)("")
+            reader = reader_for(tokenizer, body, None, has_form=True)(Prompt(()))
             text = sampled(tokenizer, body, rng, most=15)
             for character in text:
                 reader.feed(character)
@@ -105,7 +106,7 @@ def test_every_name_is_refused_or_read(template: str, name: str, seed: int) -> N
         text = sampled(tokenizer, body, random.Random(seed), most=10)
     except RequestError:
         return
-    reader = reader_for(tokenizer, body, None)("")
+    reader = reader_for(tokenizer, body, None, has_form=True)(Prompt(()))
     reader.feed(text)
     reader.finish()
     assert {call["function"]["name"] for call in joined_calls(reader.message.calls)} == {name}, text
