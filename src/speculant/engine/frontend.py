@@ -23,7 +23,7 @@ from speculant.structured.reasoned import ReasonedConstraint, Reasoning
 from speculant.structured.vocabulary import banned_tokens
 from speculant.text.chat import read_template
 from speculant.text.messages import check_variables, read_messages
-from speculant.text.reasoning import find_tags, is_opened, is_over
+from speculant.text.reasoning import ExpectedReasoning, expect_reasoning
 from speculant.text.stop import compile_stops
 from speculant.text.user_tokenizer import UserTokenizer
 
@@ -33,12 +33,13 @@ class RenderedPrompt:
     """The text of a conversation in the model's format. It has its special tokens; none are added.
 
     tokens: its token ids, if they are known already. reasoning: the tokens around the reasoning that may come before
-    the answer; None = there will be none.
+    an answer of a given form; None = the form begins at once. expected: the reasoning that other answers may have.
     """
 
     text: str
     tokens: Sequence[int] | None = None
     reasoning: Reasoning | None = None
+    expected: ExpectedReasoning | None = None
 
 
 Prompt = str | RenderedPrompt | Sequence[int] | TextPrompt | TokensPrompt  # or an array of whole numbers
@@ -157,20 +158,21 @@ class Frontend:
         text = self.tokenizer.render_template(source, conversation, begins, {"tools": given, **variables})
         if continue_final_message:
             text = _up_to_content(text, conversation[-1])
-        thinks = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
+        wanted = begins and variables.get("enable_thinking") is not False and variables.get("thinking") is not False
+        quoted = "" if continue_final_message else str(conversation[-1].get("content") or "")
         source = source or self.tokenizer.template_for(given is not None)
-        return RenderedPrompt(text, reasoning=self._reasoning(text, source) if thinks else None)
+        expected = expect_reasoning(source, text, quoted, wanted)
+        return RenderedPrompt(text, reasoning=self._reasoning(expected), expected=expected)
 
-    def _reasoning(self, prompt: str, template: str | None) -> Reasoning | None:
-        """Return the tokens of the reasoning that may follow a prompt; None if there will be none.
+    def _reasoning(self, expected: ExpectedReasoning | None) -> Reasoning | None:
+        """Return the tokens of the reasoning that may come before a form; None if there will be none.
 
-        Tags that are several tokens each are not known.
+        Tags that are several tokens each can't be told from other tokens: the form begins at once.
         """
-        tags = find_tags(template)
-        if tags is None or is_over(tags, prompt):
+        if expected is None or not expected.possible:
             return None
-        start, end = map(self.tokenizer.backend.token_to_id, tags)
-        return None if start is None or end is None else Reasoning(start, end, is_opened(tags, prompt))
+        start, end = map(self.tokenizer.backend.token_to_id, expected.tags)
+        return None if start is None or end is None else Reasoning(start, end, expected.opened)
 
     def _generation(
         self,

@@ -12,7 +12,7 @@ from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import chat_logprob, prompt_logprobs
 
-MakeReader = Callable[[str], MessageReader]  # from the prompt's text
+MakeReader = Callable[[Prompt], MessageReader]
 
 
 @dataclass
@@ -25,22 +25,29 @@ class _Choice:
 class ChatAnswer(Answer):
     """One choice for each sample. The readers tell reasoning and tool calls from content."""
 
-    def __init__(self, call: Call, make_reader: MakeReader) -> None:
+    def __init__(
+        self,
+        call: Call,
+        make_reader: MakeReader,
+        hidden_tokens: frozenset[int] = frozenset(),
+        calls_reason: str = "tool_calls",
+    ) -> None:
+        """hidden_tokens: end tokens whose text is no part of the answer. calls_reason: `finish_reason` after calls."""
         super().__init__(call, 1)
-        self._id, self._make_reader = new_id("chatcmpl-"), make_reader
+        self._calls_reason = calls_reason
+        self._id, self._make_reader, self._hidden = new_id("chatcmpl-"), make_reader, hidden_tokens
         self._choices: list[_Choice] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
-        text = prompts[0].text or ""
-        self._choices = [_Choice(self._make_reader(text)) for _ in range(self.call.params.n)]
+        self._choices = [_Choice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
         return [self._chunk([_shown(index, first)]) for index in range(self.call.params.n)]
 
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
         choice = self._choices[index]
-        part = choice.reader.feed(piece.text)
+        part = choice.reader.feed(self._text(piece), piece.token)
         chunks = [self._shown_piece(index, piece, part.as_delta())]
         if piece.finish_reason is not None:
             rest = choice.reader.finish().as_delta()
@@ -94,7 +101,7 @@ class ChatAnswer(Answer):
     def _reason(self, choice: _Choice, reason: str) -> str | None:
         if reason == "error":
             return None
-        return "tool_calls" if choice.reader.message.calls and reason == "stop" else reason
+        return self._calls_reason if choice.reader.message.calls and reason == "stop" else reason
 
     def _usage(self) -> dict[str, Any]:
         return self.usage(sum(choice.reader.reasoning_tokens for choice in self._choices))

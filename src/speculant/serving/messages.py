@@ -38,11 +38,13 @@ class MessageReader:
         self.reasoning_tokens = 0
         self._reasoning, self._tools = reasoning, tools
 
-    def feed(self, text: str) -> MessagePart:
-        """Return what has become certain with the text of one more token."""
-        deltas = self._reasoning.feed(text) if self._reasoning else [TextDelta(text)]
-        part = self._sort(deltas)
-        self.reasoning_tokens += self._reasoning is not None and not (self.message.content or self.message.calls)
+    def feed(self, text: str, token: int | None = None) -> MessagePart:
+        """Return what has become certain with one more token, and the text that came with it."""
+        if self._reasoning is None:
+            return self._sort([TextDelta(text)])
+        before = self._reasoning.within
+        part = self._sort(self._reasoning.feed(text, token))
+        self.reasoning_tokens += before or self._reasoning.within
         return part
 
     def finish(self) -> MessagePart:

@@ -177,8 +177,14 @@ class ResponseBody(Generation):
     input: str | Parts
     instructions: str | None = None
     max_output_tokens: int | None = None
+    include: Listed[str] | None = None
+    top_logprobs: int | None = None
+    reasoning: Object | None = None
     text: Object | None = None
     tools: Listed[Object] | None = None
+    tool_choice: str | Object | None = None
+    truncation: str | None = None
+    chat_template_kwargs: Object | None = None
     metadata: dict[str, str] | None = None
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import dataclasses
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
+from speculant.engine.frontend import RenderedPrompt
+from speculant.params import SamplingParams
 from speculant.serving.tools.base import SPACE, TextDelta
-from speculant.text.reasoning import find_tags, is_opened
+from speculant.structured.reasoned import Reasoning
+from speculant.text.tokenizer import Tokenizer
 
 _SPACE = frozenset(SPACE)
 
@@ -29,16 +33,31 @@ class ReasoningParser:
     White space beside the tags is left out. Time is linear in the text, and its cuts do not matter.
     """
 
-    def __init__(self, start: str = "<think>", end: str = "</think>", opened: bool = False) -> None:
-        """`opened`: the prompt ends with the start tag, so that the answer begins within the reasoning."""
-        self.start, self.end, self._opened = start, end, opened
+    def __init__(
+        self, start: str = "<think>", end: str = "</think>", opened: bool = False, tokens: Reasoning | None = None
+    ) -> None:
+        """`opened`: the prompt ends with the start tag, so that the answer begins within the reasoning.
+
+        tokens: the tags that a form follows; the same texts in other tokens are no tags then. None = any tokens.
+        """
+        self.start, self.end, self._opened, self._tokens = start, end, opened, tokens
+        self.within = opened  # whether the text so far ends within the reasoning
+        self._may_open = self._may_end = tokens is None
+        self._begun = False
         self._made: list[Delta] = []
         self._char = ""  # to be read next; "" = the end of the text
         self._script = self._read()
         next(self._script)
 
-    def feed(self, text: str) -> list[Delta]:
-        """Return what has become certain with more text; only what may be a tag's beginning is held back."""
+    def feed(self, text: str, token: int | None = None) -> list[Delta]:
+        """Return what has become certain with more text; only what may be a tag's beginning is held back.
+
+        token: whose text it is, possibly after text of earlier ones. It is needed only where `tokens` are followed.
+        """
+        if self._tokens is not None:
+            self._may_open |= not self._begun and token == self._tokens.start
+            self._may_end |= token == self._tokens.end
+            self._begun = True
         for char in text:
             self._script.send(char)
         return self._fetch()
@@ -55,9 +74,11 @@ class ReasoningParser:
 
     def _read(self) -> Generator[None, str, None]:
         self._char = yield
-        if self._opened or (yield from self._opens()):
+        if self._opened or (self._may_open and (yield from self._opens())):
+            self.within = True
             yield from self._skip_space()
             yield from self._reason()
+            self.within = False
             yield from self._skip_space()
         while self._char:
             self._made.append(TextDelta(self._char))
@@ -93,7 +114,7 @@ class ReasoningParser:
                     self._release(space)
                 held = held[1:]
             self._char = yield
-            if held == self.end:
+            if held == self.end and self._may_end:
                 return
         self._release([*space, held])
 
@@ -103,10 +124,19 @@ class ReasoningParser:
         pieces.clear()
 
 
-def find_reasoning(template: str | None, prompt: str = "") -> ReasoningParser | None:
-    """Return a parser for one answer if a chat template knows reasoning; `prompt` is what it rendered.
+def find_reasoning(rendered: RenderedPrompt | None, has_form: bool = False) -> ReasoningParser | None:
+    """Return a parser for one answer to a prompt; None if all of it is content.
 
-    Some templates end the prompt with the start tag; the answer begins within the reasoning then.
+    has_form: the answer has a given form. Then the reasoning is where the form's constraint says.
     """
-    tags = find_tags(template)
-    return None if tags is None else ReasoningParser(*tags, opened=is_opened(tags, prompt))
+    if rendered is None or rendered.expected is None or (has_form and rendered.reasoning is None):
+        return None
+    expected = rendered.expected
+    return ReasoningParser(*expected.tags, opened=expected.opened, tokens=rendered.reasoning if has_form else None)
+
+
+def with_tags(tokenizer: Tokenizer, params: SamplingParams, tags: Iterable[str]) -> SamplingParams:
+    """Return settings under which these texts are in the answer, although they may be special tokens."""
+    if all(tokenizer.backend.token_to_id(tag) not in tokenizer.special_ids for tag in tags):
+        return params
+    return dataclasses.replace(params, skip_special_tokens=False)

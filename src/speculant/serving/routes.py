@@ -22,11 +22,13 @@ from speculant.serving.protocol import (
     ResponseBody,
     TokenizeBody,
 )
+from speculant.serving.reasoning import with_tags
 from speculant.serving.response_answers import ResponseAnswer
 from speculant.serving.sampling import chat_params, completion_params, response_params, text_of
 from speculant.serving.service import Job, Service
-from speculant.serving.tool_use import reader_for, with_tools
+from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
 from speculant.serving.wire import json_response
+from speculant.text.reasoning import find_tags
 
 _INPUT_PARTS = ("input_text", "output_text", "text")
 
@@ -55,7 +57,11 @@ class Routes:
     async def _chat(self, engine: AsyncEngine, request: Request, body: ChatBody, params: SamplingParams) -> Response:
         service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
         params = with_tools(tokenizer, params, body, name)
-        answer = ChatAnswer(service.call(engine, body, params), reader_for(tokenizer, body, name))
+        params = with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(body.tools))) or ())
+        shown = params.skip_special_tokens or body.skip_special_tokens is False
+        hidden = frozenset[int]() if shown else tokenizer.special_ids
+        call, reader = service.call(engine, body, params), reader_for(tokenizer, body, name, _has_form(params))
+        answer = ChatAnswer(call, reader, hidden, finish_reason_of_calls(body))
 
         async def prompts() -> list[Prompt]:
             return [await service.prompts.of_chat(engine, body)]
@@ -63,13 +69,15 @@ class Routes:
         return await service.answer(engine, request, Job(body, params, 1, prompts, answer))
 
     async def responses(self, request: Request) -> Response:
-        """Answer in the shape of OpenAI's Responses, plain text alone."""
+        """Answer in the shape of OpenAI's Responses: text, after reasoning if there is any."""
         service, engine = self._service, self._service.state.engine
         body = await service.read(ResponseBody, request)
         if body.tools:
             raise refusal("Responses have no tools here: use /v1/chat/completions.", "tools", "unsupported_parameter")
-        params, chat = response_params(engine, body), ChatBody(messages=_messages(body))
-        answer = ResponseAnswer(service.call(engine, body, params), body)
+        tokenizer, chat = engine.tokenizer, _as_chat(body)
+        params = with_tags(tokenizer, response_params(engine, body), find_tags(tokenizer.chat_template) or ())
+        reader = reader_for(tokenizer, chat, None, _has_form(params))
+        answer = ResponseAnswer(service.call(engine, body, params), body, reader)
 
         async def prompts() -> list[Prompt]:
             return [await service.prompts.of_chat(engine, chat)]
@@ -145,8 +153,19 @@ class Routes:
         }
 
 
-def _messages(body: ResponseBody) -> list[Message]:
+def _has_form(params: SamplingParams) -> bool:
+    return params.structured_outputs is not None
+
+
+def _as_chat(body: ResponseBody) -> ChatBody:
     """Return the conversation of a response. Raises ApiError (400) for items that are no messages of text."""
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise refusal("reasoning.effort is no text.", "reasoning")
+    return ChatBody(messages=_messages(body), chat_template_kwargs=body.chat_template_kwargs, reasoning_effort=effort)
+
+
+def _messages(body: ResponseBody) -> list[Message]:
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         return [*system, Message(role="user", content=body.input)]

@@ -12,6 +12,8 @@ from speculant.serving.errors import refusal
 from speculant.serving.protocol import ChatBody, CompletionBody, Generation, Prediction, ResponseBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
+LOGPROBS = "message.output_text.logprobs"  # what a response includes if its `include` says so
+_WHITESPACE = frozenset({"disable_any_whitespace"})
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"logprobs", "structured_outputs"}
 
 
@@ -40,15 +42,45 @@ def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
 
 
 def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
-    """Return the settings of a response."""
-    if body.n not in (None, 1):
-        raise refusal("A response has one answer: leave out n.", "n")
-    given = {**_given(engine, body), "max_tokens": body.max_output_tokens}
+    """Return the settings of a response; without a limit it may fill the context."""
+    _check_response(body)
+    given = {"max_tokens": None, **_given(engine, body)}
+    if body.max_output_tokens is not None:
+        given["max_tokens"] = body.max_output_tokens
     form = (body.text or {}).get("format")
     if isinstance(form, Mapping) and form.get("type", "text") != "text":
         wrapped = {"type": form.get("type"), "json_schema": form}
         given["structured_outputs"] = _form(body.model_copy(update={"response_format": wrapped}))
-    return _merge(engine, given, None)
+    return _merge(engine, given, (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None)
+
+
+def _check_response(body: ResponseBody) -> None:
+    """Raise ApiError (400) for fields of OpenAI's Responses that would have no effect here."""
+    included, extra = set(body.include or ()), body.model_extra or {}
+    reasoning, text = _set_keys(body.reasoning), _set_keys(body.text)
+    asked = f'include=["{LOGPROBS}"]'
+    refused = {
+        "n": (body.n not in (None, 1), "a response has one answer; leave it out"),
+        "include": (bool(included - {LOGPROBS}), f"this server has {asked} alone"),
+        "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
+        "logprobs": (bool(extra.get("logprobs")), f"use {asked} and top_logprobs"),
+        "reasoning": (bool(reasoning - {"effort"}), "it may have effort alone; reasoning is not summarised"),
+        "text": (bool(text - {"format"}), "it may have format alone"),
+        "tool_choice": (body.tool_choice not in (None, "none", "auto"), "there are no tools"),
+        "truncation": (body.truncation not in (None, "disabled"), 'use "disabled"; a conversation is never cut'),
+        "reasoning_effort": (extra.get("reasoning_effort") is not None, 'use reasoning={"effort": ...}'),
+        "max_completion_tokens": (extra.get("max_completion_tokens") is not None, "use max_output_tokens"),
+        "response_format": (body.response_format is not None and "format" in text, "text.format is given, too"),
+        "prompt": (bool(extra.get("prompt")), "prompts are not stored; send the conversation as input"),
+    }
+    for name, (wrong, instead) in refused.items():
+        if wrong:
+            raise refusal(f"{name} can't be honoured: {instead}.", name, "unsupported_parameter")
+
+
+def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
+    """Return the keys whose values are not null."""
+    return {key for key, each in (value or {}).items() if each is not None}
 
 
 def _given(engine: AsyncEngine, body: Generation) -> dict[str, Any]:
@@ -85,21 +117,38 @@ def _with_prediction(
 
 def _form(body: Generation) -> Mapping[str, Any] | None:
     """Return the fields of `StructuredOutputs` that a body asks for, by response_format or in vLLM's way."""
-    given = body.response_format
+    given, own = body.response_format, body.structured_outputs
     kind = "text" if given is None else given.get("type")
     if given is None or kind == "text":
-        return body.structured_outputs
-    if body.structured_outputs is not None:
+        return None if own is not None and insists_on_call(body) and own.keys() <= _WHITESPACE else own
+    if own is not None and not own.keys() <= _WHITESPACE:
         raise refusal("response_format and structured_outputs are both given: keep one.", "response_format")
+    compact = {"disable_any_whitespace": wants_compact(body)}
     if kind == "json_object":
-        return {"json_object": True}
+        return {"json_object": True, **compact}
     if kind != "json_schema":
         raise refusal('response_format has no type "text", "json_object" or "json_schema".', "response_format")
     named = given.get("json_schema")
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
         raise refusal('response_format needs {"json_schema": {"name": ..., "schema": {...}}}.', "response_format")
-    return {"json": schema}
+    return {"json": schema, **compact}
+
+
+def insists_on_call(body: Generation) -> bool:
+    """Whether a request insists on a tool call."""
+    return getattr(body, "tool_choice", None) not in (None, "none", "auto")
+
+
+def wants_compact(body: Generation) -> bool:
+    """Whether JSON has no blanks between its parts, by response_format or in a call that is insisted on.
+
+    `structured_outputs={"disable_any_whitespace": false}` beside them allows blanks.
+    """
+    compact = (body.structured_outputs or {}).get("disable_any_whitespace", True)
+    if not isinstance(compact, bool):
+        raise refusal("disable_any_whitespace is true or false.", "structured_outputs")
+    return compact
 
 
 def predicts(engine: AsyncEngine, body: Generation, params: SamplingParams) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from speculant import plugins
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal
 from speculant.serving.messages import MessageReader
+from speculant.serving.prompts import Prompt
 from speculant.serving.protocol import ChatBody
-from speculant.serving.reasoning import find_reasoning
-from speculant.serving.tools import call_grammar, call_schema, find_format, find_parser
+from speculant.serving.reasoning import find_reasoning, with_tags
+from speculant.serving.sampling import insists_on_call, wants_compact
+from speculant.serving.tools import ToolParser, call_grammar, call_schema, find_format
 from speculant.text.tokenizer import Tokenizer
 
 MOST_TOOLS = 128  # OpenAI's limit
+_UNKNOWN = "json"  # the format of calls that are insisted on where the model's own is not known
 
 
 def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, name: str | None) -> SamplingParams:
@@ -28,35 +32,57 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
         return params
     if len(body.tools) > MOST_TOOLS:
         raise refusal(f"There are {len(body.tools)} tools and {MOST_TOOLS} may be.", "tools")
-    template = tokenizer.template_for(tools=True)
-    found = find_format(template, name)
-    special = tokenizer.special_ids
-    if found is not None and any(tokenizer.backend.token_to_id(marker) in special for marker in found.markers()):
-        params = dataclasses.replace(params, skip_special_tokens=False)
-    if body.tool_choice in (None, "auto"):
+    template, found = tokenizer.template_for(tools=True), _format_of(tokenizer, body, name)
+    params = with_tags(tokenizer, params, found.markers())
+    if not insists_on_call(body):
         call_schema(body.tools, "required", template, name)  # checks them
         return params
     if params.structured_outputs is not None:
         raise refusal("tool_choice and the form of the answer are both given: keep one.", "tool_choice")
     shapes = call_schema(body.tools, body.tool_choice or "required", template, name)
-    several = found is not None and body.tool_choice == "required" and body.parallel_tool_calls is not False
-    separator = found.separator(template) if found is not None and several else None
-    grammar = call_grammar(shapes, lambda text: _special_id(tokenizer, text), separator)
+    several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+    separator = found.separator(template) if several else None
+    grammar = call_grammar(shapes, lambda text: _added_id(tokenizer, text), separator, wants_compact(body))
     return dataclasses.replace(params, structured_outputs={"grammar": grammar})  # type: ignore[arg-type]
 
 
-def reader_for(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> Callable[[str], MessageReader]:
-    """Return what makes the reader of an answer, from the prompt's text."""
+def reader_for(
+    tokenizer: Tokenizer, body: ChatBody, name: str | None, has_form: bool
+) -> Callable[[Prompt], MessageReader]:
+    """Return what makes the reader of an answer, from its prompt. has_form: the answer has a given form."""
     calls = bool(body.tools) and body.tool_choice != "none"
-    template = tokenizer.template_for(calls)
 
-    def make(prompt: str) -> MessageReader:
-        tools = find_parser(template, name) if calls else None
-        return MessageReader(find_reasoning(template, prompt), tools)
+    def make(prompt: Prompt) -> MessageReader:
+        tools = _format_of(tokenizer, body, name)() if calls else None
+        return MessageReader(find_reasoning(prompt.rendered, has_form), tools)
 
     return make
 
 
-def _special_id(tokenizer: Tokenizer, text: str) -> int | None:
+def finish_reason_of_calls(body: ChatBody) -> str:
+    """Return the finish_reason of an answer that ends with calls: as OpenAI's, "stop" where one function was named."""
+    return "tool_calls" if body.tool_choice in (None, "auto", "required") else "stop"
+
+
+def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[ToolParser]:
+    """Return the format that calls are read in, and written in if the request insists on one.
+
+    Raises ApiError (400) where the model decides whether it calls, and its format is not known.
+    """
+    found = find_format(tokenizer.template_for(tools=True), name)
+    if found is None and insists_on_call(body):
+        found = find_format(None, _UNKNOWN)
+    if found is None:
+        known = ", ".join(plugins.names("speculant.serving.tools"))
+        raise refusal(
+            "The format of this model's tool calls is not known, so they could not be told from text. "
+            f'Start the server with --tool-parser ({known}), or send tool_choice="required" or a named function.',
+            "tool_choice",
+        )
+    return found
+
+
+def _added_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the id of a text that is one added token, special or not."""
     token: int | None = tokenizer.backend.token_to_id(text)
-    return token if token in tokenizer.special_ids else None
+    return token if token in tokenizer.backend.get_added_tokens_decoder() else None

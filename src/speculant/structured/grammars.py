@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from speculant.errors import CapacityError, ConfigError, Converts, RequestError
 from speculant.structured.constraint import SIMPLIFY, Grammar, shortened
 from speculant.structured.spec import GrammarSource, StructuredOutputs
+from speculant.structured.spelling import read_vocabulary
 from speculant.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -147,8 +148,6 @@ class Grammars:
     @cached_property
     def _tokens(self) -> tuple[LLTokenizer, frozenset[int]]:
         """The library's form of the tokenizer, and the end tokens that it has."""
-        from llguidance import LLTokenizer
-
         size, own = max(self._tokenizer.vocab().values()) + 1, self._tokenizer.eos_id
         ends = sorted(token for token in self._ends if token < size) or [token for token in (own,) if token is not None]
         if not ends:
@@ -156,7 +155,7 @@ class Grammars:
                 "this checkpoint names no end token, which structured outputs end with", "add it to its config.json."
             )
         with Converts(RequestError, "structured outputs don't work with this tokenizer", "use another checkpoint."):
-            return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=ends), frozenset(ends)
+            return read_vocabulary(self._tokenizer, size, ends), frozenset(ends)
 
 
 def _check(matcher: LLMatcher, source: GrammarSource) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from speculant import AsyncEngine
 from tests.models import Shape, write_checkpoint
@@ -119,3 +119,125 @@ def test_tools_have_a_template_of_their_own(server: LiveServer) -> None:
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "cut"
     plain = server.post("/tokenize", messages=CHAT)
     assert server.post("/detokenize", tokens=plain["tokens"])["prompt"] == "[user]hi[end][assistant]"
+
+
+OPENING = """{%- for message in messages %}{{ message.content }}{% endfor %}{{ '\\n<think>\\n' }}{# </think> #}"""
+RESPONSE = {"input": "hi", "max_output_tokens": 60, "seed": 5}
+
+
+@pytest.fixture(scope="module", params=["one token", "special", "several tokens"])
+def opening(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Return a server of a model whose template ends every prompt with the start tag."""
+    folder = tmp_path_factory.mktemp("opening")
+    path = write_checkpoint(folder / "target")
+    file = str(Path(path) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    if request.param != "several tokens":
+        tokenizer.add_tokens([AddedToken(tag, special=request.param == "special") for tag in ("<think>", "</think>")])
+    tokenizer.save(file)
+    (folder / "target" / "chat_template.jinja").write_text(OPENING, encoding="utf-8")
+    live = LiveServer(AsyncEngine(path, dtype="float32")).ready()
+    live.url += f"#{request.param}"
+    yield live
+    live.stop()
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["", "not wanted"])
+def test_an_answer_of_a_form_is_content_where_the_template_opens_reasoning(
+    opening: LiveServer, variables: dict[str, Any]
+) -> None:
+    """It was reasoning_content where the form and the reader of the answer did not agree on where reasoning begins."""
+    likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    for given in ({"response_format": form, "structured_outputs": None}, FORM):
+        message = answer(opening, logit_bias=likely, chat_template_kwargs=variables, **given)
+        assert message["finish_reason"] == "stop"
+        assert message["content"] in ('{"a":1}', '{"a":2}', "yes!!!", "no!!!")
+        assert bool(message.get("reasoning_content")) == bool(likely)
+
+
+def test_a_user_s_tag_opens_no_reasoning(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "What is <think>"}]
+    settings = {"messages": messages, "add_generation_prompt": False, **FORM, "max_completion_tokens": 60, "seed": 1}
+    (choice,) = server.post("/v1/chat/completions", **settings)["choices"]
+    assert choice["message"]["content"] in ("yes!!!", "no!!!")
+
+
+def test_a_response_has_its_reasoning_apart(opening: LiveServer) -> None:
+    likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
+    settings = {**RESPONSE, **FORM, "logit_bias": likely}
+    whole = opening.post("/v1/responses", **settings)
+    items = {item["type"]: "".join(part["text"] for part in item["content"]) for item in whole["output"]}
+    assert items["message"] in ("yes!!!", "no!!!")
+    assert ("reasoning" in items) == bool(likely)
+    used = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert bool(used) == bool(likely)
+    events = [json.loads(each) for each in opening.events("/v1/responses", **settings)]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for kind, item in (("reasoning", "reasoning"), ("output", "message")):
+        deltas = "".join(each["delta"] for each in events if each["type"] == f"response.{kind}_text.delta")
+        assert deltas == items.get(item, "")
+    last = events[-1]["response"]
+    for given in (last, whole):
+        for item in given["output"]:
+            item.pop("id")
+    assert last["output"] == whole["output"]
+    added = [each for each in events if each["type"] == "response.output_item.added"]
+    assert [each["item"]["type"] for each in added] == [item["type"] for item in whole["output"]]
+
+
+def test_a_cut_reasoning_is_all_of_a_response(server: LiveServer) -> None:
+    variables = {"enable_thinking": True}
+    whole = server.post("/v1/responses", **RESPONSE, chat_template_kwargs=variables, logit_bias={str(THOUGHT): -100})
+    assert [(item["type"], item["status"]) for item in whole["output"]] == [("reasoning", "incomplete")]
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    plain = server.post("/v1/responses", **RESPONSE, chat_template_kwargs={"enable_thinking": False})
+    assert [item["type"] for item in plain["output"]] == ["message"]
+
+
+@pytest.mark.parametrize("limit", ["max_output_tokens", "max_tokens"])
+def test_a_response_keeps_to_its_limit(server: LiveServer, limit: str) -> None:
+    """max_tokens was dropped: the answer filled the context."""
+    whole = server.post("/v1/responses", **{"input": "hi", limit: 3})
+    assert (whole["usage"]["output_tokens"], whole["max_output_tokens"], whole["status"]) == (3, 3, "incomplete")
+
+
+def test_a_response_has_log_probabilities(server: LiveServer) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "logit_bias": {str(THINK): -100}}
+    settings = {**RESPONSE, **FORM, **asked}
+    whole = server.post("/v1/responses", **settings)
+    (part,) = whole["output"][-1]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]).startswith(part["text"])
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in part["logprobs"])
+    events = [json.loads(each) for each in server.events("/v1/responses", **settings)]
+    sent = [entry for each in events if each["type"] == "response.output_text.delta" for entry in each["logprobs"]]
+    assert sent == part["logprobs"][: len(sent)]
+    assert len(sent) >= len(part["text"])
+    assert "logprobs" not in str(server.post("/v1/responses", **RESPONSE)["output"][0]["content"][0]["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_logprobs", 3),
+        ("logprobs", True),
+        ("include", ["reasoning.encrypted_content"]),
+        ("reasoning", {"effort": "low", "summary": "auto"}),
+        ("reasoning_effort", "low"),
+        ("max_completion_tokens", 5),
+        ("text", {"verbosity": "low"}),
+        ("truncation", "auto"),
+        ("tool_choice", "required"),
+        ("prompt", {"id": "x"}),
+        ("n", 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_response_can_t_honour_is_refused(server: LiveServer, field: str, value: Any) -> None:
+    refused = server.http.post("/v1/responses", json={**RESPONSE, field: value})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+def test_a_response_s_effort_reaches_the_template(server: LiveServer) -> None:
+    whole = server.post("/v1/responses", **RESPONSE, reasoning={"effort": "low"}, chat_template_kwargs={})
+    assert whole["reasoning"] == {"effort": "low", "summary": None}

@@ -33,9 +33,17 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture
 def server(serve: Any, tmp_path: Path) -> LiveServer:
-    folder = tmp_path / "model"
+    return started(serve, tmp_path / "model", TEMPLATE)
+
+
+@pytest.fixture
+def without_tools(serve: Any, tmp_path: Path) -> LiveServer:
+    return started(serve, tmp_path / "model", "{{ messages }}")
+
+
+def started(serve: Any, folder: Path, template: str) -> LiveServer:
     path = write_checkpoint(folder, Shape(max_positions=1024))
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     live: LiveServer = serve(AsyncEngine(path, dtype="float32"), per_request_spec_decode_metrics="summary").ready()
     return live
 
@@ -59,7 +67,7 @@ def test_a_named_call_streams_as_deltas(server: LiveServer) -> None:
     arguments = "".join(delta["function"]["arguments"] for delta in deltas)
     assert arguments == whole[0]["function"]["arguments"]
     assert not any(choice["delta"].get("content") for choice in choices)
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"], "as OpenAI's"
 
 
 @pytest.mark.parametrize(
@@ -88,3 +96,49 @@ def test_several_calls_are_parsed(server: LiveServer) -> None:
         assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
     alone = server.post("/v1/chat/completions", **body, parallel_tool_calls=False)["choices"][0]
     assert (len(alone["message"]["tool_calls"]), alone["finish_reason"]) == (1, "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "sew"}}, "stop")],
+    ids=["required", "named"],
+)
+def test_a_forced_call_is_a_call_whatever_the_template(without_tools: LiveServer, choice: Any, reason: str) -> None:
+    """It came as content where the template's format was not known."""
+    body = {**BODY, "tool_choice": choice, "parallel_tool_calls": False, "logit_bias": {}}
+    (answer,) = without_tools.post("/v1/chat/completions", **body)["choices"]
+    assert (answer["finish_reason"], answer["message"]["content"]) == (reason, None)
+    (call,) = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
+    chunks = without_tools.chunks("/v1/chat/completions", **body)
+    choices = [each for chunk in chunks for each in chunk["choices"]]
+    deltas = [each for each in (choice["delta"].get("tool_calls") for choice in choices) if each]
+    assert "".join(delta["function"]["arguments"] for (delta,) in deltas) == call["function"]["arguments"]
+    assert not any(each["delta"].get("content") for each in choices)
+    assert choices[-1]["finish_reason"] == reason
+
+
+def test_tools_that_the_model_may_call_need_a_format(without_tools: LiveServer) -> None:
+    for choice in ({}, {"tool_choice": "auto"}):
+        refused = without_tools.http.post("/v1/chat/completions", json={**BODY, **choice})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+        assert "--tool-parser" in refused.json()["error"]["message"]
+    without_tools.post("/v1/chat/completions", **{**BODY, "tool_choice": "none", "max_completion_tokens": 2})
+
+
+def test_a_response_format_is_compact_unless_blanks_are_asked_for(server: LiveServer) -> None:
+    """One boolean ran into 60 tokens of blanks."""
+    space = {str(ALPHABET.index("Ġ")): 100}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
+    body = {"messages": BODY["messages"], "max_completion_tokens": 40, "temperature": 0, "logit_bias": space}
+    text = server.post("/v1/chat/completions", **body, response_format=form)["choices"][0]["message"]["content"]
+    assert text in ('{"a":true}', '{"a":false}')
+    blanks = {"disable_any_whitespace": False}
+    asked = server.post("/v1/chat/completions", **body, response_format=form, structured_outputs=blanks)
+    assert asked["choices"][0]["message"]["content"].count(" ") > 30
+    for wrong in ({"disable_any_whitespace": 1}, {**blanks, "regex": "a"}):
+        refused = server.http.post(
+            "/v1/chat/completions", json={**body, "response_format": form, "structured_outputs": wrong}
+        )
+        assert refused.status_code == 400

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speculant.engine.frontend import RenderedPrompt
 from speculant.serving.reasoning import ReasoningDelta, ReasoningParser, find_reasoning
 from speculant.serving.tools import TextDelta
+from speculant.structured.reasoned import Reasoning
+from speculant.text.reasoning import expect_reasoning
 from tests.examples import examples
 
 PIECES = st.sampled_from(["<think>", "</think>", "<thi", "</", " ", "\n", "text"]) | st.text(max_size=3)
@@ -81,7 +84,7 @@ def test_pieces_are_streamed_at_once() -> None:
     ],
 )
 def test_the_prompt_may_open_it(template: str, prompt: str, split: tuple[str, str]) -> None:
-    parser = find_reasoning(template, prompt)
+    parser = find_reasoning(RenderedPrompt(prompt, expected=expect_reasoning(template, prompt)))
     assert parser is not None
     deltas = [*parser.feed("a</think>b"), *parser.finish()]
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
@@ -89,8 +92,39 @@ def test_the_prompt_may_open_it(template: str, prompt: str, split: tuple[str, st
 
 
 def test_other_templates_have_none() -> None:
-    assert find_reasoning("{{ messages }}") is None
+    for template in ("{{ messages }}", None):
+        assert expect_reasoning(template, "<think>") is None
+    assert find_reasoning(RenderedPrompt("<think>")) is None
     assert find_reasoning(None) is None
+
+
+def test_a_user_s_words_open_nothing() -> None:
+    for prompt, quoted, opened in (
+        ("user: What is <think>\n", "What is <think>", False),
+        ("user: What is <think>\nassistant: <think>\n", "What is <think>", True),
+        ("user: hi\n<think>", "hi", True),
+        ("<think>", " ", True),
+    ):
+        expected = expect_reasoning("</think>", prompt, quoted)
+        assert expected is not None
+        assert expected.opened == opened
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_tags_that_a_form_does_not_follow_are_text(opened: bool) -> None:
+    """The same text in other tokens is no tag to the form, so it is none to the reader."""
+
+    def read_tokens(*pieces: tuple[str, int]) -> tuple[str, str]:
+        parser = ReasoningParser(opened=opened, tokens=Reasoning(1, 2, opened))
+        deltas = [delta for text, token in pieces for delta in parser.feed(text, token)] + parser.finish()
+        thoughts = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+        return thoughts, "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+    start = [] if opened else [("<think>", 1)]
+    assert read_tokens(*start, ("a</th", 7), ("ink>b", 7), ("</think>", 2), ("c", 7)) == ("a</think>b", "c")
+    assert read_tokens(*start, ("", 7), ("a</think>", 2), ("</think>", 7)) == ("a", "</think>"), "held back"
+    if not opened:
+        assert read_tokens(("<think>", 7), ("a</think>", 2)) == ("", "<think>a</think>")
 
 
 @pytest.mark.parametrize("text", ["</think" * 15_000, " " * 100_000, "<think>" + " " * 100_000])

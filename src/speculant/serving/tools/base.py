@@ -112,7 +112,8 @@ def _join(group: Sequence[Delta]) -> Delta:
 class ToolParser(ABC):
     """Tells calls from text while both are generated. A format is a subclass called `Parser` in a module of its own.
 
-    marker: begins a call. closing: may follow a call and is left out then. Time is linear in the text.
+    marker: begins a call; "" = nothing does. closing: may follow a call and is left out then. The time that it takes
+    is linear in the text.
     """
 
     marker: ClassVar[str]
@@ -168,7 +169,7 @@ class ToolParser(ABC):
         yield from self._begin()
         while self._cursor.char:
             found = yield from self._search()
-            if found == self.marker:
+            if found and found == self.marker:
                 yield from self._attempt()
             elif found and self._deltas.after_call:
                 self._cursor.raw.clear()

@@ -22,7 +22,7 @@ class Parser(ToolParser):
     @classmethod
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
         """See `ToolParser.shape`."""
-        return object_shape(tool, cls.marker, before="\n", after="\n" + cls.closing)
+        return object_shape(tool, cls.marker, before="\n", after="\n" + cls.closing, tags=(cls.closing,))
 
     @classmethod
     def separator(cls, template: str | None = None) -> str | None:

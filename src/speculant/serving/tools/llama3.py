@@ -5,15 +5,19 @@ Without the tag a call can only begin the text. Several calls are separated by "
 
 from __future__ import annotations
 
-from speculant.serving.tools.base import ToolParser
-from speculant.serving.tools.json_text import Script, drop, skip_space, take
+from speculant.serving.tools import json
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 
-class Parser(ToolParser):
+class Parser(json.Parser):
     """See the module."""
 
     marker = "<|python_tag|>"
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        """See `ToolParser.markers`."""
+        return (cls.marker,)
 
     @classmethod
     def recognises(cls, template: str) -> bool:
@@ -25,18 +29,7 @@ class Parser(ToolParser):
         """See `ToolParser.shape`."""
         return object_shape(tool, "", key="parameters")
 
-    def _begin(self) -> Script:
-        yield from skip_space(self._cursor)
-        if self._cursor.char == "{":
-            yield from self._attempt()
-        self._release()
-
-    def _calls(self) -> Script:
-        yield from skip_space(self._cursor)
-        yield from self._call_object()
-        while self._cursor.char:
-            yield from skip_space(self._cursor)
-            if self._cursor.char == ";":
-                yield from take(self._cursor, drop)
-                yield from skip_space(self._cursor)
-            yield from self._call_object()
+    @classmethod
+    def separator(cls, template: str | None = None) -> str | None:
+        """See `ToolParser.separator`."""
+        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import string
 from collections.abc import Generator
 
+from speculant.errors import RequestError
 from speculant.serving.tools.base import ToolParser, short_id
 from speculant.serving.tools.json_text import MalformedError, Script, drop, read_object, require, skip_space, take
 from speculant.serving.tools.schema import CallShape, Tool, object_shape, parameters
@@ -36,7 +37,8 @@ class Parser(ToolParser):
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
         """See `ToolParser.shape`."""
         if template is not None and _ARGUMENTS in template:
-            return CallShape(cls.marker, f"{tool.name}{_ARGUMENTS}", parameters(tool), "")
+            _check_name(tool)
+            return CallShape(cls.marker, f"{tool.name}{_ARGUMENTS}", parameters(tool), "", (_ARGUMENTS,))
         return object_shape(tool, cls.marker, before="[", after="]")
 
     @classmethod
@@ -86,3 +88,12 @@ class Parser(ToolParser):
         if not letters:
             raise MalformedError
         return "".join(letters)
+
+
+def _check_name(tool: Tool) -> None:
+    """Raise RequestError for a name that would not be read to its end."""
+    if not _WORD.issuperset(tool.name):
+        raise RequestError(
+            f"this model can't call a function with the name {tool.name[:80]!r}",
+            "name it by letters of English, digits, '_', '-' and '.'.",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,16 @@ class Tool:
 
 @dataclass(frozen=True)
 class CallShape:
-    """One call as the model writes it: marker + prefix + arguments that fit `schema` + suffix."""
+    """One call as the model writes it: marker + prefix + arguments that fit `schema` + suffix.
 
-    marker: str  # may be a special token; "" = none
+    tags: texts within prefix and suffix that may be tokens of their own, as the marker may be.
+    """
+
+    marker: str  # "" = none
     prefix: str
     schema: Mapping[str, Any]
     suffix: str
+    tags: tuple[str, ...] = ()
 
 
 def read_tools(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
@@ -44,7 +49,16 @@ def _read_tool(given: object) -> Tool:
         raise RequestError(f"a tool has the name {str(name)[:80]!r}", "name each function by a printable text.")
     if schema is not None and not isinstance(schema, Mapping):
         raise RequestError(f"the parameters of {name!r} are no JSON schema", 'give {"type": "object", ...}.')
+    if schema is not None and not _allows_object(schema.get("type", "object")):
+        raise RequestError(
+            f"the parameters of {name!r} are of type {str(schema['type'])[:80]}, and arguments are an object",
+            'give {"type": "object", ...}.',
+        )
     return Tool(name, schema)
+
+
+def _allows_object(kind: object) -> bool:
+    return kind == "object" or (isinstance(kind, list) and "object" in kind)
 
 
 def choose_tools(tools: Sequence[Tool], choice: str | Mapping[str, Any]) -> list[Tool]:
@@ -74,24 +88,30 @@ def parameters(tool: Tool) -> Mapping[str, Any]:
     """Return the schema of a tool's arguments, which are always an object."""
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **tool.parameters}
+    return {**tool.parameters, "type": "object"}
 
 
-def object_shape(tool: Tool, marker: str, before: str = "", after: str = "", key: str = "arguments") -> CallShape:
+def object_shape(
+    tool: Tool, marker: str, before: str = "", after: str = "", key: str = "arguments", tags: tuple[str, ...] = ()
+) -> CallShape:
     """Return the shape of a call that is `{"name": ..., key: {...}}`, between two texts."""
     name = json.dumps(tool.name, ensure_ascii=False)
-    return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after)
+    return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after, tags)
 
 
 def call_grammar(
-    shapes: Iterable[CallShape], token_id: Callable[[str], int | None], separator: str | None = None
+    shapes: Iterable[CallShape],
+    token_id: Callable[[str], int | None],
+    separator: str | None = None,
+    compact: bool = False,
 ) -> str:
     """Return a grammar, in llguidance's dialect of Lark, of calls that have one of these shapes each.
 
-    token_id: the id of a text that is one special token, else None: such a marker can only be written as its token.
-    separator: what stands between two calls; None = there is one call.
+    token_id: the id of a marker or tag that is one added token, else None: it can only be written as this token.
+    separator: what stands between two calls; None = there is one call. compact: arguments have no blanks between
+    their parts.
     """
-    rules = [" ".join(filter(None, _symbols(shape, token_id))) for shape in shapes]
+    rules = [" ".join(_symbols(shape, token_id, compact)) for shape in shapes]
     more = "" if separator is None else f" ({_quoted(separator)} call)*"
     return (
         f"start: call{more}\ncall: "
@@ -100,12 +120,17 @@ def call_grammar(
     )
 
 
-def _symbols(shape: CallShape, token_id: Callable[[str], int | None]) -> list[str]:
-    special = token_id(shape.marker) if shape.marker else None
-    opening = (
-        [f"<[{special}]>", _quoted(shape.prefix)] if special is not None else [_quoted(shape.marker + shape.prefix)]
-    )
-    return [*opening, f"%json {json.dumps(shape.schema)}", _quoted(shape.suffix)]
+def _symbols(shape: CallShape, token_id: Callable[[str], int | None], compact: bool) -> list[str]:
+    known = {tag: token for tag in (shape.marker, *shape.tags) if tag and (token := token_id(tag)) is not None}
+    options = {"whitespace_flexible": not compact}  # in place of options that the schema itself has
+    schema = json.dumps({**shape.schema, "x-guidance": options})
+    return [*_literals(shape.marker + shape.prefix, known), f"%json {schema}", *_literals(shape.suffix, known)]
+
+
+def _literals(text: str, tokens: Mapping[str, int]) -> list[str]:
+    """Return a text as symbols of a grammar: its tags by their token ids, the rest as strings."""
+    pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
+    return [f"<[{tokens[piece]}]>" if piece in tokens else _quoted(piece) for piece in pieces if piece]
 
 
 def _quoted(text: str) -> str:

@@ -1,0 +1,53 @@
+"""Calls that are the whole text: `{"name": "f", "arguments": {...}}`, several separated by ";" or white space.
+
+No template is written for it. It is the form of a call that a request insists on where the format of the model's own
+calls is not known.
+"""
+
+from __future__ import annotations
+
+from speculant.serving.tools.base import ToolParser
+from speculant.serving.tools.json_text import Script, drop, skip_space, take
+from speculant.serving.tools.schema import CallShape, Tool, object_shape
+
+
+class Parser(ToolParser):
+    """See the module."""
+
+    marker = ""
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        """See `ToolParser.markers`."""
+        return ()
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:
+        """See `ToolParser.recognises`."""
+        return False
+
+    @classmethod
+    def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
+        """See `ToolParser.shape`."""
+        return object_shape(tool, "")
+
+    @classmethod
+    def separator(cls, template: str | None = None) -> str | None:
+        """See `ToolParser.separator`."""
+        return "\n"
+
+    def _begin(self) -> Script:
+        yield from skip_space(self._cursor)
+        if self._cursor.char == "{":
+            yield from self._attempt()
+        self._release()
+
+    def _calls(self) -> Script:
+        yield from skip_space(self._cursor)
+        yield from self._call_object()
+        while self._cursor.char:
+            yield from skip_space(self._cursor)
+            if self._cursor.char == ";":
+                yield from take(self._cursor, drop)
+                yield from skip_space(self._cursor)
+            yield from self._call_object()

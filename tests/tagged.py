@@ -1,0 +1,50 @@
+"""A tokenizer whose tags are added tokens, and random texts of a form in its tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from speculant.constraints import unpacked
+from speculant.text.tokenizer import Tokenizer
+from tests.models import ALPHABET
+
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "two words")
+MERGES = [("<", "t"), ("o", "o"), ("oo", "l"), ("<t", "ool"), ("p", "l"), ("{", '"'), ('"', "}"), ("}", "}")]
+
+
+def tokenizer_with_tags(special: bool, template: str | None = None) -> Tokenizer:
+    """Return a byte-level tokenizer whose tags are added tokens, as Qwen's are (not special) or Mistral's (special)."""
+    vocab = {token: i for i, token in enumerate([*ALPHABET, *("".join(pair) for pair in MERGES)])}
+    backend = Backend(models.BPE(vocab=vocab, merges=MERGES))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
+    return Tokenizer(backend, {"eos_token": "<end>"}, template)
+
+
+def write(
+    constraint: Any, tokenizer: Tokenizer, rng: random.Random, choose: Callable[[list[int]], int] | None = None
+) -> list[int]:
+    """Return the tokens of a random text of a form, in which forced tokens are the only ones allowed.
+
+    choose: picks one of the allowed tokens; None = any.
+    """
+    written: list[int] = []
+    end, size = tokenizer.eos_id, tokenizer.vocab_size
+    while not constraint.is_done and len(written) < 400:
+        forced = constraint.forced()
+        for place, token in enumerate(forced):
+            assert unpacked(constraint.mask(forced[:place]), size).nonzero().flatten().tolist() == [token]
+        allowed = unpacked(constraint.mask(()), size).nonzero().flatten().tolist()
+        token = forced[0] if forced else (choose or rng.choice)(allowed)
+        constraint.advance([token])
+        if token == end:
+            break
+        written.append(token)
+    return written

@@ -1,0 +1,152 @@
+"""What the form of a forced call allows is read as calls: by every format, whatever the tokenizer's tags are."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculant import plugins
+from speculant.errors import RequestError
+from speculant.params import SamplingParams
+from speculant.serving.errors import ApiError
+from speculant.serving.messages import joined_calls
+from speculant.serving.prompts import Prompt
+from speculant.serving.protocol import ChatBody, Message
+from speculant.serving.tool_use import finish_reason_of_calls, reader_for, with_tools
+from speculant.structured.grammars import Grammars
+from speculant.text.tokenizer import Tokenizer
+from tests.examples import examples
+from tests.tagged import tokenizer_with_tags, write
+
+pytest.importorskip("llguidance")
+PLAIN = "{{ messages }}"  # knows no tools
+TEMPLATES = {
+    "hermes": "{{ tools }}<tool_call>",
+    "llama3": "<|start_header_id|>{{ tools }}<|python_tag|>",
+    "mistral": "{{ tools }}[TOOL_CALLS]",
+    "mistral with arguments": "{{ tools }}[TOOL_CALLS][ARGS]",
+    "unknown": "{{ tools }}<tool_call>\n<function=example>",
+    "no tools": PLAIN,
+}
+SCHEMAS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "empty": {},
+    "open": {"type": "object"},
+    "closed": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "</tool_call>": {"enum": ["<tool_call>", 1.5, None]}},
+        "required": ["a", "</tool_call>"],
+        "additionalProperties": False,
+    },
+    "or null": {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}},
+    "any of": {"anyOf": [{"type": "object", "required": ["b"]}, {"type": "null"}], "properties": {"b": {"const": 1}}},
+    "texts": {"type": "object", "properties": {"s": {"type": "string", "maxLength": 4}}, "required": ["s"]},
+    "options of the library": {"type": "object", "x-guidance": {"item_separator": ";", "key_separator": "="}},
+}
+
+
+def body_of(names: list[str], schema: dict[str, Any] | None, choice: Any = "required", **fields: Any) -> ChatBody:
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in names]
+    messages = [Message(role="user", content="hi")]
+    return ChatBody(messages=messages, tools=tools, tool_choice=choice, **fields)
+
+
+def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int) -> str:
+    """Return a random text of the form, as the server decodes it; after `most` choices it closes what is open."""
+    params = with_tools(tokenizer, SamplingParams(), body, None)
+    assert params.structured_outputs is not None
+    constraint = Grammars(tokenizer, ()).compile(params.structured_outputs).result().constrain()
+    quote, *others = (tokenizer.encode(character)[0] for character in '"}],:0')
+    left = [most]
+
+    def choose(allowed: list[int]) -> int:
+        left[0] -= 1
+        if left[0] > 0 and rng.random() < 0.7:
+            return rng.choice(allowed)
+        within_text = len(allowed) > 100
+        order = (quote, *others) if within_text else (tokenizer.eos_id, *others, quote)
+        return next((token for token in order if token in allowed), None) or rng.choice(allowed)
+
+    return tokenizer.decode(write(constraint, tokenizer, rng, choose), skip_special_tokens=params.skip_special_tokens)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_everything_that_the_form_allows_is_read_as_calls(template: str, schema: str, special: bool) -> None:
+    tokenizer, rng = tokenizer_with_tags(special, TEMPLATES[template]), random.Random(f"{template} {schema}")
+    for choice in ("required", {"type": "function", "function": {"name": "sew"}}):
+        body = body_of(["cut", "sew"], SCHEMAS[schema], choice)
+        for _ in range(3):
+            reader = reader_for(tokenizer, body, None, has_form=True)(Prompt(()))
+            text = sampled(tokenizer, body, rng, most=15)
+            for character in text:
+                reader.feed(character)
+            reader.finish()
+            assert reader.message.content == "", text
+            for call in joined_calls(reader.message.calls):
+                assert call["function"]["name"] in (("cut", "sew") if choice == "required" else ("sew",))
+                arguments = json.loads(call["function"]["arguments"])
+                jsonschema.validate(arguments, {**(SCHEMAS[schema] or {}), "type": "object"})
+            assert reader.message.calls, text
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=examples(15), deadline=None)
+@given(name=st.text(min_size=1, max_size=12), seed=st.integers())
+def test_every_name_is_refused_or_read(template: str, name: str, seed: int) -> None:
+    tokenizer, body = tokenizer_with_tags(False, TEMPLATES[template]), body_of([name], SCHEMAS["closed"])
+    try:
+        text = sampled(tokenizer, body, random.Random(seed), most=10)
+    except RequestError:
+        return
+    reader = reader_for(tokenizer, body, None, has_form=True)(Prompt(()))
+    reader.feed(text)
+    reader.finish()
+    assert {call["function"]["name"] for call in joined_calls(reader.message.calls)} == {name}, text
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
+def test_a_tag_that_is_an_added_token_is_written_as_the_token(special: bool) -> None:
+    """Qwen's tags are added tokens that are not special; they were literals, which no token may write."""
+    tokenizer = tokenizer_with_tags(special, TEMPLATES["hermes"])
+    form = with_tools(tokenizer, SamplingParams(), body_of(["cut"], None), None).structured_outputs
+    constraint = Grammars(tokenizer, ()).compile(form).result().constrain()  # type: ignore[arg-type]
+    written = write(constraint, tokenizer, random.Random(0), max)  # the end token comes after all that may be text
+    ends = [tokenizer.backend.token_to_id(tag) for tag in ("<tool_call>", "</tool_call>")]
+    assert [written[0], written[-1]] == ends
+
+
+def test_calls_have_blanks_only_where_they_are_asked_for() -> None:
+    tokenizer = tokenizer_with_tags(False, PLAIN)
+    space, compact = tokenizer.encode(" ")[0], body_of(["cut"], SCHEMAS["closed"])
+    flexible = body_of(["cut"], SCHEMAS["closed"], structured_outputs={"disable_any_whitespace": False})
+    for body, blanks in ((compact, False), (flexible, True)):
+        form = with_tools(tokenizer, SamplingParams(), body, None).structured_outputs
+        constraint = Grammars(tokenizer, ()).compile(form).result().constrain()  # type: ignore[arg-type]
+        constraint.advance(tokenizer.encode('{"name": "cut", "arguments": {'))
+        assert bool(constraint.mask(())[space // 32] >> (space % 32) & 1) == blanks
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+@pytest.mark.parametrize("template", ["unknown", "no tools"])
+def test_calls_that_could_not_be_read_are_refused_with_the_flag_that_helps(template: str, choice: str | None) -> None:
+    tokenizer, body = tokenizer_with_tags(False, TEMPLATES[template]), body_of(["cut"], None, choice)
+    with pytest.raises(ApiError, match="--tool-parser") as caught:
+        with_tools(tokenizer, SamplingParams(), body, None)
+    assert (caught.value.status, caught.value.param) == (400, "tool_choice")
+    for name in plugins.names("speculant.serving.tools"):
+        assert name in str(caught.value)
+        with_tools(tokenizer, SamplingParams(), body, name)
+
+
+def test_the_end_of_calls_is_named_as_openai_does() -> None:
+    named = {"type": "function", "function": {"name": "cut"}}
+    reasons = [finish_reason_of_calls(body_of(["cut"], None, choice)) for choice in (None, "auto", "required", named)]
+    assert reasons == ["tool_calls", "tool_calls", "tool_calls", "stop"]
