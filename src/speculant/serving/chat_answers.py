@@ -36,7 +36,8 @@ class ChatAnswer(Answer):
         text = prompts[0].text or ""
         self._choices = [_Choice(self._make_reader(text)) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
-        return [self._chunk([_shown(index, first)]) for index in range(self.call.params.n)]
+        ids = {"prompt_token_ids": list(prompts[0].tokens)} if self.call.returns_ids else {}
+        return [self._chunk([_shown(index, first)], **ids) for index in range(self.call.params.n)]
 
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
@@ -61,6 +62,8 @@ class ChatAnswer(Answer):
         """See `Answer.document`."""
         choices = [self._document(index, choice) for index, choice in enumerate(self._choices)]
         value = self._named("chat.completion") | {"choices": choices, "usage": self._usage(), **self.speculation()}
+        if self.call.returns_ids:
+            value["prompt_token_ids"] = list(self.results[0].prompt_token_ids)
         if self.results[0].prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_logprobs(self.results[0].prompt_logprobs)
         return value
@@ -78,9 +81,10 @@ class ChatAnswer(Answer):
             entry = chat_logprob(self.call.texts, piece.token, piece.logprobs, top)
             choice.logprobs.append(entry)
             logprobs = {"content": [entry], "refusal": None}
-        if not (delta or logprobs or self.call.lists_tokens):
+        ids = self.ids_of(piece)
+        if not (delta or logprobs or ids or self.call.lists_tokens):
             return None
-        return self._chunk([_shown(index, delta, logprobs)], **self.tokens_of(piece))
+        return self._chunk([_shown(index, delta, logprobs) | ids], **self.tokens_of(piece))
 
     def _document(self, index: int, choice: _Choice) -> dict[str, Any]:
         read = choice.reader.message
@@ -96,6 +100,7 @@ class ChatAnswer(Answer):
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": self.results[0].outputs[index].stop_reason,
+            **self.ids_of_output(self.results[0].outputs[index]),
         }
 
     def _reason(self, choice: _Choice, reason: str) -> str | None:
@@ -107,8 +112,7 @@ class ChatAnswer(Answer):
         return self.usage(sum(choice.reader.reasoning_tokens for choice in self._choices))
 
     def _chunk(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        usage = {"usage": None} if self.call.include_usage else {}
-        return {**self._named("chat.completion.chunk"), "choices": choices, **usage, **rest}
+        return {**self._named("chat.completion.chunk"), "choices": choices, **self.chunk_usage(), **rest}
 
     def _named(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self.call.created, "model": self.call.model}
