@@ -17,17 +17,17 @@ from typing import Any
 class Refused:
     """A field that would change the answer.
 
-    advice: what to do instead. off: the values that change nothing, None apart; where they are false every false value
-    is one. of_prompt: it changes a prompt's tokens, so that /tokenize refuses it too.
+    advice: what to do instead. off: the values that change nothing; None is always one. of_prompt: it changes a
+    prompt's tokens, so that /tokenize refuses it too.
     """
 
     advice: str
-    off: tuple[Any, ...] = (False,)
+    off: tuple[Any, ...] = (False, "", [], {})
     of_prompt: bool = False
 
     def asks(self, value: Any) -> bool:
         """Whether a value asks for something."""
-        return value is not None and value not in self.off and bool(value or any(self.off))
+        return value is not None and value not in self.off
 
 
 _SAMPLER = "use temperature, top_k, top_p or min_p"
@@ -41,12 +41,12 @@ _CHAT = "use /v1/chat/completions"
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
         # forms of the output
-        "guided_json": Refused('use structured_outputs={"json": ...}'),
+        "guided_json": Refused('use structured_outputs={"json": ...}', (False,)),
         "guided_regex": Refused('use structured_outputs={"regex": ...}'),
         "guided_choice": Refused('use structured_outputs={"choice": ...}'),
         "guided_grammar": Refused(_GRAMMAR),
         "grammar": Refused(_GRAMMAR),
-        "json_schema": Refused(_SCHEMA),
+        "json_schema": Refused(_SCHEMA, (False,)),
         "n_indent": Refused('use structured_outputs={"regex": ...}'),
         # sampling
         "allowed_token_ids": Refused("use structured_outputs, or logit_bias"),
