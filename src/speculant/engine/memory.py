@@ -83,7 +83,7 @@ class CacheMemory:
         shorter = f", or set max_model_len to {fits} or less" if fits else ""
         return CapacityError(
             f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values need {needed / mib:.1f} MiB "
-            f"and its share of kv_memory is {share / mib:.1f} MiB",
+            f"and its share of the memory is {share / mib:.1f} MiB",
             f"raise kv_memory{fewer}{shorter}.",
         )
 

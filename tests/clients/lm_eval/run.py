@@ -1,4 +1,4 @@
-"""Runs lm-eval's `local-completions` against a server of the embedded pair, and compares its figures with the library's.
+"""Runs lm-eval's `local-completions` against a server of the embedded pair, and compares its figures with ours.
 
 lm-eval has an environment of its own, this script runs in Speculant's:
 

@@ -124,7 +124,7 @@ def test_too_little_memory_is_refused_with_a_length_that_fits(backend: str, with
         memory.make_target()
 
     error = refused(lambda: make(100))
-    assert re.search(r"positions of keys and values need \d.* MiB are there", error.problem)
+    assert re.search(r"positions of keys and values need \d.* its share of the memory is \d.* MiB", error.problem)
     assert ("lower max_num_seqs" in error.fix) == (backend == "slotted")
     (longest,) = re.findall(r"set max_model_len to (\d+) or less", error.fix)
     make(int(longest))
@@ -209,3 +209,12 @@ def test_free_memory_is_what_the_machine_says_or_a_guess(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "read_text", unreadable)
     assert free_memory(torch.device("cpu")) == FALLBACK
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refusal_says_whose_share_is_short(backend: str) -> None:
+    arguments: dict[str, Any] = {"kv_cache_backend": backend, "kv_memory": 1000}
+    with pytest.raises(CapacityError, match=r"^the target's cache: .* and its share of the memory is"):
+        memory_of(**arguments).make_target()
+    with pytest.raises(CapacityError, match=r"^the drafter's cache: "):
+        memory_of(**arguments).make(DRAFT)
