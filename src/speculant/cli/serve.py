@@ -39,7 +39,7 @@ class ServerFlags(FlagGroup):
     api_keys: Annotated[list[str], "Key that clients must send; can be repeated. [env: SPECULANT_API_KEY]"]
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
     allowed_origins: Annotated[list[str], "Other site whose pages may use the server (CORS); can be repeated."]
-    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vllm suits dashboards made for it."]
+    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vLLM's stand beside them."]
     per_request_spec_decode_metrics: Annotated[
         str, "What responses say about their speculation: none, summary or detailed."
     ]
