@@ -76,6 +76,8 @@ class Prompts:
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
                 variables.setdefault(name, value)
+        if body.reasoning_effort is not None:  # the switch of templates that know no degrees
+            variables.setdefault("enable_thinking", body.reasoning_effort != "none")
         tools = None if body.tool_choice == "none" else body.tools
         conversation = [message.model_dump(exclude_none=True) for message in messages]
 

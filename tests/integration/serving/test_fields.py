@@ -196,6 +196,7 @@ def test_a_schema_is_read_where_it_stands(demo: LiveServer, form: dict[str, Any]
         ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities"),
         ("/v1/completions", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ("/v1/responses", {"prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text"),
         ("/v1/responses", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ],
 )
@@ -212,7 +213,7 @@ def test_limits_have_a_name_on_each_route(demo: LiveServer) -> None:
     assert demo.post("/v1/responses", input="hello", max_output_tokens=1, metadata={"a": "b"})["metadata"] == {"a": "b"}
 
 
-def test_what_makes_a_conversation_s_prompt_counts_in_tokenize_too(demo: LiveServer) -> None:
+def test_tokenize_makes_the_prompt_of_a_chat(demo: LiveServer) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     for fields in (
         {"add_generation_prompt": False},
