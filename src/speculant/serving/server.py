@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, cast
 
@@ -98,10 +99,17 @@ def _listen(options: ServerOptions) -> socket.socket:
     """Return a socket that listens at a server's address. Of a name with several addresses an IPv4 one is taken."""
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family)
+        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        with ExitStack() as undone:
+            # asyncio sends at once (TCP_NODELAY) through sockets that name their protocol alone.
+            made = undone.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen()
+            undone.pop_all()
+        return made
     except OSError as error:
-        where, reason = f"{options.host}:{options.port}", str(error.strerror).partition(" (while")[0]
+        where = f"{options.host}:{options.port}"
         raise ConfigError(
-            f"the server can't listen at {where}: {reason}", "choose another --port, or end what uses this one."
+            f"the server can't listen at {where}: {error.strerror}", "choose another --port, or end what uses this one."
         ) from error
