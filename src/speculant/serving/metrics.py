@@ -41,8 +41,10 @@ _GAUGES = (
 # What dashboards for vLLM read: these metrics mean the same here.
 VLLM_NAMES = frozenset(
     {
-        *(name for name, *_ in (*_COUNTERS, *_GAUGES)),
-        *("kv_cache_usage_perc", "cache_config_info", "spec_decode_num_accepted_tokens_per_pos", "request_success"),
+        *("prompt_tokens", "generation_tokens", "num_preemptions", "request_success"),
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+        *("prefix_cache_queries", "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
         "e2e_request_latency_seconds",
     }

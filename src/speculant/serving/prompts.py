@@ -12,7 +12,13 @@ from speculant.engine.frontend import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import CompletionBody, Conversation, TokenizeBody
+from speculant.serving.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    Conversation,
+    TokenizeBody,
+)
 from speculant.serving.state import ServerState
 from speculant.text.detokenize import IncrementalDetokenizer
 from speculant.text.tokenizer import Tokenizer
@@ -85,7 +91,7 @@ class Prompts:
             begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
             rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
             self._check_text(rendered.text)
-            tokens = _cut(engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
+            tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
             return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
 
         return await self.aside(render)
@@ -100,10 +106,11 @@ class Prompts:
 
     def _of(self, engine: AsyncEngine, prompt: str | Sequence[int], body: CompletionBody | TokenizeBody) -> Prompt:
         if not isinstance(prompt, str):
-            made = Prompt(_cut(prompt, body))
+            made = Prompt(_cut(engine, prompt, body))
         else:
             self._check_text(prompt)
-            made = Prompt(_cut(engine.tokenizer.encode(prompt, body.add_special_tokens is not False), body), prompt)
+            tokens = engine.tokenizer.encode(prompt, body.add_special_tokens is not False)
+            made = Prompt(_cut(engine, tokens, body), prompt)
         return _echoed(engine.tokenizer, made, body) if isinstance(body, CompletionBody) and body.echo else made
 
     def _check_text(self, text: str) -> None:
@@ -126,14 +133,25 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Promp
     return replace(prompt, text=text, offsets=offsets)
 
 
-def _cut(tokens: Sequence[int], body: CompletionBody | Conversation) -> Sequence[int]:
+def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conversation) -> Sequence[int]:
     """Return as many tokens of a prompt as a request wants to keep: the last ones, unless it names the other side."""
     most = body.truncate_prompt_tokens
     if most is None:
         return tokens
+    if most == -1:  # what the answer leaves of the context
+        most = max(1, engine.limits.max_model_len - _answer_tokens(body))
     if most < 1:
-        raise refusal(f"truncate_prompt_tokens={most} is not a number of tokens from 1 on.", "truncate_prompt_tokens")
+        raise refusal(
+            f"truncate_prompt_tokens={most} is not a number of tokens from 1 on, or -1.", "truncate_prompt_tokens"
+        )
     return tokens[:most] if body.truncation_side == "right" else tokens[-most:]
+
+
+def _answer_tokens(body: CompletionBody | Conversation) -> int:
+    """Return how many tokens an answer needs room for: its limit, else one."""
+    if isinstance(body, CompletionBody):
+        return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    return (body.max_completion_tokens or body.max_tokens or 1) if isinstance(body, ChatBody) else 1
 
 
 def count_prompts(body: CompletionBody, options: ServerOptions) -> int:

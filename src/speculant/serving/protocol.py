@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -29,6 +29,7 @@ from speculant.serving.errors import ApiError, refusal
 from speculant.serving.fields import ACCEPTED, REFUSED
 
 T = TypeVar("T")
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 MOST_LISTED = 131_072  # entries of a list in a body
 _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_LISTED)]
@@ -39,8 +40,8 @@ Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_LI
 Object = dict[str, Any]
 Side = Literal["left", "right"]
 
-# Settings whose fields have other names or other forms in bodies.
-_OTHERWISE = frozenset({"logprobs", "structured_outputs", "detokenize"})
+# Settings whose fields have other names or other forms in bodies, or are read before the engine.
+_OTHERWISE = frozenset({"logprobs", "structured_outputs", "detokenize", "truncate_prompt_tokens"})
 SETTINGS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _OTHERWISE
 
 
@@ -94,10 +95,11 @@ def _on_wire(hint: Any) -> Any:
     """Return the type in a JSON body of a setting's type."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Sequence:
-        return Listed[inner[0]]  # type: ignore[valid-type]
+        item = _on_wire(inner[0])
+        return Listed[item]
     if kind is Mapping:
         return Object
-    return Union[tuple(map(_on_wire, inner))] if inner else hint  # noqa: UP007 - of as many as there are
+    return Union[tuple(map(_on_wire, inner))] if kind in (Union, UnionType) else hint  # noqa: UP007 - of any number
 
 
 if TYPE_CHECKING:

@@ -9,9 +9,15 @@ from typing import Any
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal
-from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, Generation, Prediction, ResponseBody
-
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
+from speculant.serving.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    SETTINGS,
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Prediction,
+    ResponseBody,
+)
 
 
 def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
@@ -56,8 +62,6 @@ def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
         raise refusal("A response has no prompt_logprobs: use /v1/chat/completions.", "prompt_logprobs")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         raise refusal("A response has its usage in the last event alone.", "stream_options")
-    if (body.text or {}).get("verbosity", "medium") not in (None, "medium"):
-        raise refusal("text.verbosity is not supported: say it in the prompt.", "text", "unsupported_parameter")
     given = {**_given(engine, body), "max_tokens": body.max_output_tokens}
     form = (body.text or {}).get("format")
     if isinstance(form, Mapping) and form.get("type", "text") != "text":
