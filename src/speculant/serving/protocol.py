@@ -96,7 +96,7 @@ def _on_wire(hint: Any) -> Any:
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Sequence:
         item = _on_wire(inner[0])
-        return Listed[item]
+        return Listed[item]  # type: ignore[valid-type]
     if kind is Mapping:
         return Object
     return Union[tuple(map(_on_wire, inner))] if kind in (Union, UnionType) else hint  # noqa: UP007 - of any number
