@@ -39,7 +39,7 @@ class ServerFlags(FlagGroup):
     api_keys: Annotated[list[str], "Key that clients must send; can be repeated. [env: SPECULANT_API_KEY]"]
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
     allowed_origins: Annotated[list[str], "Other site whose pages may use the server (CORS); can be repeated."]
-    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vllm suits dashboards made for it."]
+    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vLLM's stand beside them."]
     per_request_spec_decode_metrics: Annotated[
         str, "What responses say about their speculation: none, summary or detailed."
     ]
@@ -85,13 +85,11 @@ def serve(
     """
     engine.name_model(target)
     values, options = engine.values(), server.options()
-    config = EngineConfig.from_arguments(**values)
-    fetch(config)
-    run(values, options)
+    run(values, options, EngineConfig.from_arguments(**values))
 
 
-def run(values: dict[str, Any], options: ServerOptions) -> None:
-    """Serve until a signal. Raises what the engine can't be loaded for."""
+def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) -> None:
+    """Serve until a signal. Raises what the engine can't be loaded for, and ConfigError for an address in use."""
     try:
         from speculant.serving.app import make_app
         from speculant.serving.server import Server
@@ -111,13 +109,16 @@ def run(values: dict[str, Any], options: ServerOptions) -> None:
         return loaded
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just gone
-    name = (*options.served_model_names, _short(values["model"]))[0]
-    app = make_app(load, options, [name])
-    Server(
+    short = _short(values["model"])
+    name = (*options.served_model_names, short)[0]
+    app = make_app(load, options, [short, values["model"]])
+    server = Server(
         app,
         options,
         lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
-    ).run()
+    )
+    fetch(config)
+    server.run()
     if app.state.server.load_error is not None:
         raise app.state.server.load_error
 

@@ -108,8 +108,8 @@ class LLM(Frontend):
     ) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
 
-        Several streams may be open at once, in several threads too: whichever is asked next moves all of them on. Prompts
-        of different salts share no cache, and drafts are looked up in texts of the same salt alone.
+        Several streams may be open at once, in several threads too: whichever is asked next moves all of them on.
+        Prompts of different salts share no cache, and drafts are looked up in texts of the same salt alone.
         """
         request_id = f"request-{next(self._ids)}"
         generation = self._generation(prompt, sampling_params, request_id, cache_salt=cache_salt)

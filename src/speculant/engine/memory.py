@@ -62,17 +62,16 @@ class CacheMemory:
 
     def make_target(self) -> KVCache:
         """Make the target's cache of all that is left; CapacityError if not one sequence of max_model_len fits."""
-        return self._make(self._target, self._left)
+        return self._make(self._target, self._left, "target")
 
     def make(self, shape: CacheShape) -> KVCache:
         """Make a cache for a drafter, leaving room for as many of the target's positions; CapacityError likewise."""
         both = shape.bytes_per_token + self._target.bytes_per_token
-        return self._make(shape, self._left * shape.bytes_per_token // both)
+        return self._make(shape, self._left * shape.bytes_per_token // both, "drafter")
 
-    def _make(self, shape: CacheShape, share: int) -> KVCache:
-        cache = (
-            self._make_paged(shape, share) if self._config.kv_cache_backend == "paged" else self._slotted(shape, share)
-        )
+    def _make(self, shape: CacheShape, share: int, whose: str) -> KVCache:
+        make = self._make_paged if self._config.kv_cache_backend == "paged" else self._slotted
+        cache = make(shape, share, whose)
         size = cache.num_blocks * cache.block_size * shape.bytes_per_token
         self._left -= size
         logger.info(
@@ -82,23 +81,23 @@ class CacheMemory:
         self.made.append(cache)
         return cache
 
-    def _make_paged(self, shape: CacheShape, share: int) -> KVCache:
+    def _make_paged(self, shape: CacheShape, share: int, whose: str) -> KVCache:
         size = self._config.block_size
         num_blocks = share // (size * shape.bytes_per_token)
         self._shorten(num_blocks * size)
         per_sequence = -(-self.limits.max_model_len // size)
         if num_blocks < per_sequence:
-            raise self._too_small(shape, share, 1, size)
+            raise self._too_small(shape, share, whose, 1, size)
         if self._config.kv_memory_bytes() is None:
             usual = per_sequence if self._config.max_model_len else min(per_sequence, -(-USUAL_CONTEXT // size))
             num_blocks = min(num_blocks, max(per_sequence, self.limits.max_num_seqs * usual))
         return paged_cache(shape, num_blocks, size, self._config.enable_prefix_caching)
 
-    def _slotted(self, shape: CacheShape, share: int) -> KVCache:
+    def _slotted(self, shape: CacheShape, share: int, whose: str) -> KVCache:
         self._shorten(share // (self.limits.max_num_seqs * shape.bytes_per_token))
         limits = self.limits
         if limits.max_num_seqs * limits.max_model_len * shape.bytes_per_token > share:
-            raise self._too_small(shape, share, limits.max_num_seqs, 1)
+            raise self._too_small(shape, share, whose, limits.max_num_seqs, 1)
         return slotted_cache(shape, limits.max_num_seqs, limits.max_model_len)
 
     def _shorten(self, positions: int) -> None:
@@ -118,15 +117,15 @@ class CacheMemory:
             f"{self._budget / 2**20:.1f} MiB; raise kv_memory for more"
         )
 
-    def _too_small(self, shape: CacheShape, share: int, num_seqs: int, block_size: int) -> CapacityError:
+    def _too_small(self, shape: CacheShape, share: int, whose: str, num_seqs: int, block_size: int) -> CapacityError:
         longest, mib = self.limits.max_model_len, 2**20
         needed = num_seqs * longest * shape.bytes_per_token
         fits = share // (num_seqs * shape.bytes_per_token) // block_size * block_size
         fewer = "" if num_seqs == 1 else ", lower max_num_seqs"
         shorter = f", or set max_model_len to {fits} or less" if fits else ""
         return CapacityError(
-            f"{num_seqs} x {longest} positions of keys and values need {needed / mib:.1f} MiB "
-            f"and {share / mib:.1f} MiB are there for them",
+            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values need {needed / mib:.1f} MiB "
+            f"and its share of the memory is {share / mib:.1f} MiB",
             f"raise kv_memory{fewer}{shorter}.",
         )
 

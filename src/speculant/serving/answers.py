@@ -14,7 +14,7 @@ from speculant.params import SamplingParams
 from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.usage import speculation, usage
-from speculant.types import RequestOutput
+from speculant.types import CompletionOutput, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Call:
     """One request, as its answer needs it.
 
     model: as the client named it. predicted: drafts come from the user's prediction alone. level: of what the answer
-    says about its speculation. lists_tokens: chunks have `speculant_tokens`.
+    says about its speculation. lists_tokens: chunks have `speculant_tokens`. returns_ids: choices have their token ids.
+    continuous_usage: each chunk has the usage so far.
     """
 
     model: str
@@ -31,7 +32,9 @@ class Call:
     level: str = "none"
     predicted: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     lists_tokens: bool = False
+    returns_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -39,11 +42,16 @@ Chunk = Mapping[str, Any]
 
 
 class Answer(ABC):
-    """Reads the pieces of a request in order. `outputs` are the results of its prompts, None until they are there."""
+    """Reads the pieces of a request in order. `outputs` are the results of its prompts, None until they are there.
+
+    prompts: set before `begin`. generated: tokens so far.
+    """
 
     def __init__(self, call: Call, num_prompts: int) -> None:
         self.call = call
         self.outputs: list[RequestOutput | None] = [None] * num_prompts
+        self.prompts: Sequence[Prompt] = ()
+        self.generated = 0
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """Return the chunks before the first piece."""
@@ -53,6 +61,7 @@ class Answer(ABC):
         """Read a piece and return its chunks, if any."""
         if piece.output is not None:
             self.outputs[prompt] = piece.output
+        self.generated += piece.token is not None
         return self.read(prompt * self.call.params.n + piece.index, piece)
 
     @abstractmethod
@@ -76,6 +85,16 @@ class Answer(ABC):
         """Return what was used; see `usage`."""
         return usage(self.results, self.call.predicted, reasoning_tokens)
 
+    def chunk_usage(self) -> dict[str, Any]:
+        """Return what a chunk before the last one says about the usage."""
+        if not self.call.include_usage:
+            return {}
+        if not self.call.continuous_usage:
+            return {"usage": None}
+        prompt = sum(len(each.tokens) for each in self.prompts)
+        total = prompt + self.generated
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": self.generated, "total_tokens": total}}
+
     def speculation(self) -> dict[str, Any]:
         """Return what the answer says about its speculation; see `speculation`."""
         return speculation(self.results, self.call.level)
@@ -90,6 +109,16 @@ class Answer(ABC):
         if not self.call.lists_tokens:
             return {}
         return {"speculant_tokens": [{"text": piece.text, "drafted": piece.drafted, "corrected": piece.corrected}]}
+
+    def ids_of(self, piece: StreamPiece) -> dict[str, Any]:
+        """Return what a chunk's choice says about a piece's token id, if the request asks for it."""
+        if not self.call.returns_ids:
+            return {}
+        return {"token_ids": [] if piece.token is None else [piece.token]}
+
+    def ids_of_output(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return what a choice says about its token ids, if the request asks for them."""
+        return {"token_ids": list(output.token_ids)} if self.call.returns_ids else {}
 
 
 def new_id(kind: str) -> str:

@@ -17,10 +17,11 @@ from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.serving.disconnect import ClientGoneError
 from speculant.serving.errors import ApiError, api_error
-from speculant.serving.middleware import ApiKeys, Limits, RequestIds
+from speculant.serving.middleware import ApiKeys, Heads, Limits, RequestIds
 from speculant.serving.openapi import describe
 from speculant.serving.options import ServerOptions
 from speculant.serving.page import PAGE, page_route
+from speculant.serving.protocol import Body
 from speculant.serving.routes import Routes
 from speculant.serving.service import Service
 from speculant.serving.state import ServerState, Source
@@ -32,12 +33,13 @@ _NOBODY_READS = 499  # the status that proxies log for a client that went away
 def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) -> FastAPI:
     """Return an application that serves an engine, or one that a function loads while the server listens already.
 
-    names: what the model may be called, if the options do not say so; none = what the engine was given. The
-    application's `state.server` is its `ServerState`; it shuts the engine down in the end.
+    names: what the model may be called; none = what the engine was given. If the options have names, /v1/models shows
+    these alone. The application's `state.server` is its `ServerState`; it shuts the engine down in the end.
     """
     state = ServerState(engine)
     given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
-    service = Service(state, options, options.served_model_names or tuple(names) or tuple(given) or ("model",))
+    known = tuple(dict.fromkeys((*names, *given)))
+    service = Service(state, options, options.served_model_names or known[:1] or ("model",), known)
     app = FastAPI(
         title="Speculant",
         version=__version__,
@@ -58,6 +60,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Heads)
     app.add_middleware(RequestIds)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
@@ -71,6 +74,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
     app.add_api_route("/tokenize", routes.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", routes.detokenize, methods=["POST"])
+    app.add_api_route("/tokenizer_info", routes.tokenizer_info, methods=["GET"])
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"])
     app.add_api_route("/version", routes.version, methods=["GET"])
@@ -91,8 +95,9 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         await state.close()
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    return error_response(api_error(error))
+async def _on_error(request: Request, error: Exception) -> Response:
+    body = getattr(request.state, "body", None)
+    return error_response(api_error(error, body.sent_as) if isinstance(body, Body) else api_error(error))
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:

@@ -25,29 +25,23 @@ class _Choice:
 class ChatAnswer(Answer):
     """One choice for each sample. The readers tell reasoning and tool calls from content."""
 
-    def __init__(
-        self,
-        call: Call,
-        make_reader: MakeReader,
-        hidden_tokens: frozenset[int] = frozenset(),
-        calls_reason: str = "tool_calls",
-    ) -> None:
-        """hidden_tokens: end tokens whose text is no part of the answer. calls_reason: `finish_reason` after calls."""
+    def __init__(self, call: Call, make_reader: MakeReader, calls_reason: str = "tool_calls") -> None:
+        """calls_reason: `finish_reason` after calls."""
         super().__init__(call, 1)
-        self._calls_reason = calls_reason
-        self._id, self._make_reader, self._hidden = new_id("chatcmpl-"), make_reader, hidden_tokens
+        self._id, self._make_reader, self._calls_reason = new_id("chatcmpl-"), make_reader, calls_reason
         self._choices: list[_Choice] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
         self._choices = [_Choice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
-        return [self._chunk([_shown(index, first)]) for index in range(self.call.params.n)]
+        ids = {"prompt_token_ids": list(prompts[0].tokens)} if self.call.returns_ids else {}
+        return [self._chunk([_shown(index, first)], **ids) for index in range(self.call.params.n)]
 
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
         choice = self._choices[index]
-        part = choice.reader.feed(self._text(piece), piece.token)
+        part = choice.reader.feed(piece.text, piece.token)
         chunks = [self._shown_piece(index, piece, part.as_delta())]
         if piece.finish_reason is not None:
             rest = choice.reader.finish().as_delta()
@@ -67,6 +61,8 @@ class ChatAnswer(Answer):
         """See `Answer.document`."""
         choices = [self._document(index, choice) for index, choice in enumerate(self._choices)]
         value = self._named("chat.completion") | {"choices": choices, "usage": self._usage(), **self.speculation()}
+        if self.call.returns_ids:
+            value["prompt_token_ids"] = list(self.results[0].prompt_token_ids)
         if self.results[0].prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_logprobs(self.results[0].prompt_logprobs)
         return value
@@ -78,9 +74,10 @@ class ChatAnswer(Answer):
             entry = chat_logprob(self.call.texts, piece.token, piece.logprobs, top)
             choice.logprobs.append(entry)
             logprobs = {"content": [entry], "refusal": None}
-        if not (delta or logprobs or self.call.lists_tokens):
+        ids = self.ids_of(piece)
+        if not (delta or logprobs or ids or self.call.lists_tokens):
             return None
-        return self._chunk([_shown(index, delta, logprobs)], **self.tokens_of(piece))
+        return self._chunk([_shown(index, delta, logprobs) | ids], **self.tokens_of(piece))
 
     def _document(self, index: int, choice: _Choice) -> dict[str, Any]:
         read = choice.reader.message
@@ -96,6 +93,7 @@ class ChatAnswer(Answer):
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": self.results[0].outputs[index].stop_reason,
+            **self.ids_of_output(self.results[0].outputs[index]),
         }
 
     def _reason(self, choice: _Choice, reason: str) -> str | None:
@@ -107,8 +105,7 @@ class ChatAnswer(Answer):
         return self.usage(sum(choice.reader.reasoning_tokens for choice in self._choices))
 
     def _chunk(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        usage = {"usage": None} if self.call.include_usage else {}
-        return {**self._named("chat.completion.chunk"), "choices": choices, **usage, **rest}
+        return {**self._named("chat.completion.chunk"), "choices": choices, **self.chunk_usage(), **rest}
 
     def _named(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self.call.created, "model": self.call.model}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speculant.engine.generation import StreamPiece
 from speculant.serving.answers import Answer, Call, Chunk, new_id
+from speculant.serving.prompts import Prompt
 from speculant.serving.token_texts import completion_logprobs, prompt_logprobs
 from speculant.types import Logprobs
 
@@ -26,10 +28,36 @@ class _Choice:
 class CompletionAnswer(Answer):
     """Choices in the order of the prompts, `n` for each."""
 
-    def __init__(self, call: Call, num_prompts: int) -> None:
+    def __init__(self, call: Call, num_prompts: int, echo: bool = False, answers: bool = True) -> None:
+        """`echo`: the prompt stands before the answer. answers: False = the prompt alone is returned."""
         super().__init__(call, num_prompts)
-        self._id = new_id("cmpl-")
+        self._id, self._echo, self._answers = new_id("cmpl-"), echo, answers
         self._choices = [_Choice() for _ in range(num_prompts * call.params.n)]
+
+    def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
+        """See `Answer.begin`."""
+        for index, choice in enumerate(self._choices):
+            prompt = prompts[index // self.call.params.n]
+            if self._echo and prompt.text:
+                choice.pieces.append(prompt.text)
+                choice.length = len(prompt.text)
+        if not (self._echo or self.call.returns_ids):
+            return []
+        return [self._first(index, choice) for index, choice in enumerate(self._choices)]
+
+    def _first(self, index: int, choice: _Choice) -> Chunk:
+        ids: dict[str, Any] = {}
+        if self.call.returns_ids:
+            ids = {"prompt_token_ids": list(self.prompts[index // self.call.params.n].tokens), "token_ids": []}
+        text = "".join(choice.pieces)
+        return self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None, **ids}])
+
+    def feed(self, prompt: int, piece: StreamPiece) -> list[Chunk]:
+        """See `Answer.feed`."""
+        if not self._answers:
+            reason = piece.finish_reason and ("error" if piece.finish_reason == "error" else "length")
+            piece = replace(piece, token=None, text="", logprobs=None, finish_reason=reason)
+        return super().feed(prompt, piece)
 
     def read(self, index: int, piece: StreamPiece) -> list[Chunk]:
         """See `Answer.read`."""
@@ -41,13 +69,14 @@ class CompletionAnswer(Answer):
             choice.entries.append(piece.logprobs)
             choice.offsets.append(before)
         choice.finish_reason = piece.finish_reason
-        if not (piece.text or piece.logprobs or piece.finish_reason or self.call.lists_tokens):
+        ids = self.ids_of(piece)
+        if not (piece.text or piece.logprobs or piece.finish_reason or ids or self.call.lists_tokens):
             return []
         logprobs = None
         if piece.token is not None and piece.logprobs is not None:
             logprobs = completion_logprobs(self.call.texts, [piece.token], [piece.logprobs], [before])
         reason = None if piece.finish_reason == "error" else piece.finish_reason
-        shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
+        shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason, **ids}
         return [self._chunk([shown], **self.tokens_of(piece), **self.last_words(piece))]
 
     def end(self) -> list[Chunk]:
@@ -66,7 +95,10 @@ class CompletionAnswer(Answer):
         output = self.results[prompt]
         logprobs = None
         if self.call.params.logprobs is not None:
-            logprobs = completion_logprobs(self.call.texts, choice.tokens, choice.entries, choice.offsets)
+            tokens, entries, offsets = self._echoed(prompt)
+            logprobs = completion_logprobs(
+                self.call.texts, [*tokens, *choice.tokens], [*entries, *choice.entries], [*offsets, *choice.offsets]
+            )
         value = {
             "index": index,
             "text": "".join(choice.pieces),
@@ -74,13 +106,29 @@ class CompletionAnswer(Answer):
             "finish_reason": choice.finish_reason,
             "stop_reason": output.outputs[sample].stop_reason,
         }
-        if output.prompt_logprobs is not None:
+        if self.call.returns_ids:
+            made = self.ids_of_output(output.outputs[sample]) if self._answers else {"token_ids": []}
+            value |= {"prompt_token_ids": list(output.prompt_token_ids), **made}
+        if output.prompt_logprobs is not None and not self._echo:
             value["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return value
 
+    def _echoed(self, prompt: int) -> tuple[Sequence[int], Sequence[Logprobs | None], Sequence[int]]:
+        """Return a repeated prompt's tokens, their log-probabilities, and where their texts begin."""
+        output = self.results[prompt]
+        if not self._echo or output.prompt_logprobs is None:
+            return (), (), ()
+        return output.prompt_token_ids, output.prompt_logprobs, self.prompts[prompt].offsets
+
+    def usage(self, reasoning_tokens: int = 0) -> dict[str, Any]:
+        """See `Answer.usage`; a token that is left out does not count."""
+        value = super().usage(reasoning_tokens)
+        if not self._answers:
+            value |= {"completion_tokens": 0, "total_tokens": value["prompt_tokens"]}
+        return value
+
     def _chunk(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        usage = {"usage": None} if self.call.include_usage else {}
-        return {**self._named(), "choices": choices, **usage, **rest}
+        return {**self._named(), "choices": choices, **self.chunk_usage(), **rest}
 
     def _named(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self.call.created, "model": self.call.model}

@@ -1,9 +1,9 @@
-"""Errors as a client sees them: an HTTP status and OpenAI's shape, without paths or addresses of memory."""
+"""Errors as a client sees them: an HTTP status and OpenAI's shape, without the server's paths or memory addresses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,11 +13,17 @@ MAX_MESSAGE = 1000  # characters; a message may quote what the client sent
 RETRY_AFTER = MappingProxyType({"retry-after": "1"})
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+){2,}/?|\b[A-Za-z]:\\\S+")
+_WORD = re.compile(r"(?<![\w.-])[a-z]\w*(?![\w-])")
+_NAME = re.compile(r"\w+[=\[]|[a-z]*_")  # a message begins with a field's name
+_NOUNS = frozenset({"prompt", "method", "verification"})  # what messages speak of as things
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An error with an HTTP status, and what OpenAI's clients read: message, type, param, code."""
+    """An error with an HTTP status, and what OpenAI's clients read: message, type, param, code.
+
+    A message has the server's own words and the client's, so that no path in it is the server's.
+    """
 
     def __init__(
         self,
@@ -29,7 +35,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, scrub(message), param, code
+        self.status, self.message, self.param, self.code = status, _shortened(message), param, code
         self.headers = dict(headers or {})
 
     @property
@@ -63,27 +69,61 @@ def timed_out(message: str) -> ApiError:
     return ApiError(504, message, code="timeout")
 
 
-def api_error(error: Exception) -> ApiError:
-    """Return what a client is told about an error; of one that is no SpeculantError, nothing but that it happened."""
+Sent = Callable[[str], str | None]  # from a setting's name to the field that set it; None = none did
+
+
+def _nothing(_: str) -> None:
+    return None
+
+
+def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
+    """Return what a client is told about an error; of one that is no SpeculantError, nothing but that it happened.
+
+    sent_as: of the request's body; an error about a field has the field's name, as it was sent.
+    """
     if isinstance(error, ApiError):
-        return error
+        return _as_sent(error, sent_as)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "The engine has failed; this server can't serve requests any more.", code="engine_failed")
     if isinstance(error, EngineClosedError):
         return unavailable("The server is shutting down.", "shutting_down")
     if isinstance(error, CapacityError):
-        return overloaded(_sentence(error))
+        return overloaded(_sentence(error, sent_as))
     if isinstance(error, SpeculantError):
-        return ApiError(400 if isinstance(error, ValueError) else 500, _sentence(error))
+        return _as_sent(ApiError(400 if isinstance(error, ValueError) else 500, _sentence(error, sent_as)), sent_as)
     return ApiError(500, "The server failed to process this request.", code="internal_error")
+
+
+def _as_sent(error: ApiError, sent_as: Sent) -> ApiError:
+    """Return an error about a request with the names of its fields as they were sent."""
+    if error.status != 400:
+        return error
+    sent: dict[str, str] = {}  # by the name in the message
+    for word in _WORD.finditer(error.message):
+        if _may_be_field(word) and (field := sent_as(word[0])) is not None:
+            sent.setdefault(word[0], field)
+    named = _WORD.sub(lambda word: word[0] if word[0] in _NOUNS else sent.get(word[0], word[0]), error.message)
+    param = next(iter(sent.values()), None) if error.param is None else sent_as(error.param) or error.param
+    return ApiError(400, named, param=param, code=error.code, headers=error.headers)
+
+
+def _may_be_field(word: re.Match[str]) -> bool:
+    """Whether a word of a message is a field's name rather than English, if there is such a field."""
+    return word.start() == 0 or "_" in word[0] or word[0] in _NOUNS
 
 
 def scrub(text: str) -> str:
     """Return a message without addresses of memory and absolute paths, and not longer than MAX_MESSAGE."""
-    cut = text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
-    return _PATH.sub("[path]", _ADDRESS.sub("[address]", cut))
+    return _PATH.sub("[path]", _ADDRESS.sub("[address]", _shortened(text)))
 
 
-def _sentence(error: SpeculantError) -> str:
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+def _sentence(error: SpeculantError, sent_as: Sent) -> str:
     problem = error.problem if len(error.problem) <= MAX_MESSAGE // 2 else error.problem[: MAX_MESSAGE // 2] + "..."
-    return f"{problem[:1].upper()}{problem[1:]}. Fix: {error.fix}"
+    first = _WORD.match(problem)
+    if not _NAME.match(problem) and not (first and sent_as(first[0])):
+        problem = f"{problem[:1].upper()}{problem[1:]}"
+    return scrub(f"{problem}. Fix: {error.fix}")

@@ -1,9 +1,9 @@
-"""Prometheus metrics, under vLLM's names behind a prefix of choice. Each app has a registry of its own."""
+"""Prometheus metrics behind a prefix of choice, and vLLM's under vLLM's names. Each app has a registry of its own."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,7 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
 REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
                    240.0, 480.0, 960.0)  # fmt: skip
 _LABELS = ("model_name",)
+_VLLM = "vllm"  # the prefix of vLLM's metrics
 
 # Totals of the engine: name, what they count, and the field of `EngineMetrics`.
 _COUNTERS = (
@@ -42,12 +43,35 @@ _GAUGES = (
 )
 
 
-class ServerMetrics:
-    """The registry of one server. `read` returns the engine's totals, None while there is no engine."""
+# What dashboards for vLLM read: these metrics mean the same here.
+VLLM_NAMES = frozenset(
+    {
+        *("prompt_tokens", "generation_tokens", "num_preemptions", "request_success"),
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+        *("prefix_cache_queries", "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+        "e2e_request_latency_seconds",
+    }
+)
 
-    def __init__(self, prefix: str, model: str, read: Callable[[], EngineMetrics | None]) -> None:
+
+class ServerMetrics:
+    """The registry of one server. `read` returns the engine's totals, None while there is no engine.
+
+    read_cache: returns what is constant of the cache, as labels of `cache_config_info`.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        model: str,
+        read: Callable[[], EngineMetrics | None],
+        read_cache: Callable[[], Mapping[str, str] | None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineTotals(prefix, model, read))
+        self.registry.register(_EngineTotals(prefix, model, read, read_cache))
+        self._prefix = prefix
         histograms = {
             "time_to_first_token_seconds": ("Time to the first token.", FIRST_TOKEN_BUCKETS),
             "inter_token_latency_seconds": ("Time between a token and the next one.", TOKEN_BUCKETS),
@@ -71,7 +95,12 @@ class ServerMetrics:
 
     def page(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus' text format, and its media type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        page = generate_latest(self.registry)
+        if self._prefix == _VLLM:
+            return page, CONTENT_TYPE_LATEST
+        again = CollectorRegistry()
+        again.register(_UnderOtherPrefix(self.registry, self._prefix, _VLLM, VLLM_NAMES))
+        return page + generate_latest(again), CONTENT_TYPE_LATEST
 
 
 class RequestMeter:
@@ -107,8 +136,14 @@ class RequestMeter:
 class _EngineTotals(Collector):
     """Reads the engine's own counters when they are asked for."""
 
-    def __init__(self, prefix: str, model: str, read: Callable[[], EngineMetrics | None]) -> None:
-        self._prefix, self._model, self._read = prefix, model, read
+    def __init__(
+        self,
+        prefix: str,
+        model: str,
+        read: Callable[[], EngineMetrics | None],
+        read_cache: Callable[[], Mapping[str, str] | None],
+    ) -> None:
+        self._prefix, self._model, self._read, self._read_cache = prefix, model, read, read_cache
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector.collect`."""
@@ -120,6 +155,12 @@ class _EngineTotals(Collector):
         usage = totals.blocks_used / totals.blocks_total if totals.blocks_total else 0.0
         yield self._sample(GaugeMetricFamily, "kv_cache_usage_perc", "Share of the cache in use, 1 = all.", usage)
         yield self._per_position(totals)
+        if (cache := self._read_cache()) is not None:
+            names = sorted(cache)
+            name = f"{self._prefix}:cache_config_info"
+            family = GaugeMetricFamily(name, "The cache's settings, as labels.", labels=(*_LABELS, *names))
+            family.add_metric([self._model, *(cache[each] for each in names)], 1)
+            yield family
 
     def _sample(
         self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float
@@ -134,3 +175,22 @@ class _EngineTotals(Collector):
         for position, count in enumerate(totals.accepted_per_position):
             family.add_metric([self._model, str(position)], count)
         return family
+
+
+class _UnderOtherPrefix(Collector):
+    """Shows some metrics of a registry again, with another prefix."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str, other: str, names: Collection[str]) -> None:
+        self._registry, self._prefix, self._other, self._names = registry, f"{prefix}:", f"{other}:", names
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector.collect`."""
+        for family in self._registry.collect():
+            name = family.name.removeprefix(self._prefix)
+            if name in self._names:
+                shown = Metric(self._other + name, family.documentation, family.type)
+                shown.samples = [
+                    sample._replace(name=self._other + sample.name.removeprefix(self._prefix))
+                    for sample in family.samples
+                ]
+                yield shown

@@ -45,8 +45,28 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+class Heads:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, see ASGI."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
+
+
 class Limits:
     """Refuses headers and bodies that are too large, and bodies that are too slow, before they are read to their end.
+
+    A compressed body is refused too.
 
     The route gets a body in one piece.
     """
@@ -73,6 +93,10 @@ class Limits:
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if size + len(scope["raw_path"] or b"") + len(scope["query_string"]) > most:
             raise ApiError(431, f"The headers have over {most} bytes.", code="headers_too_large")
+        coding = Headers(scope=scope).get("content-encoding", "identity")
+        if coding.strip().lower() not in ("identity", ""):
+            text = f"The body is compressed ({coding[:40]}): send plain JSON, without Content-Encoding."
+            raise ApiError(415, text, code="unsupported_encoding")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body; None if the client went away before its end."""

@@ -12,19 +12,31 @@ from speculant.engine.frontend import RenderedPrompt
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal, timed_out
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import ChatBody, CompletionBody, TokenizeBody
+from speculant.serving.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    Conversation,
+    TokenizeBody,
+)
 from speculant.serving.state import ServerState
+from speculant.text.detokenize import IncrementalDetokenizer
+from speculant.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text that they were made from if there is one. rendered: it is a conversation."""
+    """Token ids, and the text that they were made from if there is one. rendered: it is a conversation.
+
+    offsets: where the text of each token begins, if the answer repeats the prompt with its log-probabilities.
+    """
 
     tokens: Sequence[int]
     text: str | None = None
     rendered: RenderedPrompt | None = None
+    offsets: Sequence[int] = ()
 
     @property
     def given(self) -> Sequence[int] | RenderedPrompt:
@@ -50,32 +62,36 @@ class Prompts:
 
     async def of_completion(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         """Return the prompts of a completion; see `count_prompts`."""
-        return await self.aside(lambda: [self._of(engine, each) for each in _listed(body)])
+        return await self.aside(lambda: [self._of(engine, each, body) for each in _listed(body)])
 
-    async def of_text(self, engine: AsyncEngine, text: str, add_special_tokens: bool) -> Prompt:
+    async def of_text(self, engine: AsyncEngine, text: str, body: TokenizeBody) -> Prompt:
         """Return the prompt of a text."""
-        self._check_text(text)
-        return await self.aside(lambda: Prompt(engine.tokenizer.encode(text, add_special_tokens), text))
+        return await self.aside(lambda: self._of(engine, text, body))
 
-    async def of_chat(self, engine: AsyncEngine, body: ChatBody | TokenizeBody) -> Prompt:
+    async def of_chat(self, engine: AsyncEngine, body: Conversation) -> Prompt:
         """Return the prompt of a conversation, by the template of the model's folder.
 
         Raises ApiError (400) or SpeculantError for messages that it can't render; RequestError if there is no template.
         """
         messages = body.messages or []
+        if body.truncation_side == "right" and body.truncate_prompt_tokens is not None:
+            raise refusal("A conversation is cut on the left: its end is what is answered.", "truncation_side")
         if len(messages) > self.options.max_messages:
             raise refusal(f"There are {len(messages)} messages and {self.options.max_messages} may be.", "messages")
         variables = dict(body.chat_template_kwargs or {})
-        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
-        tools = None if isinstance(body, ChatBody) and body.tool_choice == "none" else body.tools
+        for name in ("reasoning_effort", "documents"):
+            if (value := getattr(body, name)) is not None:
+                variables.setdefault(name, value)
+        if body.reasoning_effort is not None:  # the switch of templates that know no degrees
+            variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+        tools = None if body.tool_choice == "none" else body.tools
         conversation = [message.model_dump(exclude_none=True) for message in messages]
 
         def render() -> Prompt:
             begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
             rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
             self._check_text(rendered.text)
-            tokens = engine.tokenizer.encode(rendered.text, add_special_tokens=False)
+            tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
             return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
 
         return await self.aside(render)
@@ -88,16 +104,54 @@ class Prompts:
         tokens = await self.aside(lambda: engine.tokenizer.encode(guess, add_special_tokens=False))
         return params.with_prediction(tokens)
 
-    def _of(self, engine: AsyncEngine, prompt: str | Sequence[int]) -> Prompt:
+    def _of(self, engine: AsyncEngine, prompt: str | Sequence[int], body: CompletionBody | TokenizeBody) -> Prompt:
         if not isinstance(prompt, str):
-            return Prompt(prompt)
-        self._check_text(prompt)
-        return Prompt(engine.tokenizer.encode(prompt), prompt)
+            made = Prompt(_cut(engine, prompt, body))
+        else:
+            self._check_text(prompt)
+            tokens = engine.tokenizer.encode(prompt, body.add_special_tokens is not False)
+            made = Prompt(_cut(engine, tokens, body), prompt)
+        return _echoed(engine.tokenizer, made, body) if isinstance(body, CompletionBody) and body.echo else made
 
     def _check_text(self, text: str) -> None:
         most = self.options.max_prompt_characters
         if len(text) > most:
             raise refusal(f"The prompt has {len(text)} characters and {most} are the most.", "prompt", "too_long")
+
+
+def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Prompt:
+    """Return a prompt with all that is needed to repeat it: the text of its tokens, and where they begin in it."""
+    skip = body.skip_special_tokens is not False
+    whole = prompt.text is not None and body.truncate_prompt_tokens is None
+    text = prompt.text if whole else tokenizer.decode(prompt.tokens, skip)
+    if body.logprobs is None:
+        return replace(prompt, text=text)
+    stream, offsets, place = IncrementalDetokenizer(tokenizer, skip), [], 0
+    for token in prompt.tokens:
+        offsets.append(place)
+        place += len(stream.push(token))
+    return replace(prompt, text=text, offsets=offsets)
+
+
+def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conversation) -> Sequence[int]:
+    """Return as many tokens of a prompt as a request wants to keep: the last ones, unless it names the other side."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return tokens
+    if most == -1:  # what the answer leaves of the context
+        most = max(1, engine.limits.max_model_len - _answer_tokens(body))
+    if most < 1:
+        raise refusal(
+            f"truncate_prompt_tokens={most} is not a number of tokens from 1 on, or -1.", "truncate_prompt_tokens"
+        )
+    return tokens[:most] if body.truncation_side == "right" else tokens[-most:]
+
+
+def _answer_tokens(body: CompletionBody | Conversation) -> int:
+    """Return how many tokens an answer needs room for: its limit, else one."""
+    if isinstance(body, CompletionBody):
+        return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    return (body.max_completion_tokens or body.max_tokens or 1) if isinstance(body, ChatBody) else 1
 
 
 def count_prompts(body: CompletionBody, options: ServerOptions) -> int:

@@ -1,20 +1,35 @@
 """The bodies of requests, in OpenAI's shapes with this package's own fields beside them.
 
-Types are strict: text is no number, true is no 1. What is null counts as not given. Unknown fields are accepted, as
-other servers have many that mean nothing here; those that would change the answer are refused (`REFUSED`).
+Types are strict: text is no number, true is no 1. What is null counts as not given. Fields of other servers are read,
+refused or accepted, see `fields`; other unknown fields are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from speculant.params import SamplingParams
 from speculant.serving.errors import ApiError, refusal
+from speculant.serving.fields import ACCEPTED, REFUSED
 
 T = TypeVar("T")
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 MOST_LISTED = 131_072  # entries of a list in a body
 _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], Field(fail_fast=True, max_length=MOST_LISTED)]
@@ -23,33 +38,28 @@ Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST_LISTED)]
 Object = dict[str, Any]
+Side = Literal["left", "right"]
 
-# Fields of other servers that would change the answer, and what is to be used instead.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "guided_json": 'use structured_outputs={"json": ...}',
-        "guided_regex": 'use structured_outputs={"regex": ...}',
-        "guided_choice": 'use structured_outputs={"choice": ...}',
-        "guided_grammar": 'use structured_outputs={"grammar": ...}',
-        "chat_template": "templates come from the model's folder alone; leave it out",
-        "functions": "use tools",
-        "function_call": "use tool_choice",
-        "audio": "this server makes text; leave it out",
-        "use_beam_search": "set beam_width",
-        "previous_response_id": "responses are not stored; send the whole conversation as input",
-        "conversation": "conversations are not stored; send the whole conversation as input",
-        "background": "responses are not stored; leave it out",
-        "prompt_embeds": "send text or token ids",
-    }
-)
+# Settings whose fields have other names or other forms in bodies, or are read before the engine.
+_OTHERWISE = frozenset({"logprobs", "structured_outputs", "detokenize", "truncate_prompt_tokens"})
+SETTINGS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - _OTHERWISE
 
 
 class Body(BaseModel):
     """What every body has in common."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    # The fields that set what the engine calls by a name, the first one that was sent counts; others: the name itself.
+    aliases: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({})
 
     model: str | None = None
+
+    def sent_as(self, name: str) -> str | None:
+        """Return the field by which a client set something that the engine calls `name`; None if it did not."""
+        fields = self.aliases.get(name, (name,))
+        return next(
+            (each for each in fields if each in self.model_fields_set and getattr(self, each) is not None), None
+        )
 
 
 class StreamOptions(BaseModel):
@@ -78,31 +88,39 @@ class Prediction(BaseModel):
     content: str | Parts
 
 
-class Generation(Body):
-    """Settings of every request that generates. Names and meanings are those of `SamplingParams`."""
+_SPECULATION = MappingProxyType({"method": ("speculation",), "verification": ("speculation",)})
+
+
+def _on_wire(hint: Any) -> Any:
+    """Return the type in a JSON body of a setting's type."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Sequence:
+        item = _on_wire(inner[0])
+        return Listed[item]  # type: ignore[valid-type]
+    if kind is Mapping:
+        return Object
+    return Union[tuple(map(_on_wire, inner))] if kind in (Union, UnionType) else hint  # noqa: UP007 - of any number
+
+
+if TYPE_CHECKING:
+    _Settings = Body
+else:
+    _hints = get_type_hints(SamplingParams)
+    _Settings = create_model(
+        "_Settings", __base__=Body, **{name: (_on_wire(_hints[name]) | None, None) for name in sorted(SETTINGS)}
+    )
+
+
+class Generation(_Settings):
+    """Settings of every request that generates: each field of `SamplingParams`, and these."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | Listed[str] | None = None
-    stop_token_ids: Listed[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
     speculation: bool | Object | None = None
     prediction: Prediction | None = None
     response_format: Object | None = None
@@ -115,11 +133,17 @@ class Generation(Body):
 class CompletionBody(Generation):
     """A body of /v1/completions. prompt: a text, texts, token ids, or lists of token ids."""
 
+    aliases = MappingProxyType({"structured_outputs": ("structured_outputs", "response_format"), **_SPECULATION})
+
     prompt: str | Texts | Tokens | TokenLists
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
+    return_token_ids: bool | None = None
 
 
 class FunctionCall(BaseModel):
@@ -154,25 +178,59 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-class ChatBody(Generation):
-    """A body of /v1/chat/completions."""
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+
+class Conversation(Body):
+    """What makes the prompt of a conversation."""
+
+    messages: Messages | None = None
     tools: Listed[Object] | None = None
     tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
     reasoning_effort: str | None = None
+    documents: Listed[Object] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
+
+
+class ChatBody(Conversation, Generation):
+    """A body of /v1/chat/completions."""
+
+    aliases = MappingProxyType(
+        {
+            "max_tokens": ("max_completion_tokens", "max_tokens"),
+            "logprobs": ("top_logprobs", "logprobs"),
+            "structured_outputs": ("structured_outputs", "response_format", "tool_choice"),
+            "prompt": ("messages",),
+            **_SPECULATION,
+        }
+    )
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
     modalities: Listed[str] | None = None
+    return_token_ids: bool | None = None
 
 
 class ResponseBody(Generation):
     """A body of /v1/responses. input: a text, or messages whose parts are text."""
+
+    aliases = MappingProxyType(
+        {
+            "max_tokens": ("max_output_tokens", "max_tokens"),
+            "structured_outputs": ("structured_outputs", "response_format", "text"),
+            "response_format": ("response_format", "text"),
+            "prompt": ("input",),
+            **_SPECULATION,
+        }
+    )
 
     input: str | Parts
     instructions: str | None = None
@@ -188,23 +246,20 @@ class ResponseBody(Generation):
     metadata: dict[str, str] | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Conversation):
     """A body of /tokenize: a prompt, or messages."""
 
+    aliases = MappingProxyType({"prompt": ("prompt", "messages")})
+
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: Listed[Object] | None = None
-    chat_template_kwargs: Object | None = None
 
 
 class DetokenizeBody(Body):
     """A body of /detokenize."""
 
     tokens: Listed[int]
+    skip_special_tokens: bool | None = None
 
 
 BODIES: Mapping[str, type[Body]] = MappingProxyType(
@@ -225,10 +280,25 @@ def read_body(kind: type[T], raw: bytes) -> T:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise _invalid(error) from None
-    for name, instead in REFUSED.items():
-        if name in (body.model_extra or {}) and body.model_extra[name] not in (None, False):  # type: ignore[index]
-            raise refusal(f"{name} is not supported: {instead}.", name, "unsupported_parameter")
+    _check_others(body, body.model_extra or {})
     return body
+
+
+def _check_others(body: Body, given: Mapping[str, Any]) -> None:
+    """Refuse those fields that a body does not read and that would change the answer."""
+    generates = isinstance(body, Generation)
+    for name, value in given.items():
+        entry = REFUSED.get(name)
+        if entry is not None:
+            if entry.asks(value) and (generates or (entry.of_prompt and isinstance(body, Conversation))):
+                raise refusal(f"{name} is not supported: {entry.advice}.", name, "unsupported_parameter")
+        elif generates and value and name not in ACCEPTED and (paths := _paths_with(name)):
+            raise refusal(f"{name} is a field of {' and '.join(paths)} alone.", name, "unsupported_parameter")
+
+
+def _paths_with(name: str) -> list[str]:
+    """Return the routes that read a field."""
+    return [path for path, kind in BODIES.items() if name in kind.model_fields]
 
 
 def _invalid(error: ValidationError) -> ApiError:

@@ -44,7 +44,8 @@ class Routes:
         service, engine = self._service, self._service.state.engine
         body = await service.read(CompletionBody, request)
         params, count = completion_params(engine, body), count_prompts(body, service.options)
-        answer = CompletionAnswer(service.call(engine, body, params, count), count)
+        call, echo = service.call(engine, body, params, count), bool(body.echo)
+        answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
         job = Job(body, params, count, lambda: service.prompts.of_completion(engine, body), answer)
         return await service.answer(engine, request, job)
 
@@ -58,10 +59,8 @@ class Routes:
         service, tokenizer, name = self._service, engine.tokenizer, self._service.options.tool_parser
         params = with_tools(tokenizer, params, body, name)
         params = with_tags(tokenizer, params, find_tags(tokenizer.template_for(bool(body.tools))) or ())
-        shown = params.skip_special_tokens or body.skip_special_tokens is False
-        hidden = frozenset[int]() if shown else tokenizer.special_ids
         call, reader = service.call(engine, body, params), reader_for(tokenizer, body, name, _has_form(params))
-        answer = ChatAnswer(call, reader, hidden, finish_reason_of_calls(body))
+        answer = ChatAnswer(call, reader, finish_reason_of_calls(body))
 
         async def prompts() -> list[Prompt]:
             return [await service.prompts.of_chat(engine, body)]
@@ -92,7 +91,7 @@ class Routes:
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
         if body.prompt is not None:
-            prompt = await service.prompts.of_text(engine, body.prompt, body.add_special_tokens is not False)
+            prompt = await service.prompts.of_text(engine, body.prompt, body)
         else:
             prompt = await service.prompts.of_chat(engine, body)
         value: dict[str, Any] = {
@@ -111,8 +110,12 @@ class Routes:
         service.model(body)
         if any(not 0 <= token < 2**31 for token in body.tokens):
             raise refusal("A token id is negative or too large.", "tokens")
-        text = await service.prompts.aside(lambda: engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await service.prompts.aside(lambda: engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
         return json_response({"prompt": text})
+
+    async def tokenizer_info(self) -> Response:
+        """Return the settings of the tokenizer, as its folder has them, and the chat template."""
+        return json_response(dict(self._service.state.engine.tokenizer.settings))
 
     async def models(self) -> Response:
         """List the names of the model."""
@@ -122,7 +125,7 @@ class Routes:
     async def model(self, model: str) -> Response:
         """Describe the model."""
         engine = self._service.state.engine
-        if model not in self._service.names:
+        if not self._service.knows(model):
             raise ApiError(404, f"The model {model!r} does not exist.", param="model", code="model_not_found")
         return json_response(self._model(engine, model))
 

@@ -9,24 +9,40 @@ from typing import Any
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.errors import refusal
-from speculant.serving.protocol import ChatBody, CompletionBody, Generation, Prediction, ResponseBody
+from speculant.serving.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    SETTINGS,
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Prediction,
+    ResponseBody,
+)
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 LOGPROBS = "message.output_text.logprobs"  # what a response includes if its `include` says so
 _WHITESPACE = frozenset({"disable_any_whitespace"})
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"logprobs", "structured_outputs"}
 
 
 def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
     """Return the settings of a completion. Raises ApiError or ConfigError for those that can't be served."""
-    if body.echo:
-        raise refusal("echo is not supported: the prompt is not repeated.", "echo", "unsupported_parameter")
     if body.suffix:
         raise refusal("suffix is not supported: leave it out.", "suffix", "unsupported_parameter")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refusal("best_of must be n: set n alone.", "best_of", "unsupported_parameter")
     given = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **_given(engine, body)}
+    if body.echo:
+        given |= _echoing(body)
     return _merge(engine, given, body.logprobs)
+
+
+def _echoing(body: CompletionBody) -> dict[str, Any]:
+    """Return the settings of a completion that repeats its prompt; without an answer one token is made and left out."""
+    if body.stream and body.logprobs is not None:
+        raise refusal("echo with logprobs is not streamed: leave out stream, or logprobs.", "echo")
+    given = {} if body.max_tokens != 0 else {"max_tokens": 1}
+    if body.prompt_logprobs is None and body.logprobs is not None:
+        given["prompt_logprobs"] = body.logprobs
+    return given
 
 
 def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
@@ -44,6 +60,10 @@ def chat_params(engine: AsyncEngine, body: ChatBody) -> SamplingParams:
 def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
     """Return the settings of a response; without a limit it may fill the context."""
     _check_response(body)
+    if body.prompt_logprobs is not None:
+        raise refusal("A response has no prompt_logprobs: use /v1/chat/completions.", "prompt_logprobs")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise refusal("A response has its usage in the last event alone.", "stream_options")
     given = {"max_tokens": None, **_given(engine, body)}
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens
@@ -85,7 +105,9 @@ def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
 
 def _given(engine: AsyncEngine, body: Generation) -> dict[str, Any]:
     """Return those settings that a body has."""
-    values = {name: value for name in _FIELDS if (value := getattr(body, name, None)) is not None}
+    if body.stream and body.prompt_logprobs is not None:
+        raise refusal("prompt_logprobs are not streamed: leave out stream.", "prompt_logprobs")
+    values = {name: value for name in SETTINGS if (value := getattr(body, name, None)) is not None}
     if (form := _form(body)) is not None:
         values["structured_outputs"] = form
     if body.prediction is not None:
@@ -124,12 +146,12 @@ def _form(body: Generation) -> Mapping[str, Any] | None:
     if own is not None and not own.keys() <= _WHITESPACE:
         raise refusal("response_format and structured_outputs are both given: keep one.", "response_format")
     compact = {"disable_any_whitespace": wants_compact(body)}
-    if kind == "json_object":
-        return {"json_object": True, **compact}
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise refusal('response_format has no type "text", "json_object" or "json_schema".', "response_format")
-    named = given.get("json_schema")
+    named = given.get("json_schema", given)  # llama.cpp has the schema beside the type
     schema = named.get("schema") if isinstance(named, Mapping) else None
+    if kind == "json_object" and schema is None:
+        return {"json_object": True, **compact}
     if not isinstance(schema, Mapping):
         raise refusal('response_format needs {"json_schema": {"name": ..., "schema": {...}}}.', "response_format")
     return {"json": schema, **compact}

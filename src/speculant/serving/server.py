@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from speculant.errors import ConfigError
 from speculant.serving.options import ServerOptions
 from speculant.serving.state import ServerState
 from speculant.serving.streams import ABORT
@@ -38,7 +41,10 @@ class Server(uvicorn.Server):
     """Serves an application until a signal. The first one lets running requests end, the second one does not."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, on_listening: Callable[[str], None]) -> None:
-        """`on_listening` gets the address once requests are answered."""
+        """`on_listening` gets the address once requests are answered.
+
+        Raises ConfigError for an address that can't be listened at, before the application loads anything.
+        """
         config = uvicorn.Config(
             app,
             host=options.host,
@@ -55,12 +61,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._state: ServerState = app.state.server
         self._options, self._on_listening = options, on_listening
+        self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         """See `uvicorn.Server.startup`."""
-        await super().startup(sockets)
+        await super().startup(sockets or [self._socket])
         self._loop = asyncio.get_running_loop()
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -86,3 +93,23 @@ class Server(uvicorn.Server):
             await self._state.drain(self._options.drain_timeout)
         finally:
             self.should_exit = True
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    """Return a socket that listens at a server's address. Of a name with several addresses an IPv4 one is taken."""
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        with ExitStack() as undone:
+            # asyncio sends at once (TCP_NODELAY) through sockets that name their protocol alone.
+            made = undone.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen()
+            undone.pop_all()
+        return made
+    except OSError as error:
+        where = f"{options.host}:{options.port}"
+        raise ConfigError(
+            f"the server can't listen at {where}: {error.strerror}", "choose another --port, or end what uses this one."
+        ) from error

@@ -52,23 +52,33 @@ class Job:
 class Service:
     """The server's parts, for the routes."""
 
-    def __init__(self, state: ServerState, options: ServerOptions, names: Sequence[str]) -> None:
-        """`names`: what the model may be called; the first one is its own."""
+    def __init__(
+        self, state: ServerState, options: ServerOptions, names: Sequence[str], aliases: Sequence[str] = ()
+    ) -> None:
+        """`names`: what the model is called; the first one is its own. aliases: requests may call it so, too."""
         self.state, self.options, self.names = state, options, tuple(names)
-        self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals)
+        self._aliases = frozenset(aliases)
+        self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache)
         self.prompts = Prompts(state, options)
 
     async def read(self, kind: type[B], request: Request) -> B:
         """Return a request's body; large ones are parsed in a thread. Raises ApiError for one that is not valid."""
         raw = await request.body()
         if len(raw) <= _LARGE:
-            return read_body(kind, raw)
-        return await self.prompts.aside(lambda: read_body(kind, raw))
+            body = read_body(kind, raw)
+        else:
+            body = await self.prompts.aside(lambda: read_body(kind, raw))
+        request.state.body = body  # errors name its fields
+        return body
+
+    def knows(self, name: str) -> bool:
+        """Whether the model is called so."""
+        return name in self.names or name in self._aliases
 
     def model(self, body: Body) -> str:
         """Return the model's name as the client knows it. Raises ApiError (404) for another model."""
         name = self.names[0] if body.model is None else body.model
-        if name not in self.names:
+        if not self.knows(name):
             raise ApiError(
                 404,
                 f"The model {name!r} does not exist; {self.names[0]!r} does.",
@@ -90,7 +100,9 @@ class Service:
             level=self.options.per_request_spec_decode_metrics,
             predicted=predicts(engine, body, params),
             include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             lists_tokens=bool(body.speculant and body.speculant.tokens),
+            returns_ids=bool(getattr(body, "return_token_ids", False)),
         )
 
     @cached_property
@@ -115,6 +127,7 @@ class Service:
             meter, failed = RequestMeter(self.metrics, samples), True
             try:
                 work = await self._work(engine, request, job)
+                answer.prompts = work.prompts
                 waiting = answer.begin(work.prompts)
                 async with aclosing(run(engine, work, self.options, meter)) as pieces:
                     async for batch in pieces:
@@ -136,6 +149,18 @@ class Service:
     def _totals(self) -> Any:
         engine = self.state.loaded
         return None if engine is None else engine.metrics
+
+    def _cache(self) -> dict[str, str] | None:
+        engine = self.state.loaded
+        if engine is None:
+            return None
+        config = engine.config
+        return {
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(engine.metrics.blocks_total),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "engine": "0",
+        }
 
 
 def salt_of(api_key: str | None, own: str | None) -> str:

@@ -63,19 +63,27 @@ def _alone(texts: TokenTexts, token: int, value: Logprob) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[Logprobs], offsets: Sequence[int]
+    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[Logprobs | None], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a completion's `logprobs`. offsets: where each token's text begins in the answer."""
+    """Return a completion's `logprobs`. offsets: where each token's text begins in the answer.
+
+    entries: None for the first token of a prompt, before which there is nothing.
+    """
+    pairs = list(zip(tokens, entries, strict=True))
     return {
         "tokens": [texts.of(token)[0] for token in tokens],
-        "token_logprobs": [finite(entry[token].logprob) for token, entry in zip(tokens, entries, strict=True)],
-        "top_logprobs": [Deferred(partial(_by_text, texts, entry)) for entry in entries],
+        "token_logprobs": [entry and finite(entry[token].logprob) for token, entry in pairs],
+        "top_logprobs": [entry and Deferred(partial(_by_text, texts, entry)) for entry in entries],
         "text_offset": list(offsets),
     }
 
 
 def _by_text(texts: TokenTexts, entry: Logprobs) -> dict[str, float]:
-    return {texts.of(token)[0]: finite(value.logprob) for token, value in entry.items()}
+    """Return alternatives by their texts, the most likely first; of several with one text the most likely counts."""
+    values: dict[str, float] = {}
+    for token, value in sorted(entry.items(), key=lambda each: each[1].rank):
+        values.setdefault(texts.of(token)[0], finite(value.logprob))
+    return values
 
 
 def prompt_logprobs(entries: Sequence[Logprobs | None] | None) -> list[Deferred | None] | None:

@@ -37,7 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self._special = _special_tokens(settings)
+        self._settings, self._special = settings, _special_tokens(settings)
         self._template, self._tool_template = template, tool_template
 
     @classmethod
@@ -112,6 +112,12 @@ class Tokenizer:
         """The decoder's entry in tokenizer.json; None when tokens are joined by spaces."""
         decoder = self.backend.decoder
         return json.loads(decoder.__getstate__()) if decoder else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of tokenizer_config.json: special tokens as texts, the class and the template always there."""
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **self._special}
+        return named | {"chat_template": self._template}
 
     @property
     def chat_template(self) -> str | None:

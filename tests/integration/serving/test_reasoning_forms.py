@@ -83,10 +83,24 @@ def test_the_model_chooses_whether_to_reason(server: LiveServer) -> None:
 
 def test_no_reasoning_where_it_is_switched_off(server: LiveServer) -> None:
     likely = {str(THINK): 90}
-    for given in ({"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": False}):
+    for given in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"reasoning_effort": "none"},
+    ):
         message = answer(server, logit_bias=likely, **given)
         assert message["content"] in ("yes!!!", "no!!!")
         assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(("effort", "end"), [("none", "<think></think>"), ("low", "<think>"), (None, "[assistant]")])
+def test_the_effort_is_told_to_the_template(server: LiveServer, effort: str | None, end: str) -> None:
+    made = server.post("/tokenize", messages=CHAT, reasoning_effort=effort)
+    assert server.post("/detokenize", tokens=made["tokens"])["prompt"].endswith(end)
+    own = server.post(
+        "/tokenize", messages=CHAT, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}
+    )
+    assert server.post("/detokenize", tokens=own["tokens"])["prompt"].endswith("<think></think>")
 
 
 def test_an_unended_reasoning_is_all_there_is(server: LiveServer) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 from typing import Any
 
 import pytest
 
-from speculant import __version__
+from speculant import AsyncEngine, __version__
+from tests.models import Checkpoints, checkpoints
 from tests.servers import LiveServer
+
+__all__ = ["checkpoints"]
 
 PROMPT = "def read(path):\n"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
@@ -192,3 +198,64 @@ def test_a_tool_choice_insists_on_a_call(demo: LiveServer) -> None:
     text = demo.post("/v1/chat/completions", **settings, tool_choice="required")["choices"][0]["message"]["content"]
     assert text.startswith('{"name": "cut", "arguments": {"size": ')  # the template has no format of calls
     assert demo.post("/v1/chat/completions", **settings)["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/v1/models", "/v1/models/demo", "/metrics", "/version", "/", "/page.js", "/openapi.json", "/nowhere",
+     "/tokenizer_info"],
+)  # fmt: skip
+def test_head_is_answered_as_get_without_the_body(demo: LiveServer, path: str) -> None:
+    got, head = demo.http.get(path), demo.http.head(path)
+    assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+    assert head.content == b""
+    assert path == "/metrics" or head.headers["content-length"] == got.headers["content-length"]
+    assert demo.http.get("/health").status_code == 200  # the connection can go on
+
+
+def test_a_compressed_body_is_told_so(demo: LiveServer) -> None:
+    body = gzip.compress(json.dumps({"prompt": PROMPT}).encode())
+    reply = demo.http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
+    assert reply.status_code == 415
+    assert "gzip" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"n": 0}, "n"),
+        ("/v1/completions", {"prompt": "x y " * 2000}, "prompt"),
+        ("/v1/completions", {"logprobs": 1000}, "logprobs"),
+        ("/v1/completions", {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x y " * 2000}]}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "schema": {"type": "x"}}},
+            "response_format",
+        ),
+        ("/v1/chat/completions", {"speculation": {"verification": "x"}}, "speculation"),
+        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x y " * 2000}, "input"),
+    ],
+)
+def test_an_error_names_the_field_as_it_was_sent(
+    demo: LiveServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    bases = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
+    reply = demo.http.post(path, json={**bases.get(path, {"input": PROMPT}), **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    name = re.match(r"[a-z]\w*", error["message"])
+    assert name is None or name[0] == param or param == "speculation"  # of that, the key is named
+
+
+def test_the_model_has_each_of_its_names(serve: Any, checkpoints: Checkpoints) -> None:
+    given = str(checkpoints.target)
+    server: LiveServer = serve(AsyncEngine(given), served_model_names=("mine", "other")).ready()
+    for name in ("mine", "other", given):
+        answer = server.post("/v1/completions", prompt=[1, 2], model=name, max_tokens=1)
+        assert answer["model"] == name
+    assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == ["mine", "other"]
+    assert server.http.post("/v1/completions", json={"prompt": [1], "model": "foreign"}).status_code == 404

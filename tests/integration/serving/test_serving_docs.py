@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from speculant.cli.serve import ServerFlags
+from speculant.serving.fields import ACCEPTED, REFUSED
 from speculant.serving.options import ServerOptions
-from speculant.serving.protocol import REFUSED, ChatBody, CompletionBody
+from speculant.serving.protocol import ChatBody, CompletionBody
 from tests.servers import LiveServer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -32,7 +33,7 @@ def test_every_option_is_a_flag_and_documented() -> None:
 def test_every_field_is_documented() -> None:
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields} - _OWN
     assert [name for name in sorted(fields) if f"`{name}`" not in TEXT] == []
-    assert [name for name in REFUSED if name.startswith("guided") and f"`{name}`" not in TEXT] == []
+    assert [name for name in (*REFUSED, *ACCEPTED) if f"`{name}`" not in TEXT] == []
 
 
 def test_every_route_and_metric_is_documented(demo: LiveServer) -> None:

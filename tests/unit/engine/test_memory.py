@@ -164,7 +164,7 @@ def test_too_little_memory_is_refused_with_a_length_that_fits(backend: str, with
         memory.make_target()
 
     error = refused(lambda: make(100))
-    assert re.search(r"positions of keys and values need \d.* MiB are there", error.problem)
+    assert re.search(r"positions of keys and values need \d.* its share of the memory is \d.* MiB", error.problem)
     assert ("lower max_num_seqs" in error.fix) == (backend == "slotted")
     (longest,) = re.findall(r"set max_model_len to (\d+) or less", error.fix)
     make(int(longest))
@@ -283,3 +283,12 @@ def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPat
         memory = memory_of(Limits(own, sequences, 100), block_size=16, max_model_len=None)
         assert positions(memory.make_target()) == expected
         assert memory.limits.max_model_len == own
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refusal_says_whose_share_is_short(backend: str) -> None:
+    arguments: dict[str, Any] = {"kv_cache_backend": backend, "kv_memory": 1000}
+    with pytest.raises(CapacityError, match=r"^the target's cache: .* and its share of the memory is"):
+        memory_of(**arguments).make_target()
+    with pytest.raises(CapacityError, match=r"^the drafter's cache: "):
+        memory_of(**arguments).make(DRAFT)

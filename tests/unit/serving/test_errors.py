@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from speculant.errors import (
@@ -12,7 +14,8 @@ from speculant.errors import (
     RequestError,
     SpeculantError,
 )
-from speculant.serving.errors import ApiError, api_error, scrub
+from speculant.serving.errors import ApiError, api_error, refusal, scrub
+from speculant.serving.protocol import ChatBody
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,47 @@ def test_long_messages_are_cut_and_keep_their_fix() -> None:
     assert told.message.endswith("Fix: shorten it.")
     assert len(told.message) < 1000
     assert len(scrub("y" * 10_000)) == 1000
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        "use /v1/chat/completions.",
+        "send it to /v1/completions or /v1/responses.",
+        "the model '/models/mine/x' is unknown.",
+    ],
+)
+def test_the_server_s_own_advice_and_the_client_s_words_stay(advice: str) -> None:
+    assert refusal(advice).message == advice
+
+
+def test_a_path_of_the_server_is_hidden() -> None:
+    assert "/home" not in api_error(RequestError("can't read /home/me/model/x.json", "see /home/me/log.")).message
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param", "begins"),
+    [
+        ({"n": 0}, ConfigError("n=0 is not a number", "set n."), "n", "n=0 is not"),
+        ({"max_completion_tokens": 0}, ConfigError("max_tokens=0 is not a number", "set max_tokens."),
+         "max_completion_tokens", "max_completion_tokens=0 is not a number. Fix: set max_completion_tokens."),
+        ({"max_tokens": 0}, ConfigError("max_tokens=0 is wrong", "set max_tokens."), "max_tokens", "max_tokens=0"),
+        ({"logprobs": True, "top_logprobs": 200}, ConfigError("logprobs=200 is too many", "set logprobs."),
+         "top_logprobs", "top_logprobs=200"),
+        ({"stop": ["x"]}, ConfigError("stop must be short", "x."), "stop", "stop must"),
+        ({}, RequestError("the prompt has 9 tokens, max_model_len is 8", "x."), "messages", "The prompt has"),
+        ({"response_format": {"type": "text"}}, RequestError("the json of structured_outputs can't be used", "x."),
+         "response_format", "The json of response_format"),
+        ({"speculation": {"method": "x"}}, ConfigError("method 'x' is unknown", "x."), "speculation", "method 'x'"),
+        ({"logit_bias": {"5": 1}}, RequestError("logit_bias has 5", "x."), "logit_bias", "logit_bias has"),
+        ({}, RequestError("this checkpoint has no chat template", "x."), None, "This checkpoint"),
+        ({"seed": 1, "user": "the"}, RequestError("the seed of all evil", "x."), None, "The seed of"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field_as_it_was_sent(
+    body: dict[str, Any], error: SpeculantError, param: str | None, begins: str
+) -> None:
+    sent = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **body})
+    told = api_error(error, sent.sent_as)
+    assert told.param == param
+    assert told.message.startswith(begins)

@@ -89,3 +89,11 @@ def test_request_ids_are_kept_if_they_are_sound(given: str, kept: bool) -> None:
     answered = ask(RequestIds(echo), headers={"x-request-id": given}).headers["x-request-id"]
     assert (answered == given) is kept
     assert answered
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 200)])
+def test_a_compressed_body_is_refused_as_such(coding: str, status: int) -> None:
+    response = ask(limited(), content=b"x", headers={"content-encoding": coding})
+    assert response.status_code == status
+    if status == 415:
+        assert coding in response.json()["error"]["message"]

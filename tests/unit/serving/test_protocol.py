@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from speculant.serving.errors import ApiError
-from speculant.serving.protocol import REFUSED, ChatBody, CompletionBody, read_body
+from speculant.serving.fields import REFUSED
+from speculant.serving.protocol import ChatBody, CompletionBody, read_body
 
 
 def refused(raw: bytes) -> ApiError:

@@ -93,6 +93,35 @@ def test_metrics_have_vllm_s_names_behind_a_prefix() -> None:
     assert "vllm:num_requests_waiting" in ServerMetrics("vllm", "m", lambda: None).page()[0].decode()
 
 
+@pytest.mark.parametrize("prefix", ["speculant", "vllm"])
+def test_dashboards_for_vllm_find_their_metrics_beside_ours(prefix: str) -> None:
+    totals = EngineMetrics(tokens=7, blocks_total=4, blocks_used=1, running=2)
+    totals.count_draft(4, 3)
+    cache = {"block_size": "16", "num_gpu_blocks": "4"}
+    metrics = ServerMetrics(prefix, "m", lambda: totals, lambda: cache)
+    RequestMeter(metrics, 1).record(0, StreamPiece(0, 5, "a"))
+    page = metrics.page()[0].decode()
+    for kind, name in (
+        ("gauge", "num_requests_running"),
+        ("gauge", "num_requests_waiting"),
+        ("gauge", "kv_cache_usage_perc"),
+        ("gauge", "cache_config_info"),
+        ("counter", "prompt_tokens_total"),
+        ("counter", "generation_tokens_total"),
+        ("counter", "spec_decode_num_drafts_total"),
+        ("counter", "spec_decode_num_draft_tokens_total"),
+        ("counter", "spec_decode_num_accepted_tokens_total"),
+        ("counter", "spec_decode_num_accepted_tokens_per_pos_total"),
+        ("histogram", "time_to_first_token_seconds"),
+    ):
+        assert page.count(f"# TYPE vllm:{name} {kind}\n") == 1
+    assert page.count('\nvllm:generation_tokens_total{model_name="m"} 7.0\n') == 1
+    assert page.count('\nvllm:time_to_first_token_seconds_count{model_name="m"} 1.0\n') == 1
+    assert '\nvllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="4"} 1.0\n' in page
+    own = [line for line in page.splitlines() if line.startswith(f"{prefix}:")]
+    assert len(own) == len(set(own)) > 50
+
+
 def test_a_meter_counts_what_ended_and_what_did_not() -> None:
     metrics = ServerMetrics("speculant", "m", lambda: None)
     meter = RequestMeter(metrics, 3)

@@ -1,0 +1,60 @@
+"""A server that can't listen says so before it downloads or loads anything."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from speculant.cli import serve as command
+from speculant.config import EngineConfig
+from speculant.errors import ConfigError
+from speculant.serving.app import make_app
+from speculant.serving.options import ServerOptions
+from speculant.serving.server import Server
+from tests.servers import LiveServer
+
+
+@pytest.fixture
+def busy() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("something was loaded")
+
+
+def test_a_busy_port_is_refused_before_the_model_is_loaded(busy: int) -> None:
+    options = ServerOptions(port=busy)
+    with pytest.raises(ConfigError, match=rf"can't listen at 127.0.0.1:{busy}: Address already in use\n.*--port"):
+        Server(make_app(never, options), options, never)
+
+
+def test_a_busy_port_is_refused_before_the_model_is_downloaded(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "fetch", never)
+    with pytest.raises(ConfigError, match="can't listen"):
+        command.run({"model": "org/far"}, ServerOptions(port=busy), EngineConfig(model="org/far"))
+
+
+def test_a_foreign_address_is_refused() -> None:
+    options = ServerOptions(host="203.0.113.1")
+    with pytest.raises(ConfigError, match=r"can't listen at 203.0.113.1:8000: "):
+        Server(make_app(never, options), options, never)
+
+
+def test_answers_are_sent_at_once(demo: LiveServer) -> None:
+    """Without TCP_NODELAY the second part of a response waits for 40 ms."""
+    assert demo.server._socket.proto == socket.IPPROTO_TCP
+
+
+def test_the_command_says_it_without_a_traceback(busy: int) -> None:
+    arguments = [sys.executable, "-m", "speculant.cli.main", "serve", "demo", "--port", str(busy)]
+    ended = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert f"can't listen at 127.0.0.1:{busy}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "loading" not in ended.stderr

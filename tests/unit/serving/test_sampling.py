@@ -1,0 +1,43 @@
+"""Every setting of a body reaches `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from speculant import SamplingParams
+from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, Generation, ResponseBody
+from speculant.serving.sampling import chat_params, completion_params, response_params
+from tests.documented_fields import VALUES
+
+ROUTES: dict[str, tuple[type[Generation], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
+    "completions": (CompletionBody, {"prompt": "x"}, completion_params),
+    "chat": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}, chat_params),
+    "responses": (ResponseBody, {"input": "x"}, response_params),
+}
+OWN = {"beam_width": 2, "speculation": False}
+BESIDE = {"length_penalty": {"beam_width": 2}}  # what a setting needs to mean something
+NOT_OF_RESPONSES = {"n", "max_tokens", "prompt_logprobs"}  # refused, or named otherwise
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_a_setting_is_passed_on(route: str, name: str) -> None:
+    kind, base, read = ROUTES[route]
+    if route == "responses" and name in NOT_OF_RESPONSES:
+        return
+    value: Any = {**VALUES, **OWN}[name]
+    engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None)
+    params = read(engine, kind.model_validate({**base, **BESIDE.get(name, {}), name: value}))
+    expected = {5: 1.0} if name == "logit_bias" else tuple(value) if isinstance(value, list) else value
+    found = getattr(params, name)
+    assert (tuple(found) if isinstance(value, list) else found) == expected != getattr(SamplingParams(), name)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_a_setting_has_a_type(name: str) -> None:
+    for kind, *_ in ROUTES.values():
+        assert name in kind.model_fields
