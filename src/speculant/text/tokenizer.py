@@ -115,8 +115,12 @@ class Tokenizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The content of tokenizer_config.json: special tokens as texts, the class and the template always there."""
-        named = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **self._special}
+        """The content of tokenizer_config.json: special tokens as texts, the class and the template always there.
+
+        Where its files once were is left out.
+        """
+        kept = {name: value for name, value in self._settings.items() if not name.endswith(("_file", "name_or_path"))}
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", **kept, **self._special}
         return named | {"chat_template": self._template}
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import openai
 import pytest
 
 from speculant import LLM, SamplingParams
@@ -77,6 +78,27 @@ def test_echo_with_log_probabilities_is_not_streamed(demo: LiveServer) -> None:
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "stream": True, **GREEDY}
     refused = demo.http.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+
+
+def test_a_beam_search_repeats_the_prompt_too(demo: LiveServer) -> None:
+    asked = {"prompt": PROMPT, "beam_width": 2, "max_tokens": 3}
+    plain = demo.post("/v1/completions", **asked)["choices"][0]["text"]
+    assert demo.post("/v1/completions", echo=True, **asked)["choices"][0]["text"] == PROMPT + plain
+
+
+def test_openai_s_client_reads_it(demo: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0)
+    answer = client.completions.create(model="demo", prompt=[PROMPT, "import os"], echo=True, logprobs=2, **GREEDY)
+    for choice, prompt in zip(answer.choices, (PROMPT, "import os"), strict=True):
+        assert choice.text.startswith(prompt)
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="demo", prompt=PROMPT, extra_body={"mirostat": 2})
+    assert caught.value.param == "mirostat"
+    assert "temperature" in caught.value.message
 
 
 def test_the_tokenizer_tells_of_itself(demo: LiveServer) -> None:

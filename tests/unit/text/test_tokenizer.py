@@ -34,6 +34,14 @@ def test_text_and_back(folder: Path) -> None:
     assert tokenizer.apply_chat_template([]) == "<s>"
 
 
+def test_settings_are_plain_and_name_no_files(folder: Path) -> None:
+    settings = {"eos_token": {"content": "</s>"}, "name_or_path": "/home/me/x", "tokenizer_file": "/home/me/y", "a": 1}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = Tokenizer.from_folder(folder).settings
+    assert (told["eos_token"], told["chat_template"], told["a"]) == ("</s>", None, 1)
+    assert "/home" not in json.dumps(told)
+
+
 def test_padded_rows_decode_to_nothing(folder: Path) -> None:
     assert Tokenizer.from_folder(folder).decode([10_000]) == ""
 
