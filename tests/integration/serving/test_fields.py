@@ -38,6 +38,7 @@ READ = {
     **dict.fromkeys(["max_output_tokens", "best_of", "suffix", "prompt", "instructions", "input"], "test_fields.py"),
     **dict.fromkeys(["skip_special_tokens", "structured_outputs", "cache_salt", "priority"], "test_fields.py"),
     **dict.fromkeys(["modalities", "tokens", "parallel_tool_calls"], "test_fields.py"),
+    **dict.fromkeys(["include", "reasoning", "truncation"], "test_reasoning_forms.py"),
     "metadata": "test_fields.py",
 }
 
