@@ -97,7 +97,7 @@ def test_without_a_budget_a_share_of_what_is_free_is_the_limit(monkeypatch: pyte
     assert positions(memory_of(block_size=10, kv_memory=10**6).make_target()) > 200, "who names a budget gets it"
 
 
-def test_scratch_memory_is_counted_before_the_caches_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_is_counted_before_caches_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: 2 * 200 * TARGET.bytes_per_token + 5000)
     config = EngineConfig(model="m", block_size=10)
     assert positions(CacheMemory.of(config, LIMITS, TARGET, scratch=5000).make_target()) == 200
@@ -106,7 +106,7 @@ def test_scratch_memory_is_counted_before_the_caches_get_their_share(monkeypatch
 
 
 @pytest.mark.parametrize(("scratch", "said"), [(0, 0), (4 * 2**20, 1)])
-def test_kv_memory_that_leaves_no_room_for_scratch_memory_is_said(
+def test_kv_memory_without_room_for_scratch_memory_is_said(
     scratch: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: 5 * 2**20)

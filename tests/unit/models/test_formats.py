@@ -71,7 +71,7 @@ def test_a_quantised_checkpoint_is_called_by_its_format(folder: Path, changes: d
 
 
 @pytest.mark.parametrize("family", ["mistral3", "ministral", "qwen3_moe", "qwen2_moe", "llama4", "mixtral", "lama"])
-def test_a_family_that_is_not_implemented_is_not_taken_for_another(folder: Path, family: str) -> None:
+def test_an_unknown_family_is_not_taken_for_another(folder: Path, family: str) -> None:
     """A similar name is no reason to load it as another family; a class that config.json names is one."""
     own = "".join(family.title().split("_")) + "ForCausalLM"
     for architectures in ([own], None, own, [3]):
