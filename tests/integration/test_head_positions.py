@@ -30,8 +30,8 @@ def head_of(kind: str, positions: int, folder: Path) -> str:
     return str(folder)
 
 
-def make(kind: str, head: str, kernels: str, **arguments: Any) -> LLM:
-    speculative = {"method": kind, "model": head, "num_speculative_tokens": 3, "draft_length": "fixed"}
+def make(kind: str, head: str, kernels: str, tree: Any = None, **arguments: Any) -> LLM:
+    speculative = {"method": kind, "model": head, "num_speculative_tokens": 3, "draft_length": "fixed", "tree": tree}
     return LLM("demo", dtype="float32", kernels=kernels, speculative_config=speculative, **arguments)
 
 
@@ -53,9 +53,12 @@ def test_a_head_of_few_positions_drafts_to_the_end(kind: str, kernels: str, tmp_
     assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 2 * POSITIONS
 
 
+@pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_positions_with_prefix_hits_and_preemption(kind: str, kernels: str, tmp_path: Path) -> None:
+def test_few_positions_with_prefix_hits_and_preemption(
+    kind: str, kernels: str, tree: list[int] | None, tmp_path: Path
+) -> None:
     head = head_of(kind, 24, tmp_path / kind)
     prompts = [PROMPT * 6 + tail for tail in ("    return file", "    data = file", "    for line in file:")]
     params = [
@@ -64,7 +67,7 @@ def test_few_positions_with_prefix_hits_and_preemption(kind: str, kernels: str, 
     ]
     plain = LLM("demo", dtype="float32", kernels=kernels, use_speculative_decoding=False)
     expected = [each.outputs[0].token_ids for each in plain.generate(prompts, params)]
-    llm = make(kind, head, kernels, kv_memory="3MiB", block_size=8, max_model_len=256)
+    llm = make(kind, head, kernels, tree, kv_memory="3MiB", block_size=8, max_model_len=256)
     for _ in range(2):
         results = llm.generate(prompts, params)
         assert [each.outputs[0].token_ids for each in results] == expected
