@@ -88,3 +88,16 @@ def test_several_calls_are_parsed(server: LiveServer) -> None:
         assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
     alone = server.post("/v1/chat/completions", **body, parallel_tool_calls=False)["choices"][0]
     assert (len(alone["message"]["tool_calls"]), alone["finish_reason"]) == (1, "tool_calls")
+
+
+@pytest.mark.parametrize(("include", "content"), [(False, ""), (True, "<end>")])
+def test_an_end_token_is_no_part_of_a_chat_with_tools(server: LiveServer, include: bool, content: str) -> None:
+    """Whole and streamed: the parsers of tools read the same text, and the token still counts."""
+    ending = BODY | {"logit_bias": {str(END): 100}, "skip_special_tokens": False, "include_stop_str_in_output": include}
+    answer = server.post("/v1/chat/completions", **ending)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+    assert (choice["stop_reason"], answer["usage"]["completion_tokens"]) == (None, 1)
+    chunks = server.chunks("/v1/chat/completions", **ending)
+    deltas = [each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"]]
+    assert "".join(deltas) == content
