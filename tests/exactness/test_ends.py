@@ -155,7 +155,7 @@ def test_stop_token_ids_and_ignore_eos(drafter: str, length: int) -> None:
 
 
 @everywhere
-def test_the_model_s_own_end_token_is_no_reason_even_if_it_is_named(drafter: str, length: int) -> None:
+def test_the_model_s_own_end_token_is_never_a_stop_reason(drafter: str, length: int) -> None:
     request, _ = finished(counting_rig(drafter, length, ends=(2,)), stop_token_ids=[2, 5])
     assert (request.output, request.finish_reason, request.stop_reason) == ([1, 2], "stop", None)
 

@@ -190,9 +190,7 @@ def test_a_limit_and_an_end_at_once_are_an_end(llm_of: MakeLLM, full: list[Compl
 
 
 @every_engine
-def test_the_text_of_an_end_token_is_left_out_unless_stops_are_included(
-    llm_of: MakeLLM, arguments: dict[str, Any]
-) -> None:
+def test_the_text_of_an_end_token_is_left_out(llm_of: MakeLLM, arguments: dict[str, Any]) -> None:
     """As in vLLM: the token stays among the ids."""
     bias = {END: 1000.0}
     for skip, include, text in ((True, False, ""), (True, True, ""), (False, False, ""), (False, True, "<end>")):
@@ -206,7 +204,7 @@ def test_the_text_of_an_end_token_is_left_out_unless_stops_are_included(
 
 @every_engine
 @pytest.mark.parametrize("include", [False, True])
-def test_the_text_of_a_stop_token_is_left_out_unless_stops_are_included(
+def test_the_text_of_a_stop_token_is_left_out(
     llm_of: MakeLLM, full: list[CompletionOutput], arguments: dict[str, Any], include: bool
 ) -> None:
     """Streamed pieces join to the same text, wherever in a draft the token falls."""

@@ -142,3 +142,16 @@ def test_a_response_format_is_compact_unless_blanks_are_asked_for(server: LiveSe
             "/v1/chat/completions", json={**body, "response_format": form, "structured_outputs": wrong}
         )
         assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(("include", "content"), [(False, ""), (True, "<end>")])
+def test_an_end_token_is_no_part_of_a_chat_with_tools(server: LiveServer, include: bool, content: str) -> None:
+    """Whole and streamed: the parsers of tools read the same text, and the token still counts."""
+    ending = BODY | {"logit_bias": {str(END): 100}, "skip_special_tokens": False, "include_stop_str_in_output": include}
+    answer = server.post("/v1/chat/completions", **ending)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+    assert (choice["stop_reason"], answer["usage"]["completion_tokens"]) == (None, 1)
+    chunks = server.chunks("/v1/chat/completions", **ending)
+    deltas = [each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"]]
+    assert "".join(deltas) == content

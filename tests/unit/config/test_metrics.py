@@ -129,7 +129,7 @@ def test_passes_add_up() -> None:
     assert (timing.target_passes, timing.draft_s, timing.verify_s) == (2, 0.5, 1.5)
 
 
-def test_tokens_per_pass_counts_tokens_and_the_passes_that_gave_them() -> None:
+def test_tokens_per_pass_counts_passes_that_gave_tokens() -> None:
     """Two passes process the prompt, the second of them gives a token; 1 of 4 then had a draft, and 4 were accepted."""
     metrics = RequestMetrics(TimingMetrics(arrival=0.0))
     assert metrics.tokens_per_pass == 0, "there is no pass"
@@ -156,7 +156,7 @@ def samples_of(*steps: dict[int, int], number: int = 3) -> list[RequestMetrics]:
     return [RequestMetrics(timing, num_preemptions=1) for timing in timings]
 
 
-def test_the_figures_of_samples_together_are_those_of_all_their_tokens_over_all_their_time() -> None:
+def test_samples_together_have_all_tokens_over_all_the_time() -> None:
     """The first sample ends at once: its time alone would say that 9 tokens took no time at all."""
     samples = samples_of({0: 1}, {1: 1, 2: 2}, {1: 3}, {2: 3})
     pooled = RequestMetrics.pooled(samples)
