@@ -19,7 +19,7 @@ CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak sanitize bf16-model check format bench clean
+.PHONY: help demo test test-all soak clients sanitize bf16-model check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test-all: $(VENV)/.installed-dev ## every test with every combination of paramet
 
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) -m slow tests/exactness/test_schedules.py
+
+clients: $(VENV)/.installed-dev build/clients/.installed ## live: other programs' clients, in an environment of their own
+	$(BIN)/python -m tests.clients.run build/clients/venv/bin/python build/clients
 
 sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
 	$(INSTALL) --no-deps --upgrade --target build/sanitized --config-settings=cmake.define.SANITIZE=address,undefined .
@@ -61,6 +64,12 @@ format: $(VENV)/.installed-dev ## rewrite the code in the house's format
 
 bench: $(VENV)/.installed-dev ## run every script in benchmarks/
 	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
+
+build/clients/.installed: tests/clients/requirements.txt tests/clients/package.json | $(VENV)/.created
+	$(BIN)/python -m venv build/clients/venv
+	build/clients/venv/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	cp tests/clients/package.json build/clients && npm install --silent --prefix build/clients
+	@touch $@
 
 clean: ## remove the environment and everything that tools leave behind
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,10 +33,13 @@ class MessagePart:
 class MessageReader:
     """Reads one answer. Without parsers all of it is content. `message` has all that was read."""
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, calls_alone: bool = False
+    ) -> None:
+        """calls_alone: the answer's form is that of calls, so that other text is a call that was cut off: left out."""
         self.message = MessagePart()
         self.reasoning_tokens = 0
-        self._reasoning, self._tools = reasoning, tools
+        self._reasoning, self._tools, self._calls_alone = reasoning, tools, calls_alone
 
     def feed(self, text: str, token: int | None = None) -> MessagePart:
         """Return what has become certain with one more token, and the text that came with it."""
@@ -67,10 +70,10 @@ class MessageReader:
     def _add(self, part: MessagePart, deltas: Sequence[TextDelta | ToolDelta]) -> None:
         for delta in deltas:
             for each in (part, self.message):
-                if isinstance(delta, TextDelta):
-                    each.content += delta.text
-                else:
+                if isinstance(delta, ToolDelta):
                     each.calls.append(delta)
+                elif not self._calls_alone:
+                    each.content += delta.text
 
 
 def joined_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:

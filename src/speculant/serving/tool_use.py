@@ -54,7 +54,7 @@ def reader_for(
 
     def make(prompt: Prompt) -> MessageReader:
         tools = _format_of(tokenizer, body, name)() if calls else None
-        return MessageReader(find_reasoning(prompt.rendered, has_form), tools)
+        return MessageReader(find_reasoning(prompt.rendered, has_form), tools, insists_on_call(body))
 
     return make
 

@@ -31,11 +31,6 @@ class Parser(ToolParser):
         """See `ToolParser.shape`."""
         return object_shape(tool, "")
 
-    @classmethod
-    def separator(cls, template: str | None = None) -> str | None:
-        """See `ToolParser.separator`."""
-        return "\n"
-
     def _begin(self) -> Script:
         yield from skip_space(self._cursor)
         if self._cursor.char == "{":

@@ -28,8 +28,3 @@ class Parser(json.Parser):
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
         """See `ToolParser.shape`."""
         return object_shape(tool, "", key="parameters")
-
-    @classmethod
-    def separator(cls, template: str | None = None) -> str | None:
-        """See `ToolParser.separator`."""
-        return None

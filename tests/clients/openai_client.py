@@ -1,0 +1,107 @@
+"""OpenAI's own client: forced calls, streamed calls, schemas, responses, and fields that change the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+from shared import KNOWS_CALLS, MODEL, NAMED, QUESTION, TOOL, URL, Weather
+
+client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
+ONE_CALL: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": [TOOL], "parallel_tool_calls": False}
+PLAIN: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+
+
+def check_calls() -> None:
+    """A forced call arrives as one, whole and streamed."""
+    for choice, reason in (("required", "tool_calls"), (NAMED, "stop")):
+        (answer,) = client.chat.completions.create(**ONE_CALL, tool_choice=choice).choices
+        (call,) = answer.message.tool_calls or ()
+        assert (call.function.name, answer.finish_reason, answer.message.content) == ("weather", reason, None)
+        Weather.model_validate_json(call.function.arguments)
+        pieces, last = [], None
+        for chunk in client.chat.completions.create(**ONE_CALL, tool_choice=choice, stream=True):
+            assert not chunk.choices[0].delta.content
+            pieces += chunk.choices[0].delta.tool_calls or []
+            last = chunk.choices[0].finish_reason
+        assert (pieces[0].function.name, pieces[0].type, last) == ("weather", "function", reason)
+        assert pieces[0].id
+        Weather.model_validate_json("".join(piece.function.arguments for piece in pieces))
+
+
+def check_auto() -> None:
+    """Calls that the model may make need a format; where there is none the error names the flag."""
+    try:
+        (answer,) = client.chat.completions.create(**ONE_CALL, tool_choice="auto", max_tokens=8).choices
+        assert KNOWS_CALLS
+        assert answer.message.content or answer.message.tool_calls
+    except openai.BadRequestError as error:
+        assert not KNOWS_CALLS
+        assert "--tool-parser" in str(error)
+
+
+def check_schemas() -> None:
+    """Answers are parsed into a class, by chats and by responses."""
+    parsed = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Weather)
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+    with client.chat.completions.stream(model=MODEL, messages=QUESTION, response_format=Weather) as stream:
+        stream.until_done()
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
+    response = client.responses.parse(model=MODEL, input="The weather in Oslo?", text_format=Weather)
+    assert isinstance(response.output_parsed, Weather)
+
+
+def check_responses() -> None:
+    """Responses keep to their limit and have log-probabilities, whole and streamed."""
+    settings: dict[str, Any] = {"model": MODEL, "input": "hi", "max_output_tokens": 5, "temperature": 0}
+    response = client.responses.create(**settings, include=["message.output_text.logprobs"], top_logprobs=2)
+    assert response.usage is not None
+    assert (response.usage.output_tokens, response.status) == (5, "incomplete")
+    assert len(response.output[-1].content[0].logprobs) == 5
+    *events, last = client.responses.create(**settings, stream=True)
+    assert (last.type, last.response.output_text) == ("response.incomplete", response.output_text)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == response.output_text
+
+
+def text_of(**given: Any) -> str:
+    """Return the text of a plain answer with some fields more."""
+    extra = {name: given.pop(name) for name in list(given) if name not in NATIVE}
+    return client.chat.completions.create(**{**PLAIN, **given}, extra_body=extra).choices[0].message.content or ""
+
+
+NATIVE = ("logit_bias", "stop", "max_tokens", "seed", "temperature", "n")
+
+
+def check_fields() -> None:
+    """A field that changes the answer is honoured or refused."""
+    plain = text_of()
+    word = plain.split()[0]
+    honoured: dict[str, tuple[Any, Callable[[str], bool]]] = {
+        "stop": ([word], lambda text: word not in text),
+        "bad_words": ([word], lambda text: word not in text),
+        "structured_outputs": ({"choice": ["yes", "no"]}, ("yes", "no").__contains__),
+        "response_format": ({"type": "json_object"}, lambda text: text.startswith("{")),
+        "allowed_token_ids": ([70], lambda text: len(set(text)) <= 2),
+        "guided_regex": ("[0-9]+", str.isdigit),
+        "grammar": ('root ::= "yes"', "yes".__eq__),
+        "typical_p": (0.1, plain.__ne__),
+        "mirostat": (2, plain.__ne__),
+        "dry_multiplier": (2.0, plain.__ne__),
+        "thinking_token_budget": (1, plain.__ne__),
+    }
+    dropped = []
+    for name, (value, honours) in honoured.items():
+        try:
+            if not honours(text_of(**{name: value})):
+                dropped.append(name)
+        except openai.BadRequestError as error:
+            if name not in str(error):
+                raise
+    assert not dropped, f"dropped: {dropped}"
+
+
+for check in (check_calls, check_auto, check_schemas, check_responses, check_fields):
+    check()
+print(f"openai {openai.__version__}: calls, schemas, responses and fields")
