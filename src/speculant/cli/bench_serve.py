@@ -97,8 +97,8 @@ def serve(
     with _running(url, config, engine) as address:
         server = RemotePartner(address, target if url and target else named, api_key)
         load, modes = Load(partial(connect, address), chosen), _modes(server, fields)
-        with progress_of_runs(plan.num_runs(len(modes))) as notify:
-            measured = measure_serving(load, modes, plan, notify)
+        with progress_of_runs(plan.num_runs(len(modes))) as runs:
+            measured = measure_serving(load, modes, plan, runs.begin)
     value = {
         "benchmark": "serve",
         "server": {"url": address, "model": server.served["id"], "engine": None if config is None else asdict(config)},

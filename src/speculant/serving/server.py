@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
@@ -37,8 +38,18 @@ class AbortableProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """Serves an application until a signal. The first one lets running requests end, the second one does not."""
 
-    def __init__(self, app: FastAPI, options: ServerOptions, on_listening: Callable[[str], None]) -> None:
-        """`on_listening` gets the address once requests are answered."""
+    def __init__(
+        self,
+        app: FastAPI,
+        options: ServerOptions,
+        on_listening: Callable[[str], None],
+        on_early_interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_listening: gets the address once requests are answered.
+
+        on_early_interrupt: called at Ctrl-C during a load. A load can't be
+            stopped, so a server that drained would wait for its end.
+        """
         config = uvicorn.Config(
             app,
             host=options.host,
@@ -55,6 +66,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._state: ServerState = app.state.server
         self._options, self._on_listening = options, on_listening
+        self._on_early_interrupt = on_early_interrupt
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -72,6 +84,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, while /health says so; exit at the second."""
+        if sig == signal.SIGINT and self._state.loading:
+            self._on_early_interrupt()
         if self._loop is None or self._state.draining:
             self.should_exit = self.force_exit = True
         else:
