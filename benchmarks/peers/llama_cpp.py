@@ -33,8 +33,9 @@ class LlamaCpp:
     name = "llama.cpp"
     install = (
         "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 &&"
-        " tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp && cmake -B build -DLLAMA_OPENSSL=OFF"
-        f" -DLLAMA_BUILD_TESTS=OFF && cmake --build build -j 2 --target {' '.join(PROGRAMS)}; then add --llama-cpp with this folder"
+        " tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp &&"
+        " cmake -B build -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF &&"
+        f" cmake --build build -j 2 --target {' '.join(PROGRAMS)}; then add --llama-cpp with this folder"
     )
     formats: Mapping[str, Sequence[str]] = {_UNROUNDED: (_UNROUNDED,), "int8": ("q8_0",), "int4": ("q4_0", "q4_k_m")}
 
