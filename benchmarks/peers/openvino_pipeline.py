@@ -40,7 +40,7 @@ class OpenVINO(PythonPeer):
     package = "openvino-genai"
     install = (
         "python -m venv openvino && openvino/bin/pip install torch==2.13.0 openvino-genai==2026.4.1.0"
-        ' "optimum-intel>=2" && openvino/bin/pip uninstall -y torchvision; then add --openvino-python'
+        " optimum-intel==2.2.0 && openvino/bin/pip uninstall -y torchvision; then add --openvino-python"
         " openvino/bin/python"
     )
     formats = {name: (name,) for name in _EXPORT}  # noqa: RUF012

@@ -159,13 +159,13 @@ def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.bench.report import conclusions
+    from speculant.bench.report import conclusions, described_rounds
     from speculant.bench.tables import tables
 
     console, plan = results(), value["plan"]
     console.print(introduction)
     loop = f"{plan['clients']} clients that ask again as soon as they are answered"
-    console.print(f"\ncapacity: {loop}; medians of {plan['rounds']} rounds, with quartiles\n", style="bold")
+    console.print(f"\ncapacity: {loop}; {described_rounds(plan['rounds'])}\n", style="bold")
     for table in tables("serve", value["capacity"]):
         console.print(table)
     for level in value["loads"]:
