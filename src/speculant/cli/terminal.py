@@ -16,6 +16,7 @@ import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
+from rich.text import Text
 
 from speculant.errors import SpeculantError
 
@@ -164,7 +165,7 @@ class Runs:
             self._result_due = self._line_due
 
     def _print(self, line: str) -> None:
-        self._console.print(line, style="dim")
+        self._console.print(Text(line, style="dim"))  # a style of `print` would be the bar's too
         self._line_due = time.perf_counter() + PAUSE_S
 
 
