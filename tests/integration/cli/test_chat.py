@@ -70,7 +70,7 @@ def test_a_piped_conversation_is_answered(llm: LLM, folder: str, checkpoints: Ch
     assert all(line.endswith("cut at --max-tokens") for line in lines)
 
 
-def test_what_speculation_did_follows_each_answer_with_verbose_alone(folder: str, checkpoints: Checkpoints) -> None:
+def test_verbose_adds_what_speculation_did(folder: str, checkpoints: Checkpoints) -> None:
     models = ("--model", folder, "--draft-model", checkpoints.near)
     brief, full = (
         invoke("chat", *models, *FLAGS, *flags, stdin="Hi\n").stderr.splitlines()[-1] for flags in ((), ("--verbose",))

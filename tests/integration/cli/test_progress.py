@@ -117,7 +117,7 @@ def test_many_short_parts_print_a_line_too(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("Part ")
 
 
-def test_runs_print_the_first_interim_result_and_then_one_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interim_results_come_at_once_and_then_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_of_runs(4) as runs:
         for number in range(4):
             runs.begin("plain")
