@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def write(name: str, predicted: str, figures: Mapping[str, Any]) -> None:
 def keep(name: str, predicted: str, figures: Mapping[str, Any]) -> str:
     """Keep figures in results/ with command, revision, versions and machine; return what was written."""
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "revision": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "src") else ""),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

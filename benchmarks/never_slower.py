@@ -15,13 +15,14 @@ text and acceptance stay, costs are those of the shape.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from measuring import spread, write
+from measuring import keep, spread
 
 from speculant.bench.inflated_pair import SHAPES, inflated_pair
 from speculant.bench.workloads import code_prompt
@@ -182,11 +183,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_args()
     pair = Pair.load(arguments.shape)
-    seen = {
-        kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
-    }
     shape = f"_{arguments.shape}" if arguments.shape else ""
-    write(f"never_slower{shape}_batch_{arguments.batch}", PREDICTED, seen)
+    title = f"never_slower{shape}_batch_{arguments.batch}"
+    seen: dict[str, dict[str, Any]] = {kind: {} for kind in arguments.texts}
+    for kind, found in seen.items():
+        for name in arguments.methods:
+            found[name] = measure(arguments, pair, kind, name)
+            keep(title, PREDICTED, seen)  # a later one may fail
+    print(json.dumps(seen, indent=2))
 
 
 if __name__ == "__main__":

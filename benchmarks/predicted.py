@@ -14,13 +14,14 @@ neither.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from measuring import spread, write
+from measuring import keep, spread
 from never_slower import METHODS, Pair, prompts, run
 
 from speculant.bench.inflated_pair import SHAPES
@@ -147,10 +148,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     arguments = parser.parse_args()
     pair = Pair.load(arguments.shape)
-    seen = {
-        kind: {name: measure(arguments, pair, kind, name) for name in arguments.methods} for kind in arguments.texts
-    }
-    write(f"predicted_{arguments.shape}" if arguments.shape else "predicted", PREDICTED, seen)
+    title = f"predicted_{arguments.shape}" if arguments.shape else "predicted"
+    seen: dict[str, dict[str, Any]] = {kind: {} for kind in arguments.texts}
+    for kind, found in seen.items():
+        for name in arguments.methods:
+            found[name] = measure(arguments, pair, kind, name)
+            keep(title, PREDICTED, seen)  # a later one may fail
+    print(json.dumps(seen, indent=2))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ Each quantised model is its own exact target: this is the quality of the model, 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from typing import Any
 
 import torch
-from measuring import write
+from measuring import keep
 from torch import Tensor
 from torch.nn import functional
 
@@ -82,7 +83,8 @@ def main() -> None:
     for name, arguments in TYPES.items():
         pair = [load_model("demo", role=role, kernels="native", **arguments).model for role in ("target", "draft")]
         seen[name] = measure(windows, *pair, exact)
-    write("quantisation", PREDICTED, seen)
+        keep("quantisation", PREDICTED, seen)  # a later one may fail
+    print(json.dumps(seen, indent=2))
 
 
 if __name__ == "__main__":

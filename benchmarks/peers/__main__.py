@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, PRECISIONS, ROO
 from benchmarks.peers.compare import Case, Comparison, Plan
 from benchmarks.peers.hf_transformers import Transformers
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.models import CHOICES, DEMO, POSITIONS, conversions, make_pair
+from benchmarks.peers.models import CHOICES, DEMO, POSITIONS, make_pair
 from benchmarks.peers.openvino_pipeline import OpenVINO
 from benchmarks.peers.own_engine import OwnEngine
 from benchmarks.peers.report import case_value, tables
@@ -34,6 +35,7 @@ from speculant.cli.machine import inspect_machine
 from speculant.files import cache_folder
 from speculant.text.tokenizer import Tokenizer
 
+FEWEST_ROUNDS = 3
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -46,9 +48,8 @@ def main() -> None:
     for peer in peers:
         if reasons[peer.name] is not None:
             tell(f"{peer.name} is skipped: {reasons[peer.name]}. To install it: {peer.install}")
-    folder = conversions(arguments.cache, arguments.shape)
-    models = make_pair(arguments.shape, folder)
-    comparison = Comparison(installed, models, folder, Tokenizer.from_folder(Path(models.target)))
+    models = make_pair(arguments.shape, arguments.cache / "models" / arguments.shape)
+    comparison = Comparison(installed, models, arguments.cache, Tokenizer.from_folder(Path(models.target)))
     value = describe(arguments, peers, reasons)
     for result in comparison.run(make_plan(arguments), tell):
         value["cases"].append(case_value(result, OwnEngine.name, arguments.tokens, arguments.threads))
@@ -67,7 +68,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="new ones for each prompt")
     parser.add_argument("--lengths", nargs="+", type=int, default=[4], help="tokens of a draft")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help=f"{FEWEST_ROUNDS} or more, for medians")
     parser.add_argument("--threads", type=int, default=threads)
     names = [peer.name for peer in make_peers(argparse.Namespace())]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
@@ -80,6 +81,8 @@ def read_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if max(arguments.prompts) + arguments.tokens > POSITIONS:
         parser.error(f"prompts and new tokens are more than {POSITIONS} positions")
+    if arguments.rounds < FEWEST_ROUNDS:
+        parser.error(f"a median needs at least {FEWEST_ROUNDS} rounds")
     arguments.json = arguments.json or RESULTS / f"peers_{arguments.shape}.json"
     return arguments
 
@@ -116,7 +119,7 @@ def describe(arguments: argparse.Namespace, peers: Sequence[Peer], reasons: dict
     )
     machine = asdict(inspect_machine())
     return {
-        "command": " ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "revision": done.stdout.strip(),
         "machine": {name: machine[name] for name in ("processor", "memory", "kernels")},

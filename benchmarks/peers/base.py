@@ -6,6 +6,7 @@ too: it imports the standard library alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -174,7 +175,10 @@ class Peer(Protocol):
         """Say why a mode can't run with so many sequences at once; None = it can."""
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
-        """Convert the models, unless `folder` has them from before, and return the paths of what the peer reads."""
+        """Convert the models, unless `folder` has them from before, and return the paths of what the peer reads.
+
+        A conversion's name is made of `content_key`, so that other weights or another converter make a new one.
+        """
 
     def run(self, job: Job) -> dict[str, Measurement]:
         """Run a job in a process of its own; return what was measured, by mode. Raises PeerError."""
@@ -201,12 +205,15 @@ class PythonPeer:
 
     def version(self) -> str:
         """Return the package's version. Raises PeerError."""
+        return self._version_of(self.package)
+
+    def _version_of(self, package: str) -> str:
         code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
         try:
-            done = execute([self.python, "-c", code, self.package])
+            done = execute([self.python, "-c", code, package])
         except PeerError as error:
             if "PackageNotFoundError" in str(error):
-                raise PeerError(f"{self.python} has no package {self.package}") from None
+                raise PeerError(f"{self.python} has no package {package}") from None
             raise
         return done.stdout.strip()
 
@@ -250,6 +257,19 @@ def execute(
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
         raise PeerError(f"{' '.join(command[:3])} failed ({done.returncode}): {' / '.join(said[-3:])}")
     return done
+
+
+def content_key(model: str, converter: Sequence[str]) -> str:
+    """Return a name for the conversion of a model: of its weights, configuration and tokenizer, and of the converter.
+
+    converter: what determines the result beside the model, such as the versions of packages.
+    """
+    digest = hashlib.sha256("\n".join(converter).encode())
+    for file in sorted(Path(model).iterdir()):
+        if file.suffix in (".safetensors", ".json"):
+            with file.open("rb") as content:
+                digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def plain_value(measured: Measurement) -> dict[str, Any]:

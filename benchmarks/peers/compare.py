@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError
-from benchmarks.peers.models import make_workload
+from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError, Workload
+from benchmarks.peers.models import Workloads
 
 from speculant.bench.measuring import interleave
 from speculant.cli.probes import measure_speeds
@@ -69,12 +67,11 @@ class _Subject:
 
     peer: Peer
     format: str
-    job: Callable[[int], Job]
+    jobs: Iterator[Job]  # one for each round
     decode: Callable[[Sequence[int]], str]
-    next_round: Iterator[int] = field(default_factory=itertools.count)
 
     def __call__(self) -> dict[str, Run] | PeerError:
-        job, read = self.job(next(self.next_round)), measure_speeds().read
+        job, read = next(self.jobs), measure_speeds().read
         try:
             found = self.peer.run(job)
         except PeerError as error:
@@ -94,11 +91,16 @@ class Comparison:
         self._prepared: dict[str, Pair | PeerError] = {}
 
     def run(self, plan: Plan, notify: Callable[[str], None]) -> Iterator[CaseResult]:
-        """Yield the result of each case as soon as it is there. notify: gets the name of what runs next."""
-        for case in plan.cases:
+        """Yield the result of each case as soon as it is there. notify: gets the name of what runs next.
+
+        The workloads of all cases are made before anything is measured: what can't be made fails at once.
+        """
+        notify("making the prompts of all cases")
+        made = [self._make_workloads(case, plan) for case in plan.cases]
+        for case, workloads in zip(plan.cases, made, strict=True):
             notes, subjects = list[str](), dict[str, _Subject]()
             for peer, weights in self._formats(case):
-                self._enter(subjects, notes, peer, weights, case, plan)
+                self._enter(subjects, notes, peer, weights, case, workloads, plan)
 
             def tell(name: str, case: Case = case) -> None:
                 notify(f"{case.prompt_tokens} tokens, {case.batch} at once, {case.precision}: {name}")
@@ -111,8 +113,20 @@ class Comparison:
             for weights in peer.formats.get(case.precision, ()):
                 yield peer, weights
 
+    def _make_workloads(self, case: Case, plan: Plan) -> list[Workload]:
+        """Make one workload for each round; cases that differ in precision alone have the same ones."""
+        source = Workloads(self._tokenizer)
+        return [source.make(case.batch, case.prompt_tokens, plan.tokens) for _ in range(plan.rounds)]
+
     def _enter(
-        self, subjects: dict[str, _Subject], notes: list[str], peer: Peer, weights: str, case: Case, plan: Plan
+        self,
+        subjects: dict[str, _Subject],
+        notes: list[str],
+        peer: Peer,
+        weights: str,
+        case: Case,
+        workloads: Sequence[Workload],
+        plan: Plan,
     ) -> None:
         """Add a peer with one format to the subjects, or say why not."""
         name, refusals = f"{peer.name} {weights}", {mode: peer.refusal(mode, case.batch) for mode in plan.modes}
@@ -125,13 +139,8 @@ class Comparison:
             notes.append(f"{name}: {models}")
             return
         if modes:
-            make_job = partial(self._job, models, weights, modes, case, plan)
-            subjects[name] = _Subject(peer, weights, make_job, self._tokenizer.decode)
-
-    def _job(self, models: Pair, weights: str, modes: list[Mode], case: Case, plan: Plan, round_: int) -> Job:
-        first = (2 * round_ + 1) * case.batch
-        workload = make_workload(self._tokenizer, first, case.batch, case.prompt_tokens, plan.tokens)
-        return Job(models, weights, modes, workload, plan.threads)
+            jobs = [Job(models, weights, modes, workload, plan.threads) for workload in workloads]
+            subjects[name] = _Subject(peer, weights, iter(jobs), self._tokenizer.decode)
 
     def _prepare(self, peer: Peer, weights: str) -> Pair | PeerError:
         """Convert the models once; what failed is not tried again."""

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.peers.base import DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Pair, PeerError, execute
+from benchmarks.peers.base import DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Pair, PeerError, content_key, execute
 
 COMPLETE, SPECULATE, LOOK_UP = "llama-completion", "llama-speculative-simple", "llama-lookup"
 BENCH, QUANTIZE, TOKENIZE = "llama-batched-bench", "llama-quantize", "llama-tokenize"
@@ -32,9 +32,10 @@ class LlamaCpp:
 
     name = "llama.cpp"
     install = (
-        "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xf llama_cpp_python-*.tar.gz &&"
-        " cd llama_cpp_python-*/vendor/llama.cpp && cmake -B build -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF &&"
-        f" cmake --build build -j --target {' '.join(PROGRAMS)}; then add --llama-cpp with this folder"
+        "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 &&"
+        " tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp &&"
+        " cmake -B build -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF &&"
+        f" cmake --build build -j 2 --target {' '.join(PROGRAMS)}; then add --llama-cpp with this folder"
     )
     formats: Mapping[str, Sequence[str]] = {_UNROUNDED: (_UNROUNDED,), "int8": ("q8_0",), "int4": ("q4_0", "q4_k_m")}
 
@@ -61,11 +62,16 @@ class LlamaCpp:
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
         """Write both models as GGUF files, rounded by llama.cpp's own program. Raises PeerError."""
-        made = {role: folder / f"{role}-{weights}.gguf" for role in ("target", "draft")}
-        for role, file in made.items():
+        exporter = Path(__file__).with_name("gguf_export.py").read_text(encoding="utf-8")
+        made = {}
+        for role in ("target", "draft"):
+            model = getattr(models, role)
+            key = content_key(model, [exporter, self.version()])
+            file, unrounded = (folder / f"{role}-{format_}-{key}.gguf" for format_ in (weights, _UNROUNDED))
             if not file.exists():
-                self._convert(getattr(models, role), weights, folder / f"{role}-{_UNROUNDED}.gguf", file)
-        return Pair(*map(str, made.values()))
+                self._convert(model, weights, unrounded, file)
+            made[role] = str(file)
+        return Pair(**made)
 
     def _convert(self, model: str, weights: str, unrounded: Path, file: Path) -> None:
         partial = file.with_suffix(".partial")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.peers.base import Pair, Workload
 
-from speculant import __version__
 from speculant.bench.inflated_pair import SHAPES, inflated_pair
 from speculant.bench.workloads import code_prompt
 from speculant.models.source import resolve_source
@@ -19,12 +19,13 @@ DEMO = "demo"  # the embedded pair at its own size
 CHOICES = (DEMO, *SHAPES)
 POSITIONS = 8192  # that config.json allows; the pair was trained on 1,024, so that longer texts cost alike and say less
 _SPARE, _WARM_UP = 64, 512  # tokens
+_TRIES = 10  # pieces of code for each prompt
 
 
 def make_pair(shape: str, folder: Path) -> Pair:
     """Return the pair at a shape, with room for long prompts; the weights stay where they are.
 
-    folder: where conversions may be kept, one for each shape and version.
+    folder: where the folders with the changed configurations are made.
     """
     if shape == DEMO:
         sources = [resolve_source(DEMO, "target"), resolve_source(DEMO, "draft")]
@@ -32,11 +33,6 @@ def make_pair(shape: str, folder: Path) -> Pair:
         sources = list(inflated_pair(shape))
     made = [_lengthen(source, folder / role) for source, role in zip(sources, ("target", "draft"), strict=True)]
     return Pair(*map(str, made))
-
-
-def conversions(cache: Path, shape: str) -> Path:
-    """Return the folder of a shape's conversions."""
-    return cache / f"{__version__}-{shape}"
 
 
 def _lengthen(source: Path, folder: Path) -> Path:
@@ -52,24 +48,42 @@ def _lengthen(source: Path, folder: Path) -> Path:
     return folder
 
 
-def make_workload(tokenizer: Tokenizer, first: int, batch: int, length: int, tokens: int) -> Workload:
-    """Make `batch` prompts of exactly `length` tokens, from the first-th piece of code on, and as many to warm up."""
-    prompts = [canonical_prompt(tokenizer, first + index, length) for index in range(batch)]
-    warm_up = [canonical_prompt(tokenizer, first + batch + index, min(length, _WARM_UP)) for index in range(batch)]
-    return Workload(prompts, [tokenizer.decode(prompt) for prompt in prompts], warm_up, tokens)
+class Workloads:
+    """Makes workloads, each from pieces of code that no other of the same object has."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._numbers = tokenizer, itertools.count()
+
+    def make(self, batch: int, length: int, tokens: int) -> Workload:
+        """Make `batch` prompts of exactly `length` tokens, and as many to warm up."""
+        prompts = self._take(batch, length)
+        texts = [self._tokenizer.decode(prompt) for prompt in prompts]
+        return Workload(prompts, texts, self._take(batch, min(length, _WARM_UP)), tokens)
+
+    def _take(self, number: int, length: int) -> list[list[int]]:
+        """Return so many prompts; a piece of code that has no end of this length is left out."""
+        found = list[list[int]]()
+        for _ in range(_TRIES * number):
+            prompt = canonical_prompt(self._tokenizer, next(self._numbers), length)
+            found += [] if prompt is None else [prompt]
+            if len(found) == number:
+                return found
+        raise ValueError(
+            f"only {len(found)} of {_TRIES * number} pieces of code have an end of exactly {length} tokens"
+        )
 
 
-def canonical_prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int]:
-    """Return a piece of code in the tokens that its text is encoded in, as a peer that reads text needs it."""
-    found = next(_encodings(tokenizer, index, length), None)
-    if found is None:
-        raise ValueError(f"no end of the code number {index} has exactly {length} tokens")
-    return found
+def canonical_prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int] | None:
+    """Return a piece of code in the tokens that its text is encoded in, as a peer that reads text needs it.
+
+    None = no end of this piece has exactly `length` tokens.
+    """
+    return next(_encodings(tokenizer, index, length), None)
 
 
 def _encodings(tokenizer: Tokenizer, index: int, length: int) -> Iterator[list[int]]:
     longer = code_prompt(tokenizer, index, length + _SPARE)
     for cut in range(len(longer)):
         ids = tokenizer.encode(tokenizer.decode(longer[cut:]))
-        if len(ids) == length:
+        if len(ids) == length and tokenizer.encode(tokenizer.decode(ids)) == ids:
             yield ids

@@ -21,6 +21,7 @@ from benchmarks.peers.base import (
     Pair,
     Progress,
     PythonPeer,
+    content_key,
     execute,
 )
 
@@ -38,18 +39,23 @@ class OpenVINO(PythonPeer):
     name = "OpenVINO GenAI"
     package = "openvino-genai"
     install = (
-        "python -m venv openvino && openvino/bin/pip install torch==2.13.0 openvino-genai"
-        ' "optimum-intel>=2" && openvino/bin/pip uninstall torchvision; then add --openvino-python openvino/bin/python'
+        "python -m venv openvino && openvino/bin/pip install torch==2.13.0 openvino-genai==2026.4.1.0"
+        " optimum-intel==2.2.0 && openvino/bin/pip uninstall -y torchvision; then add --openvino-python"
+        " openvino/bin/python"
     )
     formats = {name: (name,) for name in _EXPORT}  # noqa: RUF012
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
         """Export both models, with weights rounded to the format. Raises PeerError."""
-        targets = {role: folder / f"openvino-{weights}-{role}" for role in ("target", "draft")}
-        for role, made in targets.items():
-            if not made.exists():
-                self._export(getattr(models, role), weights, made)
-        return Pair(*map(str, targets.values()))
+        converter = [*_EXPORT[weights], *map(self._version_of, ("openvino", "optimum-intel", "transformers"))]
+        made = {}
+        for role in ("target", "draft"):
+            model = getattr(models, role)
+            exported = folder / f"{role}-openvino-{weights}-{content_key(model, converter)}"
+            if not exported.exists():
+                self._export(model, weights, exported)
+            made[role] = str(exported)
+        return Pair(**made)
 
     def _export(self, model: str, weights: str, made: Path) -> None:
         partial = made.with_name(made.name + ".partial")

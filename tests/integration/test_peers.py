@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow  # processes that each import torch
 MODES = {"plain", "draft 2", "lookup 2", "default"}
 TOKENS = 6
+PEERS = ["Speculant", "transformers", "OpenVINO GenAI", "llama.cpp", "vLLM"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     """Run once; return the JSON and what was printed."""
     folder = tmp_path_factory.mktemp("peers")
     (folder / "empty").mkdir()
-    sizes = ["--prompts", "24", "--batches", "1", "2", "--tokens", str(TOKENS), "--rounds", "1", "--threads", "1"]
+    sizes = ["--prompts", "24", "--batches", "1", "2", "--tokens", str(TOKENS), "--rounds", "3", "--threads", "1"]
     chosen = [*sizes, "--lengths", "2", "--precisions", "bf16", "--cache", folder / "cache", "--json", folder / "json"]
     absent = [
         "--openvino-python",
@@ -31,7 +33,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
         "--llama-cpp",
         folder / "empty",
     ]
-    command = [sys.executable, "-m", "benchmarks.peers", *chosen, *absent]
+    command = [sys.executable, "-m", "benchmarks.peers", *chosen, *absent, "--peers", *PEERS]
     done = subprocess.run(map(str, command), capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "json").read_text(encoding="utf-8")), done.stdout
@@ -52,8 +54,7 @@ def test_peers_run_every_mode_they_have(outcome: tuple[dict[str, Any], str]) -> 
 def test_peers_make_the_same_number_of_tokens(outcome: tuple[dict[str, Any], str]) -> None:
     for batch in (1, 2):
         for row in _rows(outcome[0], batch).values():
-            [run] = row["rounds"]
-            assert run["tokens"] == TOKENS * batch
+            assert [run["tokens"] for run in row["rounds"]] == [TOKENS * batch] * 3
             assert row["tokens_per_s"]["median"] > 0
             assert row["read_gb_per_s"]["median"] > 0
 
@@ -78,6 +79,25 @@ def test_equal_settings_have_a_ratio(outcome: tuple[dict[str, Any], str]) -> Non
     rows = _rows(outcome[0], 1)
     assert rows["transformers", "draft 2"]["equal"]["tokens_per_s"]["median"] > 0
     assert [best["peer"] for best in outcome[0]["cases"][0]["best"]] == ["transformers"]
+
+
+def test_command_can_be_run_again(outcome: tuple[dict[str, Any], str]) -> None:
+    arguments = shlex.split(outcome[0]["command"])
+    assert arguments[:3] == ["python", "-m", "benchmarks.peers"]
+    assert arguments[arguments.index("--peers") + 1 :] == [
+        "Speculant",
+        "transformers",
+        "OpenVINO GenAI",
+        "llama.cpp",
+        "vLLM",
+    ]
+
+
+def test_fewer_than_three_rounds_are_refused() -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert "a median needs at least 3 rounds" in done.stderr
 
 
 def test_missing_peers_are_named_and_skipped(outcome: tuple[dict[str, Any], str]) -> None:

@@ -43,20 +43,25 @@ def _check(shape: str) -> None:
 
 
 def _kept(source: Path, shape: str) -> Path:
-    root = cache_folder("inflated")
-    folder = root / f"{__version__}-{source.resolve().name}-{shape}-{_digest(source)}"
+    folder = cache_folder("inflated") / f"{__version__}-{source.resolve().name}-{shape}-{_digest(source)}"
     if not (folder / "config.json").exists():
-        root.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=root))
         try:
-            _write(source, made, shape)
-            made.rename(folder)
+            _make(source, shape, folder)
         except OSError as error:
             if not (folder / "config.json").exists():  # another process may have been faster
                 raise ConfigError(f"{folder} can't be written: {error}", "make room, or set XDG_CACHE_HOME.") from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
     return folder
+
+
+def _make(source: Path, shape: str, folder: Path) -> None:
+    """Write a model under another name, and give it its own when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _write(source, made, shape)
+        made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _digest(source: Path) -> str:

@@ -15,6 +15,7 @@ from speculant.params import SamplingParams
 
 T = TypeVar("T")
 Notify = Callable[[str], None]  # called with the name of each run before it starts
+Tell = Callable[[str], None]  # called with a line about the results so far
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 ONE_AT_A_TIME = "_sequential"  # suffix of a mode's name
@@ -59,6 +60,11 @@ class Case:
     def comparable(self) -> bool:
         """Whether all modes must give the same tokens: greedy and seeded ones do."""
         return self.params.greedy or self.params.seed is not None
+
+    @property
+    def num_rounds(self) -> int:
+        """How often each mode has run."""
+        return len(next(iter(self.runs.values())))
 
     @property
     def compared(self) -> list[str]:
@@ -112,27 +118,52 @@ def one_at_a_time(modes: Mapping[str, Mode]) -> dict[str, Mode]:
     return {name + ONE_AT_A_TIME: replace(mode, sequential=True) for name, mode in modes.items()}
 
 
-def measure(ways: Mapping[str, Way], workload: Workload, rounds: int, notify: Notify) -> Case:
-    """Run a workload in every way once per round, after a short warm-up run of each that is not counted."""
+def measure(
+    ways: Mapping[str, Way], workload: Workload, rounds: int, notify: Notify, tell: Tell = lambda result: None
+) -> Case:
+    """Run a workload in every way once per round, after a short warm-up run of each that is not counted.
+
+    tell: gets a line with the medians so far after each round but the last.
+    """
     for way in ways.values():
         way.bench.warm_up(workload, way.mode)
+    params = ways.get(SPECULATIVE, ways[PLAIN]).mode.params
     subjects = {name: partial(way.bench.run, workload, way.mode) for name, way in ways.items()}
-    runs = interleave(subjects, rounds, notify)
-    return Case(workload, ways.get(SPECULATIVE, ways[PLAIN]).mode.params, runs)
+
+    def end_round(runs: Mapping[str, Sequence[Run]]) -> None:
+        case = Case(workload, params, runs)
+        if case.num_rounds < rounds:
+            tell(f"after {case.num_rounds} of {rounds} rounds: {medians(case)}")
+
+    return Case(workload, params, interleave(subjects, rounds, notify, end_round))
+
+
+def medians(case: Case) -> str:
+    """Return the speed of the first mode and those of the others over it, in one line."""
+    first = next(iter(case.runs))
+    parts = [f"{first} {case.spreads(first)['tokens_per_s'].median:,.0f} tokens/s"]
+    speeds = {mode: case.ratios(base_of(mode), mode).get("itl_mean_s") for mode in case.compared}
+    parts += [f"{mode} {speed.median:.2f} times its speed" for mode, speed in speeds.items() if speed is not None]
+    return ", ".join(parts)
 
 
 def interleave(
-    subjects: Mapping[str, Callable[[], T]], rounds: int, notify: Notify = lambda name: None
+    subjects: Mapping[str, Callable[[], T]],
+    rounds: int,
+    notify: Notify = lambda name: None,
+    end_round: Callable[[Mapping[str, Sequence[T]]], None] = lambda results: None,
 ) -> dict[str, list[T]]:
     """Run every subject once per round and return the results by subject.
 
     So noise of the machine affects all alike. Every other round runs backwards, so none is always first.
+    end_round: gets the results so far after each round.
     """
     results: dict[str, list[T]] = {name: [] for name in subjects}
     for round_ in range(rounds):
         for name in list(subjects)[:: -1 if round_ % 2 else 1]:
             notify(name)
             results[name].append(subjects[name]())
+        end_round(results)
     return results
 
 

@@ -23,6 +23,7 @@ RATIOS = (
     (PLAIN, PLAIN + ONE_AT_A_TIME),
     (SPECULATIVE, SPECULATIVE + ONE_AT_A_TIME),
 )
+FEWEST_ROUNDS = 3  # of a median that says something
 NEAR_TIES = "in float32 and bfloat16 near-ties may fall otherwise; --dtype float64 compares without rounding"
 LEARNING = "this drafter learns from earlier requests: after the first run it has seen these prompts' outputs"
 
@@ -115,8 +116,15 @@ def heading(case: Mapping[str, Any]) -> str:
     batch = f", {case['batch']} at a time" if "batch" in case else ""
     return (
         f"{case['num_prompts']} prompts ({case['prompts']}) of {lengths} tokens{arriving}{batch}, "
-        f"{sampling['max_tokens']} more each, {token_probs}; medians of {case['rounds']} rounds, with quartiles"
+        f"{sampling['max_tokens']} more each, {token_probs}; {described_rounds(case['rounds'])}"
     )
+
+
+def described_rounds(number: int) -> str:
+    """Return what the figures of so many rounds are."""
+    if number < FEWEST_ROUNDS:
+        return f"{number} round{'s' if number > 1 else ''}, too few for a median: a quick look"
+    return f"medians of {number} rounds, with quartiles"
 
 
 def conclusions(case: Mapping[str, Any]) -> Iterator[str]:

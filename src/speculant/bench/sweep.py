@@ -12,7 +12,7 @@ from typing import Any
 
 from speculant import plugins
 from speculant.bench.acceptance import Acceptance, Reader, measure_acceptance
-from speculant.bench.measuring import PLAIN, Case, Notify, Way, measure, ways_of
+from speculant.bench.measuring import PLAIN, Case, Notify, Tell, Way, measure, ways_of
 from speculant.bench.pair import FEWEST_TOKENS, Prediction, predict, write_texts
 from speculant.bench.report import document
 from speculant.bench.runs import Bench, Mode
@@ -162,9 +162,9 @@ def _acceptance(
 
 
 def measure_sweep(
-    predicted: Sequence[Predicted], plan: SweepPlan, params: SamplingParams, notify: Notify
+    predicted: Sequence[Predicted], plan: SweepPlan, params: SamplingParams, notify: Notify, tell: Tell
 ) -> list[Swept]:
-    """Measure plain decoding and every length in turn, at each batch size."""
+    """Measure plain decoding and every length in turn, at each batch size. notify, tell: see `measure`."""
     found = list[Swept]()
     for each in predicted:
         alone = each.batch == 1
@@ -175,7 +175,8 @@ def measure_sweep(
             for length in (0, *plan.lengths)
         }
         ways = ways_of(Bench(each.runtime), modes)
-        found.append(Swept(each.batch, ways, measure(ways, each.workload, plan.rounds, notify), each.prediction))
+        case = measure(ways, each.workload, plan.rounds, notify, tell)
+        found.append(Swept(each.batch, ways, case, each.prediction))
     return found
 
 

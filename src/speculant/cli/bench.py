@@ -29,7 +29,7 @@ from speculant.cli.flags import BenchSampling, EngineFlags, SamplingFlags, accep
 from speculant.cli.generate import fetch
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.profile import Profile, profiling
-from speculant.cli.terminal import examples, progress, progress_of_runs
+from speculant.cli.terminal import WholeSummaries, examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
@@ -59,7 +59,7 @@ OTHERS = {
 }
 EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", *OTHERS)))
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(cls=WholeSummaries, no_args_is_help=True)
 for _name, (_command, _examples) in OTHERS.items():
     app.command(_name, epilog=_examples)(accepts_log_level(_command))
 
@@ -187,8 +187,8 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: 
     from speculant.bench.measuring import measure
 
     num_runs = len(workloads) * len(ways) * plan.rounds
-    with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as notify:
-        return [measure(ways, workload, plan.rounds, notify) for workload in workloads]
+    with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as runs:
+        return [measure(ways, workload, plan.rounds, runs.begin, runs.tell) for workload in workloads]
 
 
 def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:

@@ -131,5 +131,5 @@ def _build(
 def _measure(ways: Mapping[str, Way], workloads: Sequence[Workload], rounds: int) -> list[Case]:
     from speculant.bench.measuring import measure
 
-    with progress_of_runs(len(workloads) * len(ways) * rounds) as notify:
-        return [measure(ways, workload, rounds, notify) for workload in workloads]
+    with progress_of_runs(len(workloads) * len(ways) * rounds) as runs:
+        return [measure(ways, workload, rounds, runs.begin, runs.tell) for workload in workloads]

@@ -97,8 +97,8 @@ def serve(
     with _running(url, config, engine) as address:
         server = RemotePartner(address, target if url and target else named, api_key)
         load, modes = Load(partial(connect, address), chosen), _modes(server, fields)
-        with progress_of_runs(plan.num_runs(len(modes))) as notify:
-            measured = measure_serving(load, modes, plan, notify)
+        with progress_of_runs(plan.num_runs(len(modes))) as runs:
+            measured = measure_serving(load, modes, plan, runs.begin)
     value = {
         "benchmark": "serve",
         "server": {"url": address, "model": server.served["id"], "engine": None if config is None else asdict(config)},
@@ -159,13 +159,13 @@ def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.bench.report import conclusions
+    from speculant.bench.report import conclusions, described_rounds
     from speculant.bench.tables import tables
 
     console, plan = results(), value["plan"]
     console.print(introduction)
     loop = f"{plan['clients']} clients that ask again as soon as they are answered"
-    console.print(f"\ncapacity: {loop}; medians of {plan['rounds']} rounds, with quartiles\n", style="bold")
+    console.print(f"\ncapacity: {loop}; {described_rounds(plan['rounds'])}\n", style="bold")
     for table in tables("serve", value["capacity"]):
         console.print(table)
     for level in value["loads"]:

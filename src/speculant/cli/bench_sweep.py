@@ -70,10 +70,10 @@ def sweep(
         rounds,
     )
     fetch(config)
-    with progress_of_parts() as notify:
-        predicted = sweeping.predict_sweep(config, plan, params, notify)
-    with progress_of_runs(plan.num_runs) as notify:
-        found = sweeping.measure_sweep(predicted, plan, params, notify)
+    with progress_of_parts() as parts:
+        predicted = sweeping.predict_sweep(config, plan, params, parts.begin)
+    with progress_of_runs(plan.num_runs) as runs:
+        found = sweeping.measure_sweep(predicted, plan, params, runs.begin, runs.tell)
     value = sweeping.swept(config, plan, found)
     best = [sweeping.way_of(case["best"]["found"]["length"]) for case in value["cases"]]
     shown = [{name: each.ways[name] for name in (PLAIN, way)} for each, way in zip(found, best, strict=True)]

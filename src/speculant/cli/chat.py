@@ -49,6 +49,9 @@ def chat(
         typer.Option(envvar="SPECULANT_API_KEY", help="The server's key. [env: SPECULANT_API_KEY]", show_envvar=False),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Say after each answer what speculation did, and which weights are used.")
+    ] = False,
     *,
     sampling: SamplingFlags,
     engine: EngineFlags,
@@ -56,7 +59,7 @@ def chat(
     """Talk to a model.
 
     Each line is a message; piped input works too. Accepted draft tokens are green where the terminal has colours.
-    Speed and speculation follow each answer on standard error. Ctrl-C ends an answer. /help lists the commands.
+    The speed follows each answer on standard error. Ctrl-C ends an answer. /help lists the commands.
     """
     if unfit := [name for name in _UNFIT if name in sampling.given]:
         flag = unfit[0].replace("_", "-")
@@ -65,7 +68,7 @@ def chat(
         )
     sampling.params()  # checks ranges before anything is loaded
     partner = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
-    Conversation(partner, system, sys.stdin.isatty()).run()
+    Conversation(partner, system, sys.stdin.isatty(), verbose).run()
 
 
 def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
@@ -85,11 +88,15 @@ def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: Engi
 
 @dataclass
 class Conversation:
-    """What was said so far, and the settings of what comes. interactive: somebody types, and sees errors at once."""
+    """What was said so far, and the settings of what comes. interactive: somebody types, and sees errors at once.
+
+    verbose: each answer is followed by what speculation did, not by its speed alone.
+    """
 
     partner: Partner
     system: str | None
     interactive: bool
+    verbose: bool = False
     turns: list[dict[str, Any]] = field(default_factory=list)
     speculating: bool | None = None  # None = as the flags say
 
@@ -147,7 +154,7 @@ class Conversation:
                         said += [] if piece.reasoning else [piece.text]
                         _show(console, piece)
             except StopIteration as end:
-                summary = end.value
+                summary = end.value.full if self.verbose else end.value.brief
             except KeyboardInterrupt:
                 if not self.partner.waits:
                     raise
@@ -199,7 +206,7 @@ def _piped_lines() -> Iterator[str]:
             if line.strip():
                 yield line.strip()
     except UnicodeDecodeError as error:
-        raise RequestError(f"the input is no text: {error}", "write UTF-8.") from error
+        raise RequestError(f"the input is no text: {error}", f"write {sys.stdin.encoding}.") from error
 
 
 @contextmanager

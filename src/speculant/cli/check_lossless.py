@@ -12,13 +12,13 @@ from rich.table import Table
 from speculant.bench.workloads import code_prompt
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, print_json, progress, progress_of_parts, results
+from speculant.cli.terminal import Parts, examples, print_json, progress, progress_of_parts, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculant.engine.build import Runtime
-    from speculant.exactness.check import Report, Tell
+    from speculant.exactness.check import Found, Report, Tell
     from speculant.params import SamplingParams
 
 EXAMPLES = examples(
@@ -109,12 +109,13 @@ def check_lossless(
     fetch(config)
     with progress("Loading the models"):
         runtime = _build(config)
-    with progress_of_parts() as notify:
-        report = _check(config, runtime, prompts, params, cases, texts, notify)
+    with progress_of_parts() as parts:
+        found = (lambda key, value: None) if as_json else _Shown(parts).show
+        report = _check(config, runtime, prompts, params, (cases, texts), parts.begin, found)
     if as_json:
         print_json(report.to_dict())
     else:
-        _show(report)
+        _conclude(report)
     if not report.lossless:
         raise typer.Exit(EXIT_FAILED)
 
@@ -145,49 +146,75 @@ def _check(
     runtime: Runtime,
     prompts: Sequence[str] | None,
     params: SamplingParams,
-    cases: int,
-    texts: int,
-    notify: Tell,
+    sizes: tuple[int, int],
+    tell: Tell,
+    found: Found,
 ) -> Report:
     from speculant.exactness.check import Subject, check
 
     given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
     made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]
-    return check(Subject(config, runtime, made, params), cases, texts, notify)
+    return check(Subject(config, runtime, made, params), *sizes, tell, found)
 
 
-def _show(report: Report) -> None:
-    value, console = report.to_dict(), results()
-    settings = value["settings"]
+class _Shown:
+    """Prints each part of the report when it is there. The first part of a section has the heading before it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._console = parts, results()
+        self._known: dict[str, Any] = {}  # what was found so far, by its key in the report
+
+    def show(self, key: str, value: Any) -> None:
+        """Print what was found; see `Found`."""
+        self._parts.end()
+        first = key not in self._known
+        self._known[key] = value
+        match key:
+            case "settings":
+                _show_settings(self._console, value)
+            case "proven":
+                if first:
+                    self._head("Proven, by following every branch of the engine's step, on tables in float64")
+                _show_proof(self._console, value)
+            case "tested":
+                self._head("Tested on this pair")
+                _show_tests(self._console, self._known)
+            case "identity":
+                if first:
+                    self._head("Compared with plain decoding of each prompt alone, token for token")
+                _show_identity(self._console, value)
+
+    def _head(self, heading: str) -> None:
+        self._console.print(f"\n{heading}", style="bold")
+
+
+def _conclude(report: Report) -> None:
+    console = results()
+    for note in report.notes():
+        console.print(f"note: {note}", style="yellow")
+    console.print(f"\n{report.verdict()}", style=PASSED if report.lossless else FAILED)
+
+
+def _show_settings(console: Console, settings: Mapping[str, Any]) -> None:
     console.print(f"speculation is on: {settings['speculation']}")
     console.print(
         "rules: " + ", ".join(f"{verifier} for {kind} requests" for kind, verifier in settings["rules"].items())
     )
     console.print(f"target: {settings['target']} in {settings['dtype']}, kernels: {settings['kernels']}")
-    _show_proofs(console, value["proven"])
-    _show_tests(console, value)
-    _show_identity(console, value["identity"])
-    for note in value["notes"]:
-        console.print(f"note: {note}", style="yellow")
-    console.print(f"\n{value['verdict']}", style=PASSED if value["lossless"] else FAILED)
 
 
-def _show_proofs(console: Console, proofs: Sequence[Mapping[str, Any]]) -> None:
-    console.print("\nProven, by following every branch of the engine's step, on tables in float64", style="bold")
-    for proof in proofs:
-        announced = "" if proof["announced_lossless"] else " (announces that it is not lossless)"
-        console.print(f"  {proof['rule']}{announced}, for {' and '.join(proof['requests'])} requests: ", end="")
-        _mark(console, proof["passed"])
-        console.print(
-            f"    {proof['cases']} random pairs of distributions, vocabularies of {_span(proof['vocabularies'])}, "
-            f"{_span(proof['draft_nodes'])} draft tokens by {proof['draft']}"
-        )
-        found = f"    the output's joint distribution is within {proof['largest_deviation']:.1e} of the target's"
-        console.print(
-            f"{found} ({proof['tolerance']:.0e} is rounding); {proof['mean_accepted']:.2f} accepted on average"
-        )
-        if proof["error"]:
-            console.print(f"    broke off: {proof['error']}")
+def _show_proof(console: Console, proof: Mapping[str, Any]) -> None:
+    announced = "" if proof["announced_lossless"] else " (announces that it is not lossless)"
+    console.print(f"  {proof['rule']}{announced}, for {' and '.join(proof['requests'])} requests: ", end="")
+    _mark(console, proof["passed"])
+    console.print(
+        f"    {proof['cases']} random pairs of distributions, vocabularies of {_span(proof['vocabularies'])}, "
+        f"{_span(proof['draft_nodes'])} draft tokens by {proof['draft']}"
+    )
+    found = f"    the output's joint distribution is within {proof['largest_deviation']:.1e} of the target's"
+    console.print(f"{found} ({proof['tolerance']:.0e} is rounding); {proof['mean_accepted']:.2f} accepted on average")
+    if proof["error"]:
+        console.print(f"    broke off: {proof['error']}")
 
 
 def _span(values: Sequence[int]) -> str:
@@ -195,7 +222,6 @@ def _span(values: Sequence[int]) -> str:
 
 
 def _show_tests(console: Console, value: Mapping[str, Any]) -> None:
-    console.print("\nTested on this pair", style="bold")
     settings, (*scores, impossible) = value["settings"], value["tested"]
     console.print(
         f"  {settings['texts']} texts of {settings['prompts']} prompts, {impossible['tokens']} tokens, "
@@ -229,15 +255,11 @@ def _strength(score: Mapping[str, Any]) -> str:
     return f"a shift of {size} in {score['what']} would have been seen in {100 * score['power']:.0f} of 100 runs"
 
 
-def _show_identity(console: Console, comparisons: Sequence[Mapping[str, Any]]) -> None:
-    console.print("\nCompared with plain decoding of each prompt alone, token for token", style="bold")
-    for each in comparisons:
-        console.print(
-            f"  {each['requests']}, {each['way']}: {each['agreeing']} of {each['texts']} texts agree ", end=""
-        )
-        _mark(console, each["passed"])
-        if each["agreeing"] < each["texts"]:
-            console.print(f"    {_difference(each)}")
+def _show_identity(console: Console, each: Mapping[str, Any]) -> None:
+    console.print(f"  {each['requests']}, {each['way']}: {each['agreeing']} of {each['texts']} texts agree ", end="")
+    _mark(console, each["passed"])
+    if each["agreeing"] < each["texts"]:
+        console.print(f"    {_difference(each)}")
 
 
 def _difference(each: Mapping[str, Any]) -> str:

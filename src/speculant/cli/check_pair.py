@@ -101,8 +101,8 @@ def check_pair(
     params = replace(sampling.params(SamplingParams(temperature=0.0)), max_tokens=tokens)
     workload = WorkloadConfig(prompts)
     fetch(config)
-    with progress_of_parts() as notify:
-        findings = _check(config, workload, params, notify)
+    with progress_of_parts() as parts:
+        findings = _check(config, workload, params, parts.begin)
     value = document(config, findings)
     if as_json:
         print_json(value)

@@ -157,7 +157,7 @@ class EngineFlags(FlagGroup):
     use_speculative_decoding: Annotated[bool, "Switch speculation; on by default."]
     speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]
     dtype: Annotated[str, "auto (the checkpoint's), float64, float32 or bfloat16."]
-    device: Annotated[str, "Where to compute: cpu, cuda, cuda:1, ..."]
+    device: Annotated[str, "Where to compute: cpu, cuda, or one of several, such as cuda:1."]
     max_model_len: Annotated[int, "Positions per sequence, prompt and output together."]
     max_num_seqs: Annotated[int, "Sequences that run at a time."]
     max_num_batched_tokens: Annotated[int, "Rows per pass: prompt chunks, last tokens and drafts together."]

@@ -79,7 +79,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         )
     if prompt_file is not None:
         return _read_file(prompt_file)
-    return sys.stdin.read() if prompt == "-" else str(prompt)
+    try:
+        text = sys.stdin.read() if prompt == "-" else str(prompt)
+        text.encode()  # an argument that is no text has surrogates
+    except UnicodeError as error:
+        raise RequestError(f"the prompt is no text: {error}", "write UTF-8.") from error
+    return text
 
 
 def _conversation(llm: LLM, text: str, system: str | None) -> Prompt:

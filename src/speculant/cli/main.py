@@ -10,7 +10,8 @@ import typer
 
 from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, inflate, plan, serve, train
 from speculant.cli.logs import accepts_log_level
-from speculant.cli.terminal import show_error
+from speculant.cli.streams import prepare_streams
+from speculant.cli.terminal import EXIT_INTERRUPTED, WholeSummaries, end_at_once, show_error
 from speculant.errors import SpeculantError
 
 EXIT_RUNTIME = 1  # an error at run time
@@ -18,6 +19,7 @@ EXIT_USAGE = 2  # an error in the arguments
 
 app = typer.Typer(
     name="speculant",
+    cls=WholeSummaries,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # rich truncates long flags
@@ -60,16 +62,50 @@ def root(
 def main() -> None:
     """Run the command line. An error is printed with its fix, without a traceback, and sets the exit code.
 
-    SPECULANT_DEBUG=1 raises it instead.
+    SPECULANT_DEBUG=1 raises it instead. Ctrl-C prints one line and ends the process at once with 130.
     """
+    prepare_streams()
     if os.environ.get("SPECULANT_DEBUG") == "1":
         app()
         return
     try:
-        app()
+        _run()
+    except KeyboardInterrupt:
+        end_at_once()
+    except SystemExit as end:  # typer's way to end, after Ctrl-C too
+        if end.code == EXIT_INTERRUPTED:
+            end_at_once()
+        raise
     except SpeculantError as error:
         show_error(error)
         sys.exit(EXIT_USAGE if isinstance(error, ValueError) else EXIT_RUNTIME)
+
+
+def _run() -> None:
+    """Run a command. Raises SpeculantError for every failure."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, because an error while the interpreter ends can't be caught
+    except BrokenPipeError:  # the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_RUNTIME)
+    except SpeculantError:
+        raise
+    except OSError as error:
+        raise _refused(error) from error
+    except Exception as error:
+        problem = f"Speculant failed: {type(error).__name__}: {error}"
+        raise SpeculantError(problem, "set SPECULANT_DEBUG=1 to see where, and report it, please.") from error
+
+
+def _refused(error: OSError) -> SpeculantError:
+    """Return the error for a file, a disk or a connection that the system refused."""
+    return SpeculantError(
+        f"the system refused: {error}",
+        "check the path, its permissions and the free space; SPECULANT_DEBUG=1 tells more.",
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,15 @@ class Piece:
     reasoning: bool = False
 
 
-Answer = Generator[Piece, None, str]  # returns a line with the speed and what speculation did
+@dataclass(frozen=True)
+class Summary:
+    """How an answer was made: in a few words, and in full, with what speculation did."""
+
+    brief: str
+    full: str
+
+
+Answer = Generator[Piece, None, Summary]
 
 
 class Partner(Protocol):
@@ -87,8 +95,9 @@ class LocalPartner:
                 yield Piece(piece.text, piece.drafted if drafting else None)
                 output = piece.output
         assert output is not None, "a stream ends with its output"
-        cut = output.outputs[0].finish_reason == "length"
-        return figures(self.llm, output) + _cut(cut)
+        cut, timing = _cut(output.outputs[0].finish_reason == "length"), output.metrics.timing
+        seconds = (timing.ttft_s or 0.0) + timing.decode_s
+        return Summary(_speed(len(output.outputs[0].token_ids), seconds) + cut, figures(self.llm, output) + cut)
 
 
 @dataclass
@@ -138,7 +147,7 @@ class RemotePartner:
         with self._send("/chat/completions", asked) as response:
             for chunk in _events(response):
                 yield from count.read(chunk)
-        return count.line()
+        return count.summary()
 
     def _find_model(self) -> Mapping[str, Any]:
         with self._send("/models") as response:
@@ -195,21 +204,22 @@ class _Count:
                     self.pieces += 1
                     yield Piece(text, drafted, reasoning)
 
-    def line(self) -> str:
+    def summary(self) -> Summary:
         """Return the speed, and what speculation did if the server tells."""
-        seconds = time.perf_counter() - self.started
         tokens = self.usage.get("completion_tokens") or self.pieces
-        made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)" + _cut(
-            self.cut
-        )
+        made = _speed(tokens, time.perf_counter() - self.started) + _cut(self.cut)
         if not self.speculation:
-            return made
+            return Summary(made, made)
         per_pass, length, rate = (
             float(self.speculation.get(name) or 0)
             for name in ("tokens_per_pass", "mean_acceptance_length", "acceptance_rate")
         )
-        tokens = f"{per_pass:.2f} tokens per pass" if per_pass else f"mean acceptance length {length:.2f}"
-        return f"{made}; {tokens}, acceptance rate {rate:.2f}"
+        figure = f"{per_pass:.2f} tokens per pass" if per_pass else f"mean acceptance length {length:.2f}"
+        return Summary(made, f"{made}; {figure}, acceptance rate {rate:.2f}")
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
 
 
 def _cut(cut: bool) -> str:

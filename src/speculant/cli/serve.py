@@ -13,7 +13,7 @@ import typer
 from speculant.bench.server_process import LISTENING
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.terminal import examples, messages
+from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.serving.options import ServerOptions
@@ -82,6 +82,7 @@ def serve(
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
     It answers /health while the model is loaded, and ends with SIGTERM or Ctrl-C once the running requests have.
+    Ctrl-C while the model is loaded ends it at once.
     """
     engine.name_model(target)
     values, options = engine.values(), server.options()
@@ -116,6 +117,7 @@ def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) ->
         app,
         options,
         lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
+        end_at_once,
     )
     fetch(config)
     server.run()

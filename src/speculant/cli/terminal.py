@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NoReturn
 
+import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
+from rich.text import Text
 
 from speculant.errors import SpeculantError
+
+EXIT_INTERRUPTED = 130  # the code of a command that Ctrl-C ended
+SOON_S, PAUSE_S = 1.0, 5.0  # before the first line of progress without a terminal, and between two lines
+
+
+class WholeSummaries(typer.core.TyperGroup):
+    """A group of commands whose help has the first paragraph of each command's help in full, not one line of it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for command in self.commands.values():
+            command.short_help = command.short_help or _first_paragraph(command.help or "")
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.strip().partition("\n\n")[0].split())
 
 
 def examples(*commands: str) -> str:
@@ -39,44 +61,121 @@ def show_error(error: SpeculantError) -> None:
     console.print(error.fix)
 
 
+def end_at_once() -> NoReturn:
+    """Say that Ctrl-C was obeyed, and end the process without waiting for threads, such as one that loads a model."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    console = messages()
+    console.print("\nstopped by Ctrl-C" if console.is_terminal else "stopped by Ctrl-C")
+    os._exit(EXIT_INTERRUPTED)
+
+
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON document to stdout."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    """Print one JSON document to stdout, in ASCII where the output can't hold everything."""
+    unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=not unicode)
     sys.stdout.write("\n")
+
+
+class Parts:
+    """Says what is being done: at once on a terminal, else in a line now and then.
+
+    Without a terminal nothing is printed about work that ends within a second.
+    """
+
+    def __init__(self) -> None:
+        self._console, self._shown = messages(), ExitStack()
+        self._doing = ""
+        self._status: Status | None = None
+
+    def begin(self, part: str) -> None:
+        """Show this until the next part begins, or until `end`."""
+        shown, self._doing = bool(self._doing), part
+        if self._status is not None:
+            self._status.update(part)
+        elif not shown and self._console.is_terminal:
+            self._status = self._shown.enter_context(self._console.status(part))
+        elif not shown:
+            self._shown.enter_context(self._lines())
+
+    def end(self) -> None:
+        """Show nothing, so that a result can be printed."""
+        self._shown.close()
+        self._doing, self._status = "", None
+
+    @contextmanager
+    def _lines(self) -> Iterator[None]:
+        done = threading.Event()
+        reporter = threading.Thread(target=self._report, args=(done,), daemon=True)
+        reporter.start()
+        try:
+            yield
+        finally:
+            done.set()
+            reporter.join()
+
+    def _report(self, done: threading.Event) -> None:
+        started, pause = time.perf_counter(), SOON_S
+        while not done.wait(pause):
+            self._console.print(f"{self._doing} ({time.perf_counter() - started:.0f} s)")
+            pause = PAUSE_S
+
+
+@contextmanager
+def progress_of_parts() -> Iterator[Parts]:
+    """Yield what shows the progress of the parts of the block."""
+    parts = Parts()
+    try:
+        yield parts
+    finally:
+        parts.end()
 
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Show a status while the block runs, on a terminal only."""
-    console = messages()
-    if console.is_terminal:
-        with console.status(doing):
-            yield
-    else:
+    """Say what is being done while the block runs; see `Parts`."""
+    with progress_of_parts() as parts:
+        parts.begin(doing)
         yield
 
 
+class Runs:
+    """Shows the progress of a number of runs, and interim results: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, number: int, console: Console, bar: Progress | None) -> None:
+        self._number, self._console, self._bar = number, console, bar
+        self._started = itertools.count(1)
+        self._line_due = self._result_due = 0.0  # when the next of each may be printed, without a terminal
+        self._task = bar.add_task("Warming up", total=number) if bar else None
+        if bar is None:
+            self._print("Warming up")
+
+    def begin(self, name: str) -> None:
+        """Show that a run of this name begins."""
+        number, doing = next(self._started), f"Measuring {name.replace('_', ' ')}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=number - 1, description=doing)
+        elif time.perf_counter() >= self._line_due:
+            self._print(f"{doing} (run {number} of {self._number})")
+
+    def tell(self, result: str) -> None:
+        """Print an interim result."""
+        if self._bar is not None or time.perf_counter() >= self._result_due:
+            self._print(result)
+            self._result_due = self._line_due
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line, style="dim"))  # a style of `print` would be the bar's too
+        self._line_due = time.perf_counter() + PAUSE_S
+
+
 @contextmanager
-def progress_of_parts() -> Iterator[Callable[[str], None]]:
-    """Yield a function that is called at the start of each part and shows its name while it runs."""
-    with ExitStack() as shown:
-
-        def notify(part: str) -> None:
-            shown.close()
-            shown.enter_context(progress(part))
-
-        yield notify
-
-
-@contextmanager
-def progress_of_runs(number: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function that is called before each of so many runs and shows the progress, on a terminal only."""
+def progress_of_runs(number: int) -> Iterator[Runs]:
+    """Yield what shows the progress of so many runs."""
     console = messages()
     if not console.is_terminal:
-        yield lambda name: None
+        yield Runs(number, console, None)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, refresh_per_second=1, transient=True) as bar:
-        task = bar.add_task("Warming up", total=number)
-        started = itertools.count()
-        yield lambda name: bar.update(task, completed=next(started), description=f"Measuring {name.replace('_', ' ')}")
+        yield Runs(number, console, bar)

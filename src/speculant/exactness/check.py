@@ -24,6 +24,7 @@ SAMPLING = (
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
 )
 Tell = Callable[[str], None]  # receives the name of each part before it starts
+Found = Callable[[str, Any], None]  # receives each part of the report when it is there: a key of `to_dict`, and a value
 
 
 @dataclass(frozen=True)
@@ -144,23 +145,45 @@ class Report:
         }
 
 
-def check(subject: Subject, cases: int, texts: int, tell: Tell = lambda part: None) -> Report:
+def check(
+    subject: Subject,
+    cases: int,
+    texts: int,
+    tell: Tell = lambda part: None,
+    found: Found = lambda key, value: None,
+) -> Report:
     """Prove on tables, test on the pair, and compare texts.
 
     cases: random pairs of distributions for the verifier of sampled requests. texts: number of texts that are tested.
+    found: gets the settings, each proof, the counts of speculation, the list of tests and each comparison.
     """
-    tell("Enumerating on tables")
-    requests, spec = subject.requests(), subject.config.speculative()
-    assert spec is not None, "nothing drafts"
-    verifiers, _ = build_verifiers(spec)
-    draft = choose_draft(spec, verifiers)
-    proven = [prove(claim, draft, verifiers) for claim in claims(requests, cases)]
+    requests = subject.requests()
+    described = settings(subject, requests, cases, texts)
+    found("settings", described)
+    proven = list(_prove(subject, requests, cases, tell, found))
     tested = draw_and_score(subject, texts, tell)
+    found("speculation", tested.speculation.to_dict())
+    found("tested", tested.to_list())
     identity: list[Comparison] = []
     for kind in ("greedy", "seeded"):
         tell(f"Comparing {kind} texts")
-        identity += compare(subject.runtime, kind, subject.prompts, subject.kinds[kind])
-    return Report(proven, tested, identity, settings(subject, requests, cases, texts))
+        compared = compare(subject.runtime, kind, subject.prompts, subject.kinds[kind])
+        for each in compared:
+            found("identity", each.to_dict())
+        identity += compared
+    return Report(proven, tested, identity, described)
+
+
+def _prove(subject: Subject, requests: Mapping[str, Request], cases: int, tell: Tell, found: Found) -> Iterator[Proof]:
+    """Yield the proof of each verifier in use."""
+    spec = subject.config.speculative()
+    assert spec is not None, "nothing drafts"
+    verifiers, _ = build_verifiers(spec)
+    draft = choose_draft(spec, verifiers)
+    for claim in claims(requests, cases):
+        proof = prove(claim, draft, verifiers, tell)
+        found("proven", proof.to_dict())
+        yield proof
 
 
 def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:

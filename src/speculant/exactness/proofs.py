@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ class Claim:
     kinds: Sequence[str]
     params: SamplingParams
     cases: int
+
+    def __str__(self) -> str:
+        return f"Enumerating {self.verifier} on tables, for {' and '.join(self.kinds)} requests"
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,13 @@ def on_tables(params: SamplingParams) -> SamplingParams:
     return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in kept})
 
 
-def prove(claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier]) -> Proof:
-    """Enumerate a claim over random pairs of distributions: zeros, ties, equal and disjoint supports, point masses."""
+def prove(
+    claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier], tell: Callable[[str], None] = lambda part: None
+) -> Proof:
+    """Enumerate a claim over random pairs of distributions: zeros, ties, equal and disjoint supports, point masses.
+
+    tell: gets a line before each pair, with the result of those before it.
+    """
     found: list[tuple[float, float]] = []
     sizes, too_large, error = set[Size](), set[Size](), None
     for case in _cases(claim, draft):
@@ -113,6 +121,8 @@ def prove(claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier]) -> Proo
             break
         if size in too_large:
             continue
+        furthest = max((deviation for deviation, _ in found), default=0.0)
+        tell(f"{claim}: {len(found)} of {claim.cases} pairs, within {furthest:.0e} of the target's distribution")
         try:
             found.append(_measure(case, draft, verifiers))
             sizes.add(size)

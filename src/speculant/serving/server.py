@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -40,10 +41,17 @@ class AbortableProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """Serves an application until a signal. The first one lets running requests end, the second one does not."""
 
-    def __init__(self, app: FastAPI, options: ServerOptions, on_listening: Callable[[str], None]) -> None:
-        """`on_listening` gets the address once requests are answered.
+    def __init__(
+        self,
+        app: FastAPI,
+        options: ServerOptions,
+        on_listening: Callable[[str], None],
+        on_early_interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises ConfigError for an address that can't be listened at, before the application loads anything.
 
-        Raises ConfigError for an address that can't be listened at, before the application loads anything.
+        on_listening: gets the address once requests are answered. on_early_interrupt: called at Ctrl-C during a load,
+        which can't be stopped, so that a server which drained would wait for its end.
         """
         config = uvicorn.Config(
             app,
@@ -61,6 +69,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._state: ServerState = app.state.server
         self._options, self._on_listening = options, on_listening
+        self._on_early_interrupt = on_early_interrupt
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -79,6 +88,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, while /health says so; exit at the second."""
+        if sig == signal.SIGINT and self._state.loading:
+            self._on_early_interrupt()
         if self._loop is None or self._state.draining:
             self.should_exit = self.force_exit = True
         else:

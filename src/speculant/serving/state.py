@@ -59,6 +59,11 @@ class ServerState:
         """The engine, whatever has become of it; None until it is loaded."""
         return self._engine
 
+    @property
+    def loading(self) -> bool:
+        """Whether the engine is still to come."""
+        return self._engine is None and self.load_error is None
+
     def check(self) -> None:
         """Raise ApiError (503) unless requests are taken."""
         if self.load_error is not None:

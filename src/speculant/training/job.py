@@ -50,7 +50,10 @@ def check_folder(config: TrainingConfig, resume: bool) -> None:
         raise ConfigError(
             f"{config.out} holds a run already", "add --resume to go on with it, or choose another --out."
         )
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{config.out} can't be made: {error}", "name a folder that you may write to.") from error
 
 
 def read_files(config: TrainingConfig) -> Corpus:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from speculant import LLM, SamplingParams
 from speculant.cli.chat import Conversation
 from speculant.cli.main import app
-from speculant.cli.partners import Answer, LocalPartner, Messages, Piece, RemotePartner
+from speculant.cli.partners import Answer, LocalPartner, Messages, Piece, RemotePartner, Summary
 from speculant.errors import ConfigError, ModelError, RequestError, ServerError
 from tests.models import Checkpoints
 
@@ -66,15 +66,26 @@ def test_a_piped_conversation_is_answered(llm: LLM, folder: str, checkpoints: Ch
     opening, *lines = result.stderr.splitlines()
     assert opening.startswith(f"{folder}; speculation is on: ")
     assert len(lines) == 2
-    assert all("6 tokens in" in line and "speculation is on" in line for line in lines)
+    assert all("6 tokens in" in line for line in lines)
     assert all(line.endswith("cut at --max-tokens") for line in lines)
+
+
+def test_verbose_adds_what_speculation_did(folder: str, checkpoints: Checkpoints) -> None:
+    models = ("--model", folder, "--draft-model", checkpoints.near)
+    brief, full = (
+        invoke("chat", *models, *FLAGS, *flags, stdin="Hi\n").stderr.splitlines()[-1] for flags in ((), ("--verbose",))
+    )
+    assert len(brief) < 80
+    assert "speculation is on" not in brief
+    assert "speculation is on" in full
 
 
 def test_commands_change_what_comes(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
     typed = (
         "Hi\n/reset\n/system S\n/speculation off\nHi\n/speculation on\nBye\n/system\n/reset\nHi\n/exit\nnever read\n"
     )
-    result = invoke("chat", "--model", folder, "--draft-model", checkpoints.near, *FLAGS, stdin=typed)
+    models = ("--model", folder, "--draft-model", checkpoints.near)
+    result = invoke("chat", *models, *FLAGS, "--verbose", stdin=typed)
     expected = [*answers(llm, HI), *answers(llm, SYSTEM, HI, BYE), *answers(llm, HI)]
     assert result.stdout == "".join(f"{text}\n" for text in expected)
     lines = [line for line in result.stderr.splitlines() if "tokens in" in line]
@@ -220,7 +231,7 @@ def test_a_terminal_gets_no_control_characters(
 
         def answer(self, messages: Messages, speculating: bool | None) -> Answer:
             yield Piece("a\x1b]0;title\x07b\n\tc\x9b")
-            return "done"
+            return Summary("done", "done")
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     Conversation(Hostile(), None, interactive=False).read("Hi")
@@ -305,7 +316,19 @@ def serve() -> Iterator[Any]:
 
 def test_a_server_is_talked_to(serve: Any) -> None:
     server = serve(GOOD)
-    flags = ("--temperature", "0", "--logit-bias", "3=1.5", "--api-key", "secret", "--system", "S", "--model", "two")
+    flags = (
+        "--temperature",
+        "0",
+        "--logit-bias",
+        "3=1.5",
+        "--api-key",
+        "secret",
+        "--system",
+        "S",
+        "--model",
+        "two",
+        "--verbose",
+    )
     result = invoke("chat", "--url", server.url + "/v1/", *flags, stdin="Hi\n/speculation off\nBye\n")
     assert result.stdout == "Hm.Yes!\n" * 2
     assert result.stderr.splitlines()[0] == f"two at {server.url}/v1"

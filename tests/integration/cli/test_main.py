@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from speculant import __version__
 from tests.models import Checkpoints
 
+_COMMAND = f"{sys.executable} -m speculant.cli.main"
 COMMANDS = ("generate", "chat", "demo", "doctor", "check-lossless", "check-pair", "plan", "train")
 
 
@@ -23,6 +25,10 @@ def _speculant(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         text=True,
         env=clean | {"COLUMNS": "200", "NO_COLOR": "1"} | env,
     )
+
+
+def _shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True, env=os.environ | env)
 
 
 def test_version() -> None:
@@ -41,6 +47,22 @@ def test_every_command_has_help_with_examples(command: str) -> None:
     assert result.returncode == 0
     assert "Examples:" in result.stdout
     assert f"speculant {command}" in result.stdout
+
+
+@pytest.mark.parametrize("width", ["60", "80"])
+@pytest.mark.parametrize("group", [(), ("bench",), ("train",)])
+def test_help_cuts_no_summary(group: tuple[str, ...], width: str) -> None:
+    result = _speculant(*group, "--help", COLUMNS=width)
+    commands = result.stdout.partition("Commands:")[2].partition("Examples:")[0]
+    assert len(commands.split()) > 20
+    assert "..." not in commands
+    assert "\u2026" not in commands
+
+
+@pytest.mark.parametrize("width", ["60", "80"])
+def test_help_has_every_option_and_default_in_full(width: str) -> None:
+    wide, narrow = (_speculant("generate", "--help", COLUMNS=columns).stdout for columns in ("400", width))
+    assert "".join(narrow.split()) == "".join(wide.split())
 
 
 def test_help_needs_no_torch() -> None:
@@ -99,3 +121,65 @@ def test_a_reader_that_goes_away_is_no_error(checkpoints: Checkpoints) -> None:
     command = f"{sys.executable} -m speculant.cli.main {arguments} | head -c 1"
     result = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "arguments", ["generate - {}", "generate hello --json {}", "chat {}", "plan --alpha 0.8 --cost-ratio 0.1"]
+)
+def test_a_closed_stream_is_no_error(closed: str, arguments: str) -> None:
+    model = "--model demo --max-tokens 4"
+    result = _shell(f"printf hello | {{ {_COMMAND} {arguments.format(model)} {closed}; }}")
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", ["--version", "plan --alpha 0.8 --cost-ratio 0.1 --json", "demo --help"])
+def test_a_full_disk_is_explained(arguments: str) -> None:
+    result = _shell(f"{_COMMAND} {arguments} >/dev/full")
+    assert result.returncode == 1
+    assert "error: the system refused" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_explained() -> None:
+    result = _speculant("train", "lm", "--out", "/proc/nothing", "--steps", "1")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: /proc/nothing can't be made")
+    result = _speculant("demo", "--shape", "1b", XDG_CACHE_HOME="/proc/nothing")
+    assert result.returncode == 2
+    assert "set XDG_CACHE_HOME" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_fault_of_ours_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from speculant.cli import main as command
+
+    def fail() -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(command, "app", fail)
+    with pytest.raises(SystemExit) as exit_:
+        command.main()
+    assert exit_.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: Speculant failed: KeyError: 'a fault'")
+    assert "SPECULANT_DEBUG=1" in error
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_without_the_characters_is_no_error(checkpoints: Checkpoints, encoding: str) -> None:
+    locale = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": encoding}
+    result = _speculant(
+        "generate", "\u65e5\u672c", "--model", checkpoints.target, "--max-tokens", "4", "--json", **locale
+    )
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["usage"]["completion_tokens"] == 4
+    assert _speculant("demo", "--max-tokens", "4", **locale).returncode == 0
+
+
+def test_a_prompt_that_is_no_text_is_explained(checkpoints: Checkpoints) -> None:
+    result = _shell(f"printf '\\377' | {_COMMAND} generate - --model {checkpoints.target}", LC_ALL="C")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: the prompt is no text")

@@ -9,8 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.peers import compare
-from benchmarks.peers.base import DEFAULT, DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Pair, PeerError, Progress
+from benchmarks.peers import compare, models
+from benchmarks.peers.base import (
+    DEFAULT,
+    DRAFT,
+    LOOKUP,
+    PLAIN,
+    Job,
+    Measurement,
+    Mode,
+    Pair,
+    PeerError,
+    Progress,
+    content_key,
+)
 from benchmarks.peers.base import Workload as PeerWorkload
 from benchmarks.peers.compare import Case, CaseResult, Entry, Plan, Run
 from benchmarks.peers.gguf_export import arrange, gguf_name
@@ -27,7 +39,7 @@ from benchmarks.peers.llama_cpp import (
     read_completion,
     read_speculation,
 )
-from benchmarks.peers.models import DEMO, POSITIONS, canonical_prompt, make_pair, make_workload
+from benchmarks.peers.models import DEMO, POSITIONS, Workloads, canonical_prompt, make_pair
 from benchmarks.peers.report import case_value, tables
 
 from speculant.cli.probes import Speeds
@@ -94,15 +106,48 @@ def test_job_survives_its_file(tmp_path: Path) -> None:
 def test_prompts_are_what_their_text_encodes_to(tokenizer: Tokenizer) -> None:
     for index, length in [(0, 24), (3, 512), (5, 1500)]:
         prompt = canonical_prompt(tokenizer, index, length)
+        assert prompt is not None
         assert len(prompt) == length
         assert tokenizer.encode(tokenizer.decode(prompt)) == prompt
 
 
 def test_workload_warms_up_with_other_prompts(tokenizer: Tokenizer) -> None:
-    made = make_workload(tokenizer, 2, 3, 40, 8)
+    made = Workloads(tokenizer).make(3, 40, 8)
     every = [*made.prompts, *made.warm_up]
     assert len({tuple(prompt) for prompt in every}) == 6
     assert made.positions == 48
+
+
+def test_a_piece_of_code_without_a_prompt_is_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No end of the code number 53 has exactly 512 tokens, which once ended a comparison after an hour."""
+    assert canonical_prompt(tokenizer, 53, 512) is None
+    source = Workloads(tokenizer)
+    monkeypatch.setattr(source, "_numbers", iter(range(52, 99)))
+    assert source.make(2, 512, 8).prompts[1] == canonical_prompt(tokenizer, 54, 512)
+
+
+def test_prompts_that_cannot_be_made_fail_before_anything_runs(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        models, "canonical_prompt", lambda tokenizer, index, length: None if length == 48 else [1] * length
+    )
+    peer, cases = _Fake(), [Case(24, 1, "bf16"), Case(48, 1, "bf16")]
+    comparison = compare.Comparison([peer], Pair("t", "d"), tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="exactly 48 tokens"):
+        next(comparison.run(Plan(cases, [Mode(PLAIN)], 8, 3, 1), lambda line: None))
+    assert peer.jobs == []
+
+
+def test_conversions_are_named_by_content_and_converter(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "README.md").write_text("a model")
+    key = content_key(str(tmp_path), ["1.0"])
+    (tmp_path / "README.md").write_text("the model")
+    assert content_key(str(tmp_path), ["1.0"]) == key
+    assert content_key(str(tmp_path), ["1.1"]) != key
+    (tmp_path / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert content_key(str(tmp_path), ["1.0"]) != key
 
 
 def test_pair_gets_room_and_keeps_its_weights(tmp_path: Path) -> None:
@@ -230,7 +275,7 @@ def _result() -> CaseResult:
 def test_equal_settings_are_compared_round_by_round() -> None:
     rows = case_value(_result(), "Speculant", 10, 2)["rows"]
     equal = {(row["peer"], row["mode"]): row["equal"] for row in rows}
-    assert equal["other", PLAIN]["tokens_per_s"] == {"q1": 1.5, "median": 2.0, "q3": 2.5}
+    assert equal["other", PLAIN]["tokens_per_s"] == {"q1": 1.5, "median": 2.0, "q3": 2.5, "low": 1.0, "high": 3.0}
     assert equal["other", PLAIN]["whole"]["median"] == 19 / 10
     assert equal["other", DEFAULT] is None
     assert equal["Speculant", PLAIN] is None
@@ -257,7 +302,8 @@ def test_tables_have_a_line_for_each_entry() -> None:
     first, _, second = text.partition("\n\n")
     assert len(first.splitlines()) == 2 + 4
     assert "| other, bfloat16 | plain |" in first
-    assert "2 (1.5 to 2.5)" in first
+    assert "unsteady: 1 to 3" in first, "rounds that differ three times have no median"
+    assert "2 (1.5 to 2.5)" not in first
     assert "| other | default, bfloat16 | draft 4 |" in second
     assert len({line.count("|") for line in first.splitlines()}) == 1
 

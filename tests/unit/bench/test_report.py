@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from speculant.bench.measuring import Case, both_ways, measure, one_at_a_time, ways_of
-from speculant.bench.report import conclusions, document, heading
+from speculant.bench.report import conclusions, described_rounds, document, heading
 from speculant.bench.runs import Bench
 from speculant.bench.tables import ROWS, tables
 from speculant.bench.workloads import Workload
@@ -99,7 +99,14 @@ def test_a_drafter_that_learns_is_remarked_on(checkpoints: Checkpoints) -> None:
 def test_the_heading_says_what_was_run(checkpoints: Checkpoints) -> None:
     [case] = _document(EngineConfig(checkpoints.target))["cases"]
     assert (
-        heading(case) == "2 prompts (test) of 1 to 2 tokens, 6 more each, greedy; medians of 2 rounds, with quartiles"
+        heading(case)
+        == "2 prompts (test) of 1 to 2 tokens, 6 more each, greedy; 2 rounds, too few for a median: a quick look"
     )
     case.update(request_rate=2.5, prompt_tokens={"min": 3, "max": 3}, sampling={"temperature": 0.5, "max_tokens": 9})
     assert "of 3 tokens, 2.5 arriving per second, 9 more each, temperature 0.5" in heading(case)
+
+
+def test_three_rounds_have_medians_and_two_are_too_few() -> None:
+    assert described_rounds(1).startswith("1 round, too few")
+    assert "2 rounds, too few" in described_rounds(2)
+    assert described_rounds(3) == "medians of 3 rounds, with quartiles"

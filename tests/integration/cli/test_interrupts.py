@@ -1,0 +1,60 @@
+"""Ctrl-C while a command loads a model: one line, exit code 130, and no waiting for what can't be stopped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+SLOW_LOAD = """
+    import sys, threading, time
+    from speculant.models import backends, weights
+    from speculant.engine import build
+    from speculant.cli import main
+
+    def slow(*_, **__):
+        threading.Thread(target=time.sleep, args=(60,)).start()  # as one that writes packed weights
+        print("loading", flush=True)
+        time.sleep(60)
+
+    build.load_model = slow
+    sys.argv[0] = "speculant"
+    main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "hi", "--model", "demo"),
+        ("chat", "--model", "demo"),
+        ("demo",),
+        ("check-lossless",),
+        ("bench", "latency", "--model", "demo"),
+        ("serve", "demo", "--port", "0"),
+    ],
+)
+def test_ctrl_c_ends_a_load(command: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SLOW_LOAD), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "loading\n"
+        interrupted = time.monotonic()
+        process.send_signal(2)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert time.monotonic() - interrupted < 30, "nothing waits for the load, which takes a minute"
+    assert err.splitlines()[-1] == "stopped by Ctrl-C"
+    assert err.count("stopped") == 1
+    assert "Traceback" not in err
