@@ -103,9 +103,7 @@ def load_model(
     chosen = _choose_dtype(dtype, config, tensors)
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
     weights = CheckedWeights(tensors, shapes.keys())
-    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens) if vocabulary else head_tokens
-    decoder, own = with_short_head(decoder, weights, drawn)
-    decoder, own = vocabulary.fit(decoder, own) if vocabulary else (decoder, own)
+    decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
     facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
     kept = KeptWeights.of(weight_cache, backend, tensors, facts)
     model = kept.backend.load(decoder, own, chosen, place, quantization)
@@ -118,6 +116,16 @@ def load_model(
     return Checkpoint(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes
     )
+
+
+def _fitted(
+    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: DraftVocabulary | None
+) -> tuple[DecoderConfig, WeightSource]:
+    """Return a model and its weights with logits for some tokens alone, by the target's ids; see `load_model`."""
+    if vocabulary is None:
+        return with_short_head(decoder, weights, head_tokens)
+    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens)
+    return vocabulary.fit(*with_short_head(decoder, weights, drawn))
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,7 @@ def opening(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["", "not wanted"])
-def test_an_answer_of_a_form_is_content_where_the_template_opens_reasoning(
-    opening: LiveServer, variables: dict[str, Any]
-) -> None:
+def test_a_form_is_content_where_the_template_opens_reasoning(opening: LiveServer, variables: dict[str, Any]) -> None:
     """It was reasoning_content where the form and the reader of the answer did not agree on where reasoning begins."""
     likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}

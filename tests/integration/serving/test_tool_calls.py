@@ -126,7 +126,7 @@ def test_tools_that_the_model_may_call_need_a_format(without_tools: LiveServer) 
     without_tools.post("/v1/chat/completions", **{**BODY, "tool_choice": "none", "max_completion_tokens": 2})
 
 
-def test_a_response_format_is_compact_unless_blanks_are_asked_for(server: LiveServer) -> None:
+def test_a_response_format_is_compact_unless_blanks_are_asked(server: LiveServer) -> None:
     """One boolean ran into 60 tokens of blanks."""
     space = {str(ALPHABET.index("Ġ")): 100}
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}

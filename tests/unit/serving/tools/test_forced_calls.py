@@ -136,7 +136,7 @@ def test_calls_have_blanks_only_where_they_are_asked_for() -> None:
 
 @pytest.mark.parametrize("choice", [None, "auto"])
 @pytest.mark.parametrize("template", ["unknown", "no tools"])
-def test_calls_that_could_not_be_read_are_refused_with_the_flag_that_helps(template: str, choice: str | None) -> None:
+def test_refused_calls_name_the_flag_that_helps(template: str, choice: str | None) -> None:
     tokenizer, body = tokenizer_with_tags(False, TEMPLATES[template]), body_of(["cut"], None, choice)
     with pytest.raises(ApiError, match="--tool-parser") as caught:
         with_tools(tokenizer, SamplingParams(), body, None)
