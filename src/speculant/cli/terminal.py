@@ -18,9 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.text import Text
 
+from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.errors import SpeculantError
 
-EXIT_INTERRUPTED = 130  # the code of a command that Ctrl-C ended
 SOON_S, PAUSE_S = 1.0, 5.0  # before the first line of progress without a terminal, and between two lines
 
 
