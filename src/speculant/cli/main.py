@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, inflate, plan, serve, train
+from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.cli.logs import accepts_log_level
 from speculant.cli.streams import prepare_streams
-from speculant.cli.terminal import EXIT_INTERRUPTED, WholeSummaries, end_at_once, show_error
+from speculant.cli.terminal import WholeSummaries, end_at_once, show_error
 from speculant.errors import SpeculantError
 
 EXIT_RUNTIME = 1  # an error at run time

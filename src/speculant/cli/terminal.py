@@ -18,9 +18,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.text import Text
 
+from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.errors import SpeculantError
 
-EXIT_INTERRUPTED = 130  # the code of a command that Ctrl-C ended
+SPINNER = "dots"
 SOON_S, PAUSE_S = 1.0, 5.0  # before the first line of progress without a terminal, and between two lines
 
 
@@ -92,9 +93,9 @@ class Parts:
         """Show this until the next part begins, or until `end`."""
         shown, self._doing = bool(self._doing), part
         if self._status is not None:
-            self._status.update(part)
+            self._status.update(part, spinner=SPINNER)  # a spinner that is named is drawn at once
         elif not shown and self._console.is_terminal:
-            self._status = self._shown.enter_context(self._console.status(part))
+            self._status = self._shown.enter_context(self._console.status(part, spinner=SPINNER))
         elif not shown:
             self._shown.enter_context(self._lines())
 

@@ -58,3 +58,23 @@ def test_ctrl_c_ends_a_load(command: tuple[str, ...]) -> None:
     assert err.splitlines()[-1] == "stopped by Ctrl-C"
     assert err.count("stopped") == 1
     assert "Traceback" not in err
+
+
+EARLY = """
+    import sys
+    from speculant.cli.entry import main
+
+    class Interrupts:
+        def find_spec(self, name, path=None, target=None):
+            if name == "speculant.cli.main":
+                raise KeyboardInterrupt
+
+    sys.meta_path.insert(0, Interrupts())
+    main()
+"""
+
+
+def test_ctrl_c_ends_the_imports() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(EARLY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
