@@ -526,7 +526,14 @@ def test_prefixes_are_forgotten_but_for_open_streams(llm_of: MakeLLM) -> None:
     llm, prompt = llm_of("near"), [31, 32, 33] * 20
     stream = llm.stream(prompt, GREEDY)
     next(stream)
+    for cache in (llm.engine._context.cache, *llm.engine._drafters.caches):
+        cache.reserve(99, 2 * cache.block_size)
+        cache.insert_prefix(99, range(2 * cache.block_size))
+        cache.release(99)
     assert not llm.reset_prefix_cache()
+    for cache in (llm.engine._context.cache, *llm.engine._drafters.caches):
+        assert cache.match_prefix(98, range(2 * cache.block_size)) == 0, "a cache kept what nobody holds"
+        cache.release(98)
     assert len(list(stream)) == (GREEDY.max_tokens or 0) - 1
     assert llm.generate([prompt], GREEDY)[0].num_cached_tokens > 0
     assert llm.reset_prefix_cache()

@@ -181,7 +181,9 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all prompts in the caches but those of running sequences; return whether none is left."""
-        return all(cache.forget_prefixes() for cache in (self._context.cache, *self._drafters.caches))
+        caches = self._context.cache, *self._drafters.caches
+        kept = [cache for cache in caches if not cache.forget_prefixes()]
+        return not kept
 
     def free_kv_tokens(self) -> int:
         """Return how many positions new sequences could take, in the fullest cache (docs/references.md, capacity)."""
