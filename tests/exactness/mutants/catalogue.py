@@ -323,8 +323,8 @@ ENDS = [
     Mutant(
         "length cap hides an earlier stop",
         COMMIT,
-        "if num_output >= params.min_tokens:",
-        "if params.min_tokens <= num_output != params.max_tokens:",
+        "if token in request.end_token_ids and num_output >= params.min_tokens:",
+        "if token in request.end_token_ids and params.min_tokens <= num_output != params.max_tokens:",
         "test_ends.py::test_an_end_token_wins_over_the_length[right-5]",
     ),
     Mutant(
