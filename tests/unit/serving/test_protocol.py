@@ -39,7 +39,7 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     assert refused(raw).message
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - CompletionBody.model_fields.keys()))
 def test_fields_that_would_change_the_answer(name: str) -> None:
     error = refused(b'{"prompt": "a", "%s": {"x": 1}}' % name.encode())
     assert (error.param, error.code) == (name, "unsupported_parameter")
