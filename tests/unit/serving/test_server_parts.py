@@ -182,7 +182,7 @@ def test_both_shapes_of_logprobs(texts: TokenTexts) -> None:
 def test_of_tokens_with_one_text_the_likeliest_counts(texts: TokenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "of", lambda token: ("same", None))
     entry = {5: Logprob(-2.0, 3), 6: Logprob(-0.5, 1), 7: Logprob(-1.0, 2)}
-    shown = completion_logprobs(texts, [5], [entry], [0])
+    shown = json.loads(encode(completion_logprobs(texts, [5], [entry], [0])))
     assert shown["top_logprobs"] == [{"same": -0.5}]
     assert shown["token_logprobs"] == [-2.0]
 
