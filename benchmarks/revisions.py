@@ -30,7 +30,13 @@ SMALL = [
     for batch in (1, 8)
     for distribution in ("greedy", "sampled")
 ]
-LARGE = ["large, plain, 1, greedy", "large, speculative, 1, greedy", "large, plain, 1, prompt"]
+LARGE = [
+    "large, plain, 1, greedy",
+    "large, speculative, 1, greedy",
+    "large, plain, 8, greedy",
+    "large, speculative, 8, greedy",
+    "large, plain, 1, prompt",
+]
 AGREEMENT = 0.85
 PREDICTED = "Nothing is slower: no median below 0.98."
 
