@@ -52,7 +52,7 @@ class EngineConfig:
     $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it, for models of 64 MiB or more.
     tokenizer: a folder or a hub id whose tokenizer is used instead of the model's. revision, tokenizer_revision: a
     branch, a tag or a commit on the hub of the model and of its tokenizer; without a tokenizer of its own, the model's
-    revision holds for both. download_dir: the folder for what is downloaded; None = the hub's own cache. max_logprobs:
+    revision holds for both. download_dir: the folder for downloads; None = the hub's own cache. max_logprobs:
     the most log-probabilities per token that a request may ask for; -1 = all.
     scheduling_policy: the order in which requests are served (scheduling/policy.py). max_waiting bounds the queue: at
     most max_num_seqs + max_waiting sequences are there, and those that find no room in memory wait.

@@ -93,7 +93,7 @@ class SamplingParams:
     of them; -1 reports the whole vocabulary, which the engine's max_logprobs has to allow.
 
     bad_words: texts that the output must not contain, or lists of token ids. A text is banned in the tokens that it has
-    alone and behind a space; its last token is banned where the output ends with the others. allowed_token_ids: the
+    alone and after a space; its last token is banned where the output ends with the others. allowed_token_ids: the
     only tokens that may come, end tokens included; None = all. detokenize: False makes no text, so that there are no
     stop strings either. truncate_prompt_tokens: how many tokens of a prompt are kept, the last ones; -1 = as many as
     the context and max_tokens leave room for.

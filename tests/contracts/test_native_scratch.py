@@ -20,7 +20,7 @@ from tests.exactness.test_native_decoder import make_native
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 ROOT = Path(__file__).parents[2]
 
-# A program of its own per test: the limit of a stack holds for threads that start behind it, peak memory for a process.
+# A program of its own per test: the limit of a stack holds for threads that start after it, peak memory for a process.
 SETUP = f"""
 import resource
 from speculant.kernels.native import Type, open_kernels

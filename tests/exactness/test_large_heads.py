@@ -96,7 +96,7 @@ def test_a_head_that_falls_back_says_why_once(
 
 @torch.inference_mode()
 def drafted(method: str, folder: str, target: CausalLM, tree: list[int] | None) -> list[DraftTree]:
-    """Return two drafts, the second one behind tokens that the target has committed meanwhile."""
+    """Return two drafts, the second one after tokens that the target has committed meanwhile."""
     context, tokens = head_context(folder, target, {"tree": tree} if tree else {}), tokens_of(3)
     inner: Drafter = plugins.load("speculant.drafting", method).build(context)
     drafter, request = Shown(inner, target), make_request(tokens[:40])

@@ -1,4 +1,4 @@
-"""Heads that were trained for fewer positions than their target has draft on behind these."""
+"""Heads that were trained for fewer positions than their target has also draft beyond these."""
 
 from __future__ import annotations
 

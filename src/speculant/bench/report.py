@@ -121,7 +121,7 @@ def heading(case: Mapping[str, Any]) -> str:
 
 
 def described_rounds(number: int) -> str:
-    """Return what the figures of so many rounds are."""
+    """Describe the figures of a number of rounds: medians, or too few for a median."""
     if number < FEWEST_ROUNDS:
         return f"{number} round{'s' if number > 1 else ''}, too few for a median: a quick look"
     return f"medians of {number} rounds, with quartiles"

@@ -50,7 +50,8 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Say after each answer what speculation did, and which weights are used.")
+        bool,
+        typer.Option("--verbose", help="Show after each answer the figures of speculation and the weights in use."),
     ] = False,
     *,
     sampling: SamplingFlags,
@@ -88,7 +89,7 @@ def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: Engi
 
 @dataclass
 class Conversation:
-    """What was said so far, and the settings of what comes. interactive: somebody types, and sees errors at once.
+    """The conversation so far, and the settings of the next answers. interactive: somebody types, and sees errors at once.
 
     verbose: each answer is followed by what speculation did, not by its speed alone.
     """

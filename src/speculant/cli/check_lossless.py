@@ -162,10 +162,10 @@ class _Shown:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._console = parts, results()
-        self._known: dict[str, Any] = {}  # what was found so far, by its key in the report
+        self._known: dict[str, Any] = {}  # the results so far, by their keys in the report
 
     def show(self, key: str, value: Any) -> None:
-        """Print what was found; see `Found`."""
+        """Print a part of the report; see `Found`."""
         self._parts.end()
         first = key not in self._known
         self._known[key] = value

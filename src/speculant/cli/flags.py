@@ -178,7 +178,7 @@ class EngineFlags(FlagGroup):
     tokenizer: Annotated[str, "The tokenizer's folder or Hugging Face id, if it is not the model's."]
     revision: Annotated[str, "A branch, tag or commit of the model on the hub."]
     tokenizer_revision: Annotated[str, "A branch, tag or commit of the tokenizer on the hub."]
-    download_dir: Annotated[str, "The folder for what is downloaded; else the hub's own cache."]
+    download_dir: Annotated[str, "The folder for downloads; else the hub's own cache."]
     max_logprobs: Annotated[int, "The most log-probabilities per token that a request may ask for; -1 = all."]
 
     def values(self) -> dict[str, Any]:

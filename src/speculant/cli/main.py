@@ -89,7 +89,7 @@ def _run() -> None:
             app()
         finally:
             sys.stdout.flush()  # here, because an error while the interpreter ends can't be caught
-    except BrokenPipeError:  # the reader has what it wanted
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_RUNTIME)
     except SpeculantError:

@@ -39,7 +39,7 @@ class ServerFlags(FlagGroup):
     api_keys: Annotated[list[str], "Key that clients must send; can be repeated. [env: SPECULANT_API_KEY]"]
     served_model_names: Annotated[list[str], "Name of the model for clients; can be repeated."]
     allowed_origins: Annotated[list[str], "Other site whose pages may use the server (CORS); can be repeated."]
-    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vLLM's stand beside them."]
+    metrics_prefix: Annotated[str, "Prefix of the metrics' names; vLLM's names are listed too."]
     per_request_spec_decode_metrics: Annotated[
         str, "What responses say about their speculation: none, summary or detailed."
     ]
@@ -90,7 +90,7 @@ def serve(
 
 
 def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) -> None:
-    """Serve until a signal. Raises what the engine can't be loaded for, and ConfigError for an address in use."""
+    """Serve until a signal. Raises the error of an engine that can't be loaded, and ConfigError for an address in use."""
     try:
         from speculant.serving.app import make_app
         from speculant.serving.server import Server

@@ -63,7 +63,7 @@ def show_error(error: SpeculantError) -> None:
 
 
 def end_at_once() -> NoReturn:
-    """Say that Ctrl-C was obeyed, and end the process without waiting for threads, such as one that loads a model."""
+    """Print that Ctrl-C stopped the command, and end the process without waiting for threads, such as one that loads a model."""
     with suppress(OSError):
         sys.stdout.flush()
     console = messages()
@@ -79,7 +79,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 class Parts:
-    """Says what is being done: at once on a terminal, else in a line now and then.
+    """Shows the current work: at once on a terminal, else in a line now and then.
 
     Without a terminal nothing is printed about work that ends within a second.
     """
@@ -134,7 +134,7 @@ def progress_of_parts() -> Iterator[Parts]:
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Say what is being done while the block runs; see `Parts`."""
+    """Show the progress of the block while it runs; see `Parts`."""
     with progress_of_parts() as parts:
         parts.begin(doing)
         yield
@@ -172,7 +172,7 @@ class Runs:
 
 @contextmanager
 def progress_of_runs(number: int) -> Iterator[Runs]:
-    """Yield what shows the progress of so many runs."""
+    """Yield an object that shows the progress of this number of runs."""
     console = messages()
     if not console.is_terminal:
         yield Runs(number, console, None)

@@ -187,7 +187,7 @@ class RequestFactory:
             _check_logprobs(name, getattr(params, name), self._rules.limits.max_logprobs)
 
     def _check_speculation(self, params: SamplingParams) -> None:
-        """Check what a request wants of its drafts against the drafter that it would have."""
+        """Check a request's settings of drafts against the drafter that it would have."""
         wanted = params.speculation
         own = wanted.get("verification") if isinstance(wanted, Mapping) else None
         if own is not None:

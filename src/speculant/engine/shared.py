@@ -1,4 +1,4 @@
-"""One engine for the threads of several callers: any of them steps it, and each result goes to whom it belongs."""
+"""One engine for the threads of several callers: any of them steps it, and each caller gets its own results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speculant.types import StepOutput
 
 
 class SharedEngine:
-    """Runs generations of any number of threads in one batch. There is no thread of its own: whoever waits, steps.
+    """Runs generations of any number of threads in one batch. There is no thread of its own: the callers that wait run the steps.
 
     A thread has the engine for one step, or to add requests. Waiting threads take turns, so that none of them is kept
     out by one that steps again and again.

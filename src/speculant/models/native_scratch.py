@@ -15,7 +15,7 @@ from speculant.kernels.memory import MOST_BYTES
 from speculant.models.config import DecoderConfig
 
 REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
-GROWTH = 2  # an array that grows takes up to twice what it needs
+GROWTH = 2  # an array that grows takes up to twice its need
 MOST_SPAN_BYTES = 2**26  # MOST_PARTIAL of csrc/attention.h
 TILE, SPAN, BLOCK_ROWS, LANES = 64, 512, 8, 16  # of csrc/attention.h; LANES: of the widest set
 MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in parallel

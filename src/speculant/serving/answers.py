@@ -86,7 +86,7 @@ class Answer(ABC):
         return usage(self.results, self.call.predicted, reasoning_tokens)
 
     def chunk_usage(self) -> dict[str, Any]:
-        """Return what a chunk before the last one says about the usage."""
+        """Return the usage entry of a chunk before the last one."""
         if not self.call.include_usage:
             return {}
         if not self.call.continuous_usage:
@@ -111,13 +111,13 @@ class Answer(ABC):
         return {"speculant_tokens": [{"text": piece.text, "drafted": piece.drafted, "corrected": piece.corrected}]}
 
     def ids_of(self, piece: StreamPiece) -> dict[str, Any]:
-        """Return what a chunk's choice says about a piece's token id, if the request asks for it."""
+        """Return the token id of a piece for a chunk's choice, if the request asks for it."""
         if not self.call.returns_ids:
             return {}
         return {"token_ids": [] if piece.token is None else [piece.token]}
 
     def ids_of_output(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return what a choice says about its token ids, if the request asks for them."""
+        """Return the token ids of a choice, if the request asks for them."""
         return {"token_ids": list(output.token_ids)} if self.call.returns_ids else {}
 
 

@@ -29,7 +29,7 @@ class CompletionAnswer(Answer):
     """Choices in the order of the prompts, `n` for each."""
 
     def __init__(self, call: Call, num_prompts: int, echo: bool = False, answers: bool = True) -> None:
-        """`echo`: the prompt stands before the answer. answers: False = the prompt alone is returned."""
+        """`echo`: the text begins with the prompt. answers: False = the prompt alone is returned."""
         super().__init__(call, num_prompts)
         self._id, self._echo, self._answers = new_id("cmpl-"), echo, answers
         self._choices = [_Choice() for _ in range(num_prompts * call.params.n)]

@@ -77,7 +77,7 @@ def _nothing(_: str) -> None:
 
 
 def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
-    """Return what a client is told about an error; of one that is no SpeculantError, nothing but that it happened.
+    """Return the error that a client gets; for one that is no SpeculantError it has no details.
 
     sent_as: of the request's body; an error about a field has the field's name, as it was sent.
     """

@@ -138,7 +138,7 @@ def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conv
     most = body.truncate_prompt_tokens
     if most is None:
         return tokens
-    if most == -1:  # what the answer leaves of the context
+    if most == -1:  # as many as the context holds beside the answer
         most = max(1, engine.limits.max_model_len - _answer_tokens(body))
     if most < 1:
         raise refusal(

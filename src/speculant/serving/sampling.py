@@ -19,7 +19,7 @@ from speculant.serving.protocol import (
     ResponseBody,
 )
 
-LOGPROBS = "message.output_text.logprobs"  # what a response includes if its `include` says so
+LOGPROBS = "message.output_text.logprobs"  # a response has them if its `include` names this
 _WHITESPACE = frozenset({"disable_any_whitespace"})
 
 

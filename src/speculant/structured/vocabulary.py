@@ -38,7 +38,7 @@ class Vocabulary:
         return VocabularyConstraint(self)
 
     def mask_after(self, output: Sequence[int]) -> Tensor | None:
-        """Return the mask behind an output, of which the last `reach` tokens are enough; None = all may follow."""
+        """Return the mask after an output, of which the last `reach` tokens are enough; None = all may follow."""
         banned = list(self._completing(output))
         if banned:
             return without_tokens(self._usual, banned)
@@ -130,7 +130,7 @@ def _mask_of(vocab_size: int, allowed: Collection[int] | None) -> Tensor:
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the tokens that two masks allow; what is beyond the shorter one's words is forbidden."""
+    """Return the tokens that two masks allow; tokens beyond the end of the shorter mask are forbidden."""
     if one is None or other is None:
         return other if one is None else one
     size = min(len(one), len(other))
@@ -152,7 +152,7 @@ def banned_tokens(words: Sequence[str | Word], encode: Encode) -> tuple[Word, ..
 
 
 def _tokens_of(word: str, encode: Encode) -> list[list[int]]:
-    """Return the token ids of a banned text: alone, and behind a space where that gives another word as long.
+    """Return the token ids of a banned text: alone, and after a space if that gives a different word of the same length.
 
     That is vLLM's rule.
     """

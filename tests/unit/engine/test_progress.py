@@ -14,7 +14,7 @@ from speculant.errors import ConfigError
 
 
 class Bar:
-    """Stands for tqdm and notes what it is told."""
+    """Replaces tqdm and records the calls."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments, self.count, self.closed = arguments, 0, False

@@ -189,7 +189,7 @@ def form_of(text: str) -> StructuredOutputs:
 
 
 def test_cancelled_compilations_never_begin(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are under way; 500 queue behind them and are cancelled, so the next one comes at once."""
+    """Two are under way; 500 queue after them and are cancelled, so the next one comes at once."""
     grammars = Grammars(tokenizer, {END})
     watched = Watched(grammars, monkeypatch)
     under_way = [grammars.compile(form_of(text)) for text in ("first", "second")]

@@ -48,7 +48,7 @@ def _windows(own: Sequence[int | None], trained: int, needed: int) -> tuple[int 
     """Return the sliding windows of a head's layers that was trained for fewer positions than the target has.
 
     Rotary positions are relative. So a row that sees the last `trained` ones alone is computed as if the text began
-    with the first of these, and a head drafts on behind the positions that it was trained for.
+    with the first of these, and a head also drafts beyond the positions that it was trained for.
     """
     if trained >= needed:
         return tuple(own)
