@@ -89,9 +89,10 @@ def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: Engi
 
 @dataclass
 class Conversation:
-    """The conversation so far, and the settings of the next answers. interactive: somebody types, and sees errors at once.
+    """The conversation so far, and the settings of the next answers.
 
-    verbose: each answer is followed by what speculation did, not by its speed alone.
+    interactive: somebody types, and sees errors at once. verbose: each answer is followed by the figures of
+    speculation, not by its speed alone.
     """
 
     partner: Partner

@@ -90,7 +90,7 @@ def serve(
 
 
 def run(values: dict[str, Any], options: ServerOptions, config: EngineConfig) -> None:
-    """Serve until a signal. Raises the error of an engine that can't be loaded, and ConfigError for an address in use."""
+    """Serve until a signal. Raises the error of a load that failed, and ConfigError for an address in use."""
     try:
         from speculant.serving.app import make_app
         from speculant.serving.server import Server

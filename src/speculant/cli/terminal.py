@@ -63,7 +63,7 @@ def show_error(error: SpeculantError) -> None:
 
 
 def end_at_once() -> NoReturn:
-    """Print that Ctrl-C stopped the command, and end the process without waiting for threads, such as one that loads a model."""
+    """Print that Ctrl-C stopped the command, and end the process without waiting for its threads."""
     with suppress(OSError):
         sys.stdout.flush()
     console = messages()

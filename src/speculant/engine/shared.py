@@ -15,7 +15,7 @@ from speculant.types import StepOutput
 
 
 class SharedEngine:
-    """Runs generations of any number of threads in one batch. There is no thread of its own: the callers that wait run the steps.
+    """Runs generations of any number of threads in one batch. Callers that wait run the steps; it starts no thread.
 
     A thread has the engine for one step, or to add requests. Waiting threads take turns, so that none of them is kept
     out by one that steps again and again.

@@ -1,4 +1,4 @@
-"""Prometheus metrics after a prefix of choice, and vLLM's under vLLM's names. Each app has a registry of its own."""
+"""Prometheus metrics with a prefix of choice, and vLLM's under vLLM's names. Each app has a registry of its own."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def banned_tokens(words: Sequence[str | Word], encode: Encode) -> tuple[Word, ..
 
 
 def _tokens_of(word: str, encode: Encode) -> list[list[int]]:
-    """Return the token ids of a banned text: alone, and after a space if that gives a different word of the same length.
+    """Return the token ids of a banned text: alone, and after a space if that gives other ids of the same number.
 
     That is vLLM's rule.
     """
