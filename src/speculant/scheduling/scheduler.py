@@ -25,7 +25,7 @@ from speculant.types import DraftTree, Request
 logger = logging.getLogger(__name__)
 
 NO_DRAFT = DraftTree.empty()
-MOST_LOGPROB_ROWS = 64  # of a prompt whose log-probabilities are asked for, while other sequences run and would wait
+MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities: another request may arrive and wait for it
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class Scheduler:
         """
         start, search = self._target.length(request.seq_id), request.search
         count = len(request.tokens) - start
-        if request.wants_prompt_logits and len(self.running) > 1:
+        if request.wants_prompt_logits:
             budget = min(budget, MOST_LOGPROB_ROWS)
         if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
             return Scheduled(request, start, count)
