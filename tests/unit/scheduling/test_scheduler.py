@@ -210,7 +210,7 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
     assert looked_at < 100
 
 
-def test_prompt_with_logprobs_is_computed_in_small_parts_beside_others() -> None:
+def test_prompt_with_logprobs_is_computed_in_small_parts() -> None:
     """Its rows cost more than others: a log-probability of each token of the vocabulary."""
     driver = Driver(slots(2), budget=1000)
     for beside in (False, True):
