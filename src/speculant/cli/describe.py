@@ -30,7 +30,7 @@ def document(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     }
     if output.prompt_logprobs is not None:
         columns = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-        value["prompt_logprobs"] = [entry and _logprob(token, entry) for token, entry in columns]
+        value["prompt_logprobs"] = [None if entry is None else _logprob(token, entry) for token, entry in columns]
     if len(samples) > 1:
         figures_of = [None if each.metrics is None else each.metrics.to_dict() for each in output.outputs]
         value["outputs"] = [{**sample, "metrics": own} for sample, own in zip(samples, figures_of, strict=True)]

@@ -72,8 +72,8 @@ def completion_logprobs(
     pairs = list(zip(tokens, entries, strict=True))
     return {
         "tokens": [texts.of(token)[0] for token in tokens],
-        "token_logprobs": [entry and finite(entry[token].logprob) for token, entry in pairs],
-        "top_logprobs": [entry and Deferred(partial(_by_text, texts, entry)) for entry in entries],
+        "token_logprobs": [None if entry is None else finite(entry[token].logprob) for token, entry in pairs],
+        "top_logprobs": [None if entry is None else Deferred(partial(_by_text, texts, entry)) for entry in entries],
         "text_offset": list(offsets),
     }
 
