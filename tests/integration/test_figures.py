@@ -1,4 +1,4 @@
-"""Figures of whole requests: of each sample what it was given, of a request what its samples are together."""
+"""Figures of whole requests: those of each sample, and those of all samples of a request together."""
 
 from __future__ import annotations
 

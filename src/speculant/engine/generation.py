@@ -182,7 +182,7 @@ class Generation:
 def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutput:
     """Return an output whose log-probabilities have the text of each token.
 
-    A token is decoded when its text is first read, by whoever reads it, and once for an output.
+    A token is decoded when its text is first read, in the reader's thread, and once for an output.
     """
     text_of = cache(tokenizer.decode_alone)
 

@@ -1,6 +1,6 @@
 """Request fields that vLLM's and llama.cpp's servers document and this one does not read: data alone.
 
-A field that a body declares is read, whatever stands here. Of the others, those that would change the answer are
+A field that a body declares is read, even if it is listed here. Of the others, those that would change the answer are
 refused, so that no client gets another answer than it asked for without a word; those that change nothing are accepted.
 Fields that nobody documents are ignored.
 """
