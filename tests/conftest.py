@@ -6,12 +6,13 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from speculant.engine import calibration
+from speculant.engine import build, calibration
 from tests.covering import mark_the_rest_slow
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _has_cuda() -> bool:
     return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_seed_for_every_engine() -> Iterator[None]:
+    """Give engines without a seed the same one, so that a test samples the same texts each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
+        yield
 
 
 @pytest.fixture

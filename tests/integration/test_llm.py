@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from speculant import LLM, BeamSearchOutput, BeamSearchParams, RequestOutput, SamplingParams
 from speculant.cache.factory import slotted_cache
+from speculant.engine import build
 from speculant.engine import step as step_module
 from speculant.errors import ConfigError, RequestError
 from speculant.models.base import SequenceInput, build_batch
@@ -271,8 +273,11 @@ def test_an_engine_s_seed_repeats_unseeded_text(checkpoints: Checkpoints) -> Non
     assert fresh(1) == fresh(1) == fresh(1, spec_length=4) == fresh(1, use_speculative_decoding=False) != fresh(2)
 
 
-def test_engines_without_a_seed_sample_different_texts(checkpoints: Checkpoints) -> None:
-    """Two processes are two engines: neither time nor batch tells them apart, only what they draw from the system."""
+def test_engines_without_a_seed_sample_different_texts(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes are two engines: neither time nor batch tells them apart, only the seeds that they draw."""
+    monkeypatch.setattr(build, "secrets", secrets)
     arguments: dict[str, Any] = {"dtype": "float64", "use_speculative_decoding": False}
     one, other = (LLM(checkpoints.target, **arguments) for _ in range(2))
     params = SamplingParams(max_tokens=24)
