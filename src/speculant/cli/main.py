@@ -90,15 +90,24 @@ def _run() -> None:
         finally:
             sys.stdout.flush()  # here, because an error while the interpreter ends can't be caught
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(EXIT_RUNTIME)
     except SpeculantError:
         raise
     except OSError as error:
+        _drop_output()
         raise _refused(error) from error
     except Exception as error:
         problem = f"Speculant failed: {type(error).__name__}: {error}"
         raise SpeculantError(problem, "set SPECULANT_DEBUG=1 to see where, and report it, please.") from error
+
+
+def _drop_output() -> None:
+    """Drop output that can't be written, which the interpreter would try to write again, and fail, at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refused(error: OSError) -> SpeculantError:
