@@ -51,6 +51,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
     # The fields that set what the engine calls by a name, the first one that was sent counts; others: the name itself.
     aliases: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({})
+    # What to do instead of sending a field of another route, where this route has the same under another name.
+    instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     model: str | None = None
 
@@ -231,6 +233,14 @@ class ResponseBody(Generation):
             **_SPECULATION,
         }
     )
+    instead = MappingProxyType(
+        {
+            "logprobs": 'use include=["message.output_text.logprobs"] and top_logprobs',
+            "max_completion_tokens": "use max_output_tokens",
+            "prompt": "prompts are not stored; send the conversation as input",
+            "reasoning_effort": 'use reasoning={"effort": ...}',
+        }
+    )
 
     input: str | Parts
     instructions: str | None = None
@@ -293,7 +303,8 @@ def _check_others(body: Body, given: Mapping[str, Any]) -> None:
             if entry.asks(value) and (generates or (entry.of_prompt and isinstance(body, Conversation))):
                 raise refusal(f"{name} is not supported: {entry.advice}.", name, "unsupported_parameter")
         elif generates and value and name not in ACCEPTED and (paths := _paths_with(name)):
-            raise refusal(f"{name} is a field of {' and '.join(paths)} alone.", name, "unsupported_parameter")
+            advice = f": {body.instead[name]}" if name in body.instead else ""
+            raise refusal(f"{name} is a field of {' and '.join(paths)} alone{advice}.", name, "unsupported_parameter")
 
 
 def _paths_with(name: str) -> list[str]:

@@ -76,22 +76,18 @@ def response_params(engine: AsyncEngine, body: ResponseBody) -> SamplingParams:
 
 def _check_response(body: ResponseBody) -> None:
     """Raise ApiError (400) for fields of OpenAI's Responses that would have no effect here."""
-    included, extra = set(body.include or ()), body.model_extra or {}
+    included = set(body.include or ())
     reasoning, text = _set_keys(body.reasoning), _set_keys(body.text)
     asked = f'include=["{LOGPROBS}"]'
     refused = {
         "n": (body.n not in (None, 1), "a response has one answer; leave it out"),
         "include": (bool(included - {LOGPROBS}), f"this server has {asked} alone"),
         "top_logprobs": (bool(body.top_logprobs) and LOGPROBS not in included, f"it needs {asked}"),
-        "logprobs": (bool(extra.get("logprobs")), f"use {asked} and top_logprobs"),
         "reasoning": (bool(reasoning - {"effort"}), "it may have effort alone; reasoning is not summarised"),
         "text": (bool(text - {"format"}), "it may have format alone"),
         "tool_choice": (body.tool_choice not in (None, "none", "auto"), "there are no tools"),
         "truncation": (body.truncation not in (None, "disabled"), 'use "disabled"; a conversation is never cut'),
-        "reasoning_effort": (extra.get("reasoning_effort") is not None, 'use reasoning={"effort": ...}'),
-        "max_completion_tokens": (extra.get("max_completion_tokens") is not None, "use max_output_tokens"),
         "response_format": (body.response_format is not None and "format" in text, "text.format is given, too"),
-        "prompt": (bool(extra.get("prompt")), "prompts are not stored; send the conversation as input"),
     }
     for name, (wrong, instead) in refused.items():
         if wrong:

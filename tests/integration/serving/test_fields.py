@@ -92,6 +92,22 @@ def test_what_proves_that_a_field_is_read_names_it() -> None:
         assert re.search(rf"\b{name}\b", text), (name, file)
 
 
+@pytest.mark.parametrize(
+    ("sent", "advice"),
+    [
+        ({"logprobs": True}, 'use include=["message.output_text.logprobs"] and top_logprobs.'),
+        ({"max_completion_tokens": 4}, "use max_output_tokens."),
+        ({"prompt": {"id": "stored"}}, "send the conversation as input."),
+        ({"reasoning_effort": "low"}, 'use reasoning={"effort": ...}.'),
+    ],
+)
+def test_a_response_says_what_stands_for_the_fields_of_a_chat(demo: LiveServer, sent: Any, advice: str) -> None:
+    reply = demo.http.post("/v1/responses", json={**BASES["/v1/responses"], **sent})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == next(iter(sent))
+    assert reply.json()["error"]["message"].endswith(advice)
+
+
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("value", [None, False])
 def test_a_field_that_asks_for_nothing_is_accepted(demo: LiveServer, path: str, value: Any) -> None:
