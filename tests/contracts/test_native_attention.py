@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from speculant.kernels.native import Code, Kernels, Op, Pass, Type, open_kernels, usable_sets
 from speculant.models.replay import address
 from tests.examples import examples
+from tests.timing import cpu_seconds
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -217,10 +218,5 @@ def test_tree_attention_costs_what_a_chain_does(context: int) -> None:
     """47 nodes behind a long context: if each loaded its tiles alone, they would take four times as long as a chain."""
     shape, kernels = Shape(heads=8, kv_heads=8, dim=64, type=Type.BF16), opened(SETS[0])
     passes = [Attention(shape, [make(shape, rows)]) for rows in (Rows(context, 48), Rows(context, 1, WIDE))]
-    seconds: list[list[float]] = [[], []]
-    for _ in range(7):
-        for attention, times in zip(passes, seconds, strict=True):
-            started = time.thread_time()
-            attention.run(kernels)
-            times.append(time.thread_time() - started)
-    assert min(seconds[1]) < 2 * min(seconds[0])
+    chain, tree = (cpu_seconds(partial(attention.run, kernels), repeats=7) for attention in passes)
+    assert tree < 2 * chain

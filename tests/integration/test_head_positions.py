@@ -22,7 +22,7 @@ PROMPT = "def read(path):\n    with open(path) as file:\n"
 LONG = SamplingParams(temperature=0, max_tokens=360, ignore_eos=True)
 
 
-def head_of(kind: str, positions: int, folder: Path) -> str:
+def head_of(kind: str, positions: int | None, folder: Path) -> str:
     """Copy an embedded head with a number of positions in its config.json."""
     shutil.copytree(resolve_source("demo", f"heads/{kind}"), folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -51,6 +51,11 @@ def test_a_head_of_few_positions_drafts_to_the_end(kind: str, kernels: str, tmp_
     assert accepted(short) > 0.9 * accepted(whole) > 100
     (result,) = short
     assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 2 * POSITIONS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_given_as_null_are_the_target_s(kind: str, tmp_path: Path) -> None:
+    assert accepted(make(kind, head_of(kind, None, tmp_path / kind), "reference").generate(PROMPT)) > 0
 
 
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])

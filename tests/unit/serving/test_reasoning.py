@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +15,7 @@ from speculant.serving.tools import TextDelta
 from speculant.structured.reasoned import Reasoning
 from speculant.text.reasoning import expect_reasoning
 from tests.examples import examples
+from tests.timing import cpu_seconds
 
 PIECES = st.sampled_from(["<think>", "</think>", "<thi", "</", " ", "\n", "text"]) | st.text(max_size=3)
 
@@ -130,9 +130,6 @@ def test_tags_that_a_form_does_not_follow_are_text(opened: bool) -> None:
 @pytest.mark.parametrize("text", ["</think" * 15_000, " " * 100_000, "<think>" + " " * 100_000])
 def test_time_is_linear(text: str) -> None:
     def seconds(length: int) -> float:
-        start = time.thread_time()
-        read(text[:length], range(1, length), opened=True)
-        return time.thread_time() - start
+        return cpu_seconds(lambda: read(text[:length], range(1, length), opened=True))
 
-    few = min(seconds(len(text) // 10) for _ in range(3))
-    assert seconds(len(text)) < 40 * few + 0.2  # 10 if linear, 100 if quadratic
+    assert seconds(len(text)) < 40 * seconds(len(text) // 10) + 0.1  # 10 if linear, 100 if quadratic

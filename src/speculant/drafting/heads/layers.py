@@ -31,7 +31,8 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
             f"config.json has a {' or '.join(LAYER_KEYS)} that is no object, but {show(inner)}", "correct config.json."
         )
     layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
-    filled = {"model_type": "llama", "max_position_embeddings": target.max_positions, **inner}
+    stated = {key: value for key, value in inner.items() if value is not None}
+    filled = {"model_type": "llama", "max_position_embeddings": target.max_positions, **stated}
     filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
     most = count(filled, "max_position_embeddings")
     return read_decoder(

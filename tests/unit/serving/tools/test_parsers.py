@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from speculant.errors import ConfigError
 from speculant.serving.tools import Delta, TextDelta, ToolDelta, find_format, find_parser
 from speculant.serving.tools.base import parse
 from tests.examples import examples
+from tests.timing import cpu_seconds
 
 FORMATS = ["hermes", "llama3", "mistral"]
 PIECES = {
@@ -229,13 +229,9 @@ LONG = 50_000
 )
 def test_time_is_linear(text: str) -> None:
     def seconds(length: int) -> float:
-        start = time.thread_time()
-        read("hermes", text[:length], range(1, length))
-        return time.thread_time() - start
+        return cpu_seconds(lambda: read("hermes", text[:length], range(1, length)))
 
-    few = min(seconds(LONG // 10) for _ in range(3))
-    most = 40 * few + 0.1  # it takes 10 if it is linear, 100 if it is quadratic
-    assert any(seconds(LONG) < most for _ in range(3)), "three times, as other programs only add"
+    assert seconds(LONG) < 40 * seconds(LONG // 10) + 0.1  # 10 if linear, 100 if quadratic
 
 
 def test_ids_are_random() -> None:
