@@ -20,12 +20,12 @@ from typing import Any
 from measuring import write
 
 from speculant import SamplingParams
-from speculant.bench.measuring import both_ways, interleave, measure, one_at_a_time, ratios, spreads, ways_of
-from speculant.bench.report import RATIOS
-from speculant.bench.runs import Bench, Mode, Run
-from speculant.bench.workloads import Workload, WorkloadConfig, code_prompt, make_workload
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
+from speculant.lab.bench.measuring import both_ways, interleave, measure, one_at_a_time, ratios, spreads, ways_of
+from speculant.lab.bench.report import RATIOS
+from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.workloads import Workload, WorkloadConfig, code_prompt, make_workload
 
 REQUESTS, TOKENS = 32, 48
 SHARING, PREFIX, OWN, AFTER = 8, 1024, 16, 8  # requests, shared tokens, own prompt tokens, new tokens

@@ -26,8 +26,8 @@ import torch
 from measuring import write
 
 from speculant import LLM, SamplingParams
-from speculant.bench.workloads import code_prompt
 from speculant.cli.main import app
+from speculant.lab.bench.workloads import code_prompt
 from speculant.types import RequestOutput
 
 COUNTS, DEPTH, TEMPERATURES = (2, 3), 4, (0.0, 1.0)

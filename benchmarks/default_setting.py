@@ -22,11 +22,11 @@ from measuring import spread, write
 from never_slower import Outcome, alpha, run
 from shapes import VOCABULARY, write_pair
 
-from speculant.bench.acceptance import Reader, Text, measure_acceptance
-from speculant.bench.step_costs import StepCosts, measure_steps
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
-from speculant.models.weights import Checkpoint, load_model
+from speculant.lab.bench.acceptance import Reader, Text, measure_acceptance
+from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 
 PROMPT, TOKENS, AGREEMENT, LONGEST = 128, 256, 0.85, 16

@@ -17,9 +17,9 @@ from typing import Any
 from measuring import Clock, spread, write
 
 from speculant import LLM, SamplingParams
-from speculant.drafting.draft_model import ModelDrafter
+from speculant.drafting.model.draft_model import ModelDrafter
 from speculant.kernels.native import Kernels
-from speculant.models.decoder import Decoder
+from speculant.models.reference.decoder import Decoder
 
 PASSES = [(Decoder, "forward"), (Decoder, "logits"), (Kernels, "run"), (Kernels, "draft")]
 NATIVE = [(Kernels, "probs"), (Kernels, "draw")]

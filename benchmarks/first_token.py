@@ -19,11 +19,11 @@ from typing import Any
 from measuring import write
 
 from speculant import SamplingParams
-from speculant.bench.measuring import interleave, ratios, spreads
-from speculant.bench.runs import Bench, Mode, Run
-from speculant.bench.workloads import Workload, code_prompt
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
+from speculant.lab.bench.measuring import interleave, ratios, spreads
+from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.workloads import Workload, code_prompt
 
 PROMPT, TOKENS = 1024, 8  # tokens of the prompt, and to generate
 WITHOUT, WITH = "without a drafter", "with a drafter"

@@ -14,8 +14,8 @@ the way's, in the same round.
 Ways: chains of a fixed length, a tree of so many nodes, and the adaptive length. `acceptance_by_position` is accepted
 over tested in the longest chain. `costs` are measured before the run: c, a drafted token's time over a plain step's;
 overhead, that of drafting at all; V, the rest of a step with so many drafted tokens over a plain step's. From these and
-the acceptance by position follows `predicted` for chains (speculant.theory.speedup). For a tree it is what a step
-commits over its cost. For lengths that vary, and lookups, which do not always draft, it is `speculant.bench.gains`, by
+the acceptance by position follows `predicted` for chains (speculant.lab.theory.speedup). For a tree it is what a step
+commits over its cost. For lengths that vary, and lookups, which do not always draft, it is `lab.bench.gains`, by
 the costs of the run itself. Results are written after each method of each round.
 """
 
@@ -34,20 +34,20 @@ from typing import Any, NamedTuple
 from measuring import keep
 from never_slower import DRAFT, HELD_OUT, TEXTS, Pair, prompts
 
-from speculant.bench.gains import gains
-from speculant.bench.inflated_pair import SHAPES, inflated_head
-from speculant.bench.measuring import Spread
-from speculant.bench.runs import Bench, Mode, Run
-from speculant.bench.step_costs import StepCosts, measure_steps
-from speculant.bench.workloads import Workload
 from speculant.engine.build import Runtime
 from speculant.errors import SpeculantError
 from speculant.files import read_json
+from speculant.lab.bench.gains import gains
+from speculant.lab.bench.measuring import Spread
+from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.workloads import Workload
+from speculant.lab.inflation.pair import SHAPES, inflated_head
+from speculant.lab.theory.curve import VerificationCurve
+from speculant.lab.theory.speedup import speedups, step_costs, survival
 from speculant.metrics import SpeculationMetrics
 from speculant.models.source import embedded_heads, resolve_source
 from speculant.params import SamplingParams
-from speculant.theory.curve import VerificationCurve
-from speculant.theory.speedup import speedups, step_costs, survival
 
 PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 LENGTHS = (2, 4)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from speculant.kernels.memory import aligned
 from speculant.kernels.native import Flag, Kernels, Op, Pass, Type, Weight, open_kernels
-from speculant.models.decoder_program import linear
+from speculant.models.native.program import linear
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
 SHAPES = [

@@ -23,8 +23,8 @@ import torch
 from measuring import interleave, ratio, write
 
 from speculant import LLM, SamplingParams
-from speculant.bench.workloads import code_prompt
 from speculant.cli.main import app
+from speculant.lab.bench.workloads import code_prompt
 from speculant.types import RequestOutput
 
 NUM_HEADS, TRAINED, SEQ, RATE = 3, 40_000, 256, 0.01

@@ -22,11 +22,11 @@ from typing import Any
 
 from measuring import spread, write
 
-from speculant.drafting import ngram, prompt_lookup, suffix
 from speculant.drafting.base import Drafter
-from speculant.drafting.ngram import NgramDrafter
-from speculant.drafting.recent_match import LookupDrafter, LookupOptions
-from speculant.drafting.suffix import SuffixDrafter
+from speculant.drafting.lookup import ngram, prompt_lookup, suffix
+from speculant.drafting.lookup.ngram import NgramDrafter
+from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.suffix import SuffixDrafter
 from speculant.kernels.suffix_index import SuffixAutomaton
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.source import resolve_source

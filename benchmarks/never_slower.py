@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 from measuring import keep, spread
 
-from speculant.bench.inflated_pair import SHAPES, inflated_pair
-from speculant.bench.workloads import code_prompt
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
+from speculant.lab.bench.workloads import code_prompt
+from speculant.lab.inflation.pair import SHAPES, inflated_pair
+from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
-from speculant.models.weights import Checkpoint, load_model
+from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 from speculant.text.tokenizer import Tokenizer
-from speculant.training.corpus import read_corpus, standard_library
 
 HELD_OUT = "held-out"
 TEXTS = ("edit", "completion", "unseen", HELD_OUT)

@@ -21,7 +21,7 @@ from shapes import VOCABULARY, write_pair
 from speculant import LLM, SamplingParams
 from speculant.kernels.memory import aligned
 from speculant.kernels.native import Kernels, open_kernels
-from speculant.models.native_decoder import NativeDecoder
+from speculant.models.native.decoder import NativeDecoder
 
 PROMPT, TOKENS, DRAFTS, AGREEMENT = 128, 256, 4, 0.85
 CLOCKED = [(Kernels, "run"), (Kernels, "draft"), (Kernels, "probs"), (Kernels, "draw")]

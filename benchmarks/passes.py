@@ -23,10 +23,10 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import paged_cache
 from speculant.kernels.native import Code, Op, open_kernels
 from speculant.models.base import Batch, SequenceInput, build_batch
-from speculant.models.decoder import Decoder
-from speculant.models.llama import read_config
-from speculant.models.native_decoder import NativeDecoder
-from speculant.models.weight_source import ModuleWeights
+from speculant.models.families.llama import read_config
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.source import ModuleWeights
 from speculant.types import DraftTree
 
 SHORT, LONG, PROMPT, BLOCK = 256, 8192, 1024, 16

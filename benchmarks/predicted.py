@@ -24,10 +24,10 @@ import numpy as np
 from measuring import keep, spread
 from never_slower import METHODS, Pair, prompts, run
 
-from speculant.bench.inflated_pair import SHAPES
 from speculant.engine.build import Runtime
+from speculant.lab.inflation.pair import SHAPES
+from speculant.lengths.base import DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.scheduling.draft_length.base import DraftOutcome
 
 LENGTHS = range(1, 11)
 FEWEST = 5  # steps of a size whose median counts

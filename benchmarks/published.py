@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from speculant.theory.curve import FLAT, VerificationCurve
-from speculant.theory.oracle import oracle_speedup
-from speculant.theory.speedup import (
+from speculant.lab.theory.curve import FLAT, VerificationCurve
+from speculant.lab.theory.oracle import oracle_speedup
+from speculant.lab.theory.speedup import (
     best_length,
     expected_tokens,
     operations,

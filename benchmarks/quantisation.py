@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.cache.factory import slotted_cache
+from speculant.lab.training.corpus import read_corpus, standard_library
+from speculant.lab.training.tokenizer import END_OF_TEXT, encode, load_tokenizer
+from speculant.lab.training.windows import held_out_windows
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.models.source import resolve_source
-from speculant.models.weights import load_model
-from speculant.training.corpus import read_corpus, standard_library
-from speculant.training.tokenizer import END_OF_TEXT, encode, load_tokenizer
-from speculant.training.windows import held_out_windows
+from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 
 LENGTH = 256

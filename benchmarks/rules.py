@@ -5,7 +5,7 @@
 Tokens per draft, `tokens_per_pass` in the results, are 1 + accepted / passes that checked a draft.
 
 First the target writes texts, and both models' distributions along them give the rates at which a rule accepts the
-sibling of each rank (theory/siblings.py). The trees are the best shapes for these rates (theory/trees.py);
+sibling of each rank (lab/theory/siblings.py). The trees are the best shapes for these rates (lab/theory/trees.py);
 `traversal`, for which there is no such formula, has those of `multi_draft`. Then all rules run in turn, one request
 at a time: chains for `rejection` and `block`, trees for `multi_draft` and `traversal`, both for `match`, with the
 noise that draft and target share (each request has a seed, its own or one that it is given) and, "own noise", with
@@ -31,18 +31,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speculant import SamplingParams
-from speculant.bench.measuring import Spread, interleave, ratios
-from speculant.bench.runs import Bench, Mode, Run
-from speculant.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.cache.factory import paged_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
+from speculant.lab.bench.measuring import Spread, interleave, ratios
+from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
+from speculant.lab.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
+from speculant.lab.theory.trees import best_tree, expected_accepted
 from speculant.metrics import SpeculationMetrics
 from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.sampling.chance import Chance
-from speculant.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
-from speculant.theory.trees import best_tree, expected_accepted
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import VerifierNeeds
 from speculant.verification.match import Match

@@ -19,8 +19,8 @@ from speculant import SamplingParams
 from speculant.cache.factory import slotted_cache
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.decoder import Decoder
-from speculant.models.llama import read_config
+from speculant.models.families.llama import read_config
+from speculant.models.reference.decoder import Decoder
 from speculant.sampling.distribution import Node, distribution
 from speculant.types import DraftTree, Request
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from measuring import spread, write
 
-from speculant.bench.inflated_pair import inflated_pair
+from speculant.lab.inflation.pair import inflated_pair
 
 MIB, PAUSE_S = 2**20, 6.0  # in a pause the pages of the last process go back to a host
 FIRST, CACHED, WITHOUT = "first", "cached", "cache off"
@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 from speculant import LLM, SamplingParams
 from speculant.kernels.native import Kernels
-for name in ("engine.build", "text.tokenizer", "models.native_decoder", "models.backends.native"):
+for name in ("engine.build", "text.tokenizer", "models.native.decoder", "models.backends.native"):
     import_module("speculant." + name)
 
 def memory():

@@ -31,21 +31,21 @@ from benchmarks import published as paper
 from benchmarks.measuring import write
 
 import speculant
-from speculant.bench.acceptance import Reader, Text, estimate
-from speculant.bench.alpha import measure_alpha
-from speculant.bench.pair import Candidate, load_pair, write_texts
-from speculant.bench.workloads import WorkloadConfig, make_workload
 from speculant.config import EngineConfig
-from speculant.drafting.tables import BigramTables
+from speculant.drafting.lookup.tables import BigramTables
+from speculant.lab.bench.acceptance import Reader, Text, estimate
+from speculant.lab.bench.alpha import measure_alpha
+from speculant.lab.bench.pair import Candidate, load_pair, write_texts
+from speculant.lab.bench.workloads import WorkloadConfig, make_workload
+from speculant.lab.theory.acceptance import acceptance, divergence, greedy_acceptance, rejection_sampling_acceptance
+from speculant.lab.theory.correlation import correlated_tokens
+from speculant.lab.theory.curve import FLAT
+from speculant.lab.theory.speedup import expected_tokens, operations, speedups, step_costs, survival
+from speculant.lab.training.bigrams import count_bigrams, read_sequences
 from speculant.models.base import CausalLM
-from speculant.models.weights import Checkpoint
+from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import sampling_settings
-from speculant.theory.acceptance import acceptance, divergence, greedy_acceptance, rejection_sampling_acceptance
-from speculant.theory.correlation import correlated_tokens
-from speculant.theory.curve import FLAT
-from speculant.theory.speedup import expected_tokens, operations, speedups, step_costs, survival
-from speculant.training.bigrams import count_bigrams, read_sequences
 
 Array = NDArray[np.float64]
 Cells = Iterable[Sequence[str]]

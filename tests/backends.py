@@ -15,8 +15,8 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Decoder
-from speculant.models.weight_source import WeightSource
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.source import WeightSource
 from speculant.types import DraftTree
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from speculant import plugins
 from speculant.drafting.base import Method
-from speculant.drafting.tables import BigramTables
+from speculant.drafting.lookup.tables import BigramTables
+from speculant.lab.training.bigrams import count_bigrams
 from speculant.params import SamplingParams
-from speculant.training.bigrams import count_bigrams
 from tests.heads import WRITERS
 
 Texts = tuple[tuple[int, ...], ...]  # what the target will say, or like it

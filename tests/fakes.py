@@ -13,16 +13,16 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.growth.topology import TreeTopology
+from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.topology import TreeTopology
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.tables import TableModel
+from speculant.lengths.base import DraftLength
+from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
-from speculant.scheduling.draft_length.base import DraftLength
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier
 from tests.beams import is_fed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from speculant.drafting.growth import drafter
+from speculant.drafting.model import drafter
 from speculant.models.base import CausalLM, Chain
 from speculant.types import DraftTree
 from speculant.verification import rejection

@@ -21,8 +21,8 @@ from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import CapacityError, RequestError
+from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import Request, StepOutput
 from tests.beams import found_by, is_fed
 from tests.exactness.plain_beams import Found, exact_distribution, plain_beams

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.metrics import RequestMetrics, TimingMetrics
-from speculant.models.decoder import Decoder
+from speculant.models.reference.decoder import Decoder
 from speculant.params import SamplingParams
 from speculant.types import Request
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from speculant.cache.base import CacheShape, KVCache, Moves
 from speculant.cache.storage import TensorStorage
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 
 SECONDS = 120  # that an answer may take
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome, ScoredDraft
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request

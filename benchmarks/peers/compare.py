@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.peers.base import Job, Measurement, Mode, Pair, Peer, PeerError, Workload
 from benchmarks.peers.models import Workloads
 
-from speculant.bench.measuring import interleave
 from speculant.cli.probes import measure_speeds
+from speculant.lab.bench.measuring import interleave
 from speculant.text.tokenizer import Tokenizer
 
 

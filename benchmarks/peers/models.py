@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.peers.base import Pair, Workload
 
-from speculant.bench.inflated_pair import SHAPES, inflated_pair
-from speculant.bench.workloads import code_prompt
+from speculant.lab.bench.workloads import code_prompt
+from speculant.lab.inflation.pair import SHAPES, inflated_pair
 from speculant.models.source import resolve_source
 from speculant.text.tokenizer import Tokenizer
 

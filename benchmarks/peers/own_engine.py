@@ -25,7 +25,7 @@ class OwnEngine(PythonPeer):
 def measure(job: Job) -> Iterator[tuple[str, Measurement]]:
     """Measure each mode; the target is loaded once."""
     from speculant.engine.build import build_around
-    from speculant.models.weights import load_model
+    from speculant.models.weights.load import load_model
 
     quantization = None if job.format == _NO_ROUNDING else job.format
     target = load_model(job.models.target, "bfloat16", kernels="auto", quantization=quantization)

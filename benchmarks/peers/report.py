@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.peers.base import DEFAULT, plain_value
 from benchmarks.peers.compare import CaseResult, Entry, Run
 
-from speculant.bench.measuring import Spread
+from speculant.lab.bench.measuring import Spread
 
 MOST_SPREAD = 1.5  # of the largest to the smallest round; a median of rounds that differ more is not printed
 FIGURES: Mapping[str, Callable[[Run, int], float]] = {

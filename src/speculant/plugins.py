@@ -1,8 +1,8 @@
 """Plugins found by name: modules of this package, and entry points of other packages.
 
-A package such as `speculant.drafting` is a kind of plugin. A module in it is a plugin of the module's name if it
-defines the kind's attribute at the top level; there is no registration, and a plugin is imported on first use. Other
-packages add plugins under an entry point group of the kind's name:
+A package such as `speculant.drafting` is a kind of plugin. A module in it or in one of its subpackages is a plugin of
+the module's name if it defines the kind's attribute at the top level; there is no registration, and a plugin is
+imported on first use. Other packages add plugins under an entry point group of the kind's name:
 
     [project.entry-points."speculant.models"]
     my_family = "my_package.my_family"
@@ -27,7 +27,7 @@ from speculant.errors import ConfigError, suggest
 ATTRIBUTES = {
     "speculant.drafting": "build",
     "speculant.models": "read_config",
-    "speculant.scheduling.draft_length": "build",
+    "speculant.lengths": "build",
     "speculant.serving.tools": "Parser",
     "speculant.models.backends": "open_backend",
     "speculant.verification": "build",
@@ -49,8 +49,8 @@ def load(package: str, name: str) -> Any:
     Raises ConfigError for an unknown name, or when the plugin does not define the kind's attribute.
     """
     attribute = ATTRIBUTES[package]
-    if name in _built_in(package, attribute):
-        return importlib.import_module(f"{package}.{name}")
+    if (module := _built_in(package, attribute).get(name)) is not None:
+        return importlib.import_module(module)
     if name not in (others := _entry_points(package)):
         kind = package.rpartition(".")[2]
         raise ConfigError(f"there is no {kind} plugin called {name!r}", suggest(name, names(package)))
@@ -65,15 +65,25 @@ def _folders(paths: Iterable[str]) -> Folders:
     return tuple((path, os.stat(path).st_mtime_ns if os.path.isdir(path) else 0) for path in paths)
 
 
-def _built_in(package: str, attribute: str) -> frozenset[str]:
-    return _defining(package, attribute, _folders(importlib.import_module(package).__path__))
+def _built_in(package: str, attribute: str) -> Mapping[str, str]:
+    """Return the modules of a package and its subpackages that define an attribute: full names by last names."""
+    found: dict[str, str] = {}
+    for each in (package, *_subpackages(package, _folders(importlib.import_module(package).__path__))):
+        found |= _defining(each, attribute, _folders(importlib.import_module(each).__path__))
+    return found
 
 
 @functools.lru_cache(maxsize=64)
-def _defining(package: str, attribute: str, folders: Folders) -> frozenset[str]:
-    """Return the modules of a package, which is in these folders, that define an attribute."""
+def _subpackages(package: str, folders: Folders) -> tuple[str, ...]:
     modules = pkgutil.iter_modules([path for path, _ in folders])
-    return frozenset(module.name for module in modules if _defines(f"{package}.{module.name}", attribute))
+    return tuple(f"{package}.{module.name}" for module in modules if module.ispkg)
+
+
+@functools.lru_cache(maxsize=64)
+def _defining(package: str, attribute: str, folders: Folders) -> Mapping[str, str]:
+    """Return the modules of a package, which is in these folders, that define an attribute."""
+    names = [f"{package}.{module.name}" for module in pkgutil.iter_modules([path for path, _ in folders])]
+    return {name.rpartition(".")[2]: name for name in names if _defines(name, attribute)}
 
 
 def _defines(module: str, attribute: str) -> bool:

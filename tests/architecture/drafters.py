@@ -11,18 +11,19 @@ from tests.architecture.source import PACKAGE, Function, Module
 # Words of other programs' formats that are spelt like a drafter's name, by module.
 FOREIGN_WORDS = {
     ("text.costs", "random"),  # a filter of jinja2
-    ("text.growth", "suffix"),  # a key of tokenizer.json
+    ("text.length_bounds", "suffix"),  # a key of tokenizer.json
     ("serving.sampling", "suffix"),  # a field of OpenAI's requests
 }
 
 
 def drafter_names(modules: Iterable[Module]) -> set[str]:
-    """Return the names of all drafters: the public modules in `drafting` that define `build`."""
-    return {
-        module.name.removeprefix("drafting.")
-        for module in modules
-        if module.name.startswith("drafting.") and not module.name.startswith("drafting._") and _defines_build(module)
-    }
+    """Return the names of all drafters: the public modules in `drafting` and its rooms that define `build`."""
+    inside = (module for module in modules if module.name.startswith("drafting.") and _defines_build(module))
+    return {name for module in inside if not (name := _last(module.name)).startswith("_")}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _defines_build(module: Module) -> bool:
@@ -31,7 +32,8 @@ def _defines_build(module: Module) -> bool:
 
 def leaks(module: Module, names: set[str]) -> list[str]:
     """Say where a module names a drafter that is not itself, as a string or as an import."""
-    others = {name for name in names if module.name != f"drafting.{name}"}
+    own = _last(module.name) if module.name.startswith("drafting.") else ""
+    others = names - {own}
     return [*_strings(module, others), *_imports(module, others)]
 
 
@@ -45,9 +47,9 @@ def _strings(module: Module, names: set[str]) -> list[str]:
 
 
 def _imports(module: Module, names: set[str]) -> list[str]:
-    paths = {f"{PACKAGE}.drafting.{name}" for name in names}
     return [
         f"{module.at(node)}: imports the drafter {imported}"
         for node, imported in imported_names(module)
-        if any(imported == path or imported.startswith(path + ".") for path in paths)
+        if names.intersection(imported.removeprefix(f"{PACKAGE}.drafting.").split(".")[:2])
+        and imported.startswith(f"{PACKAGE}.drafting.")
     ]

@@ -13,7 +13,7 @@ EVERYWHERE = frozenset(
 )
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
 ENGINE_AND_BELOW = MODELS_AND_BELOW | {
-    *("engine", "drafting", "verification", "scheduling", "text", "structured", "plugins")
+    *("engine", "drafting", "verification", "scheduling", "lengths", "text", "structured", "plugins")
 }
 
 # A name allows a module and everything in it; every part may also import itself, and the package's version.
@@ -40,34 +40,23 @@ ALLOWED: dict[str, frozenset[str]] = {
     "drafting": EVERYWHERE | MODELS_AND_BELOW | {"text", "plugins"},
     "verification": EVERYWHERE | MODELS_AND_BELOW | {"plugins"},
     "scheduling": EVERYWHERE | {"cache.base"},
+    "lengths": EVERYWHERE | MODELS_AND_BELOW | {"scheduling", "drafting.base", "plugins"},
     "engine": EVERYWHERE | ENGINE_AND_BELOW,
-    "theory": frozenset({"metrics"}),
-    "training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
-    "exactness": EVERYWHERE | ENGINE_AND_BELOW,
-    "bench": EVERYWHERE | ENGINE_AND_BELOW | {"theory", "training"},
     "serving": EVERYWHERE | ENGINE_AND_BELOW,
-    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"theory", "training", "exactness", "bench", "serving"},
+    "cli": EVERYWHERE | ENGINE_AND_BELOW - {"plugins"} | {"lab", "serving"},
+    "lab": frozenset(),
+    "lab.theory": frozenset({"metrics"}),
+    "lab.training": EVERYWHERE | MODELS_AND_BELOW | {"text"},
+    "lab.exactness": EVERYWHERE | ENGINE_AND_BELOW,
+    "lab.inflation": EVERYWHERE | ENGINE_AND_BELOW,
+    "lab.bench": EVERYWHERE | ENGINE_AND_BELOW | {"lab.theory", "lab.training", "lab.inflation"},
 }
 # What is written for the native library. Others hold a `Backend` or a `Sampler`.
 NATIVE = frozenset(
     {
-        "kernels.native",
-        "kernels.native_structs",
-        "kernels.native_sampler",
-        "kernels.packing",
-        "models.native_decoder",
-        "models.decoder_program",
-    }
-    | {
-        "models.weight_reader",
-        "models.weight_cache",
-        "models.weight_file",
-        "models.packings",
-        "models.replay",
-        "models.native_head",
-        "models.native_linears",
-        "models.backends.native",
-        "kernels.native_suffix_index",
+        *("kernels.native", "kernels.native_structs", "kernels.native_sampler", "kernels.native_suffix_index"),
+        *("kernels.packing", "models.native", "models.backends.native"),
+        *("models.weights.reader", "models.weights.cache", "models.weights.file", "models.weights.packings"),
     }
 )
 CHOOSERS = frozenset({"kernels.suffix_indexes"})  # takes what is native where it was built, else the reference
@@ -98,10 +87,10 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
 
 def layer_violations(module: Module) -> list[str]:
     """Say which imports of a module the table does not allow."""
-    if module.subpackage not in ALLOWED:
-        return [f"{module.at(module.tree)}: {module.subpackage!r} is missing in the import table"]
+    if module.part not in ALLOWED:
+        return [f"{module.at(module.tree)}: {module.part!r} is missing in the import table"]
     return [
-        f"{module.at(node)}: {module.subpackage or PACKAGE} may not import {name}"
+        f"{module.at(node)}: {module.part or PACKAGE} may not import {name}"
         for node, name in imported_names(module)
         if not (_allowed_inside(module, name) if _is_ours(name) else _allowed_outside(module, name))
     ]
@@ -109,14 +98,14 @@ def layer_violations(module: Module) -> list[str]:
 
 def native_violations(module: Module) -> list[str]:
     """Say where a module that is not native itself imports what is."""
-    if module.name in NATIVE | CHOOSERS | INSPECTORS:
+    if module.name in CHOOSERS | INSPECTORS or _is_native(module.name):
         return []
     names = [(node, name.removeprefix(PACKAGE + ".")) for node, name in imported_names(module) if _is_ours(name)]
-    return [
-        f"{module.at(node)}: {module.name} may not import {name}"
-        for node, name in names
-        if any(name == part or name.startswith(part + ".") for part in NATIVE)
-    ]
+    return [f"{module.at(node)}: {module.name} may not import {name}" for node, name in names if _is_native(name)]
+
+
+def _is_native(name: str) -> bool:
+    return any(name == part or name.startswith(part + ".") for part in NATIVE)
 
 
 def _is_ours(name: str) -> bool:
@@ -125,13 +114,13 @@ def _is_ours(name: str) -> bool:
 
 def _allowed_inside(module: Module, name: str) -> bool:
     inner = name.removeprefix(PACKAGE).removeprefix(".")
-    allowed = {"__version__", *ALLOWED[module.subpackage], *filter(None, [module.subpackage])}
+    allowed = {"__version__", *ALLOWED[module.part], *filter(None, [module.part])}
     return any(inner == part or inner.startswith(part + ".") for part in allowed)
 
 
 def _allowed_outside(module: Module, name: str) -> bool:
     top = name.split(".")[0]
-    return module.subpackage != "theory" or top in OUTSIDE_OF_THEORY or _is_standard(top)
+    return module.part != "lab.theory" or top in OUTSIDE_OF_THEORY or _is_standard(top)
 
 
 def _is_standard(top: str) -> bool:

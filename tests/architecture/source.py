@@ -28,9 +28,10 @@ class Module:
         return ast.parse(self.text)
 
     @property
-    def subpackage(self) -> str:
-        """The part of the package that the import table speaks of: "models", "types", ..."""
-        return self.name.split(".")[0]
+    def part(self) -> str:
+        """The part of the package that the import table speaks of: "models", "types", "lab.bench", ..."""
+        first, *inner = self.name.split(".")
+        return f"{first}.{inner[0]}" if first == "lab" and inner else first
 
     @property
     def num_lines(self) -> int:

@@ -18,7 +18,7 @@ def test_no_module_names_a_drafter() -> None:
 
 def test_drafters_are_found_in_the_package() -> None:
     modules = load_package()
-    if not any(module.subpackage == "drafting" for module in modules):
+    if not any(module.part == "drafting" for module in modules):
         pytest.fail("the package has no drafting/")
     assert drafter_names(modules)
 
@@ -26,11 +26,12 @@ def test_drafters_are_found_in_the_package() -> None:
 def test_a_drafter_is_a_public_module_that_defines_build() -> None:
     modules = [
         Module("drafting.lookahead", BUILD),
+        Module("drafting.room.inner", BUILD),
         Module("drafting.base", "class Drafter: ...\n"),
         Module("drafting._table", BUILD),
-        Module("models.llama", BUILD),
+        Module("models.families.llama", BUILD),
     ]
-    assert drafter_names(modules) == {"lookahead"}
+    assert drafter_names(modules) == {"lookahead", "inner"}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,8 @@ def test_a_drafter_is_a_public_module_that_defines_build() -> None:
         "from speculant.drafting import lookahead\n",
         "from speculant.drafting.lookahead import Lookahead\n",
         "import speculant.drafting.lookahead\n",
+        "from speculant.drafting.room import lookahead\n",
+        "from speculant.drafting.room.lookahead import Lookahead\n",
     ],
 )
 def test_a_leak_is_found(text: str) -> None:
@@ -53,6 +56,7 @@ def test_a_leak_is_found(text: str) -> None:
         Module("engine.step", "def load(lookahead: str) -> str:\n    return lookahead\n"),
         Module("cli.generate", "flag = '--lookahead'\n"),
         Module("drafting.lookahead", "name = 'lookahead'\n"),
+        Module("drafting.room.lookahead", "name = 'lookahead'\n"),
     ],
 )
 def test_identifiers_and_the_own_file_are_free(module: Module) -> None:

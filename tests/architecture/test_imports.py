@@ -22,11 +22,11 @@ def test_native_parts_stay_behind_a_backend() -> None:
 @pytest.mark.parametrize(
     ("name", "line", "found"),
     [
-        ("drafting.growth.chains", "from speculant.models.native_decoder import NativeDecoder", 1),
+        ("drafting.model.chains", "from speculant.models.native.decoder import NativeDecoder", 1),
         ("engine.step", "from speculant.kernels.native import Kernels", 1),
         ("sampling.chance", "from ..kernels import native", 1),
-        ("models.weights", "from speculant.models.backends import native", 1),
-        ("models.backends.native", "from speculant.models.native_decoder import NativeDecoder", 0),
+        ("models.weights.load", "from speculant.models.backends import native", 1),
+        ("models.backends.native", "from speculant.models.native.decoder import NativeDecoder", 0),
         ("engine.step", "from speculant.kernels.base import Sampler", 0),
     ],
 )
@@ -38,8 +38,8 @@ def test_native_import_is_found(name: str, line: str, found: int) -> None:
     ("name", "line"),
     [
         ("kernels.reference", "import speculant.models"),
-        ("models.llama", "from speculant.engine.llm import LLM"),
-        ("models.llama", "from speculant import drafting"),
+        ("models.families.llama", "from speculant.engine.llm import LLM"),
+        ("models.families.llama", "from speculant import drafting"),
         ("drafting.tree", "from speculant.verification.base import Verifier"),
         ("verification.base", "from speculant.scheduling import policy"),
         ("verification.base", "from ..drafting.base import Drafter"),
@@ -48,19 +48,19 @@ def test_native_import_is_found(name: str, line: str, found: int) -> None:
         ("scheduling.scheduler", "from speculant.models.base import Batch"),
         ("cache.base", "from speculant.plugins import load"),
         ("sampling.chance", "from speculant.cache.base import KVCache"),
-        ("engine.step", "from speculant.training import lm"),
-        ("engine.step", "from speculant.theory.speedup import best_length"),
+        ("engine.step", "from speculant.lab.training import lm"),
+        ("engine.step", "from speculant.lab.theory.speedup import best_length"),
         ("text", "from speculant.models.base import CausalLM"),
         ("text.tokenizer", "import speculant.kernels"),
         ("types", "from .config import EngineConfig"),
         ("errors", "from speculant.types import Request"),
-        ("theory.speedup", "import torch"),
-        ("theory.speedup", "from speculant.models import base"),
-        ("training.lm", "from speculant.engine.llm import LLM"),
+        ("lab.theory.speedup", "import torch"),
+        ("lab.theory.speedup", "from speculant.models import base"),
+        ("lab.training.lm", "from speculant.engine.llm import LLM"),
         ("serving.app", "from speculant.cli import main"),
-        ("bench.runs", "from speculant.exactness.laws import Pair"),
-        ("engine.step", "from speculant.exactness import tables"),
-        ("exactness.proofs", "from speculant.bench import workloads"),
+        ("lab.bench.runs", "from speculant.lab.exactness.laws import Pair"),
+        ("engine.step", "from speculant.lab.exactness import tables"),
+        ("lab.exactness.proofs", "from speculant.lab.bench import workloads"),
         ("engine.step", "def f():\n    from speculant.cli import main"),
         ("engine.step", "import speculant"),
         ("surprise.module", "import math"),
@@ -77,8 +77,8 @@ def test_forbidden_import_is_found(name: str, line: str) -> None:
         ("scheduling.scheduler", "from speculant.scheduling.policy import Policy"),
         ("drafting.base", "from speculant.text.vocabulary import compare"),
         ("drafting.base", "from . import tree\nfrom .tree import Tree\nfrom ..models import base"),
-        ("theory.speedup", "import numpy as np\nimport math\nfrom speculant.metrics import Counters"),
-        ("cli.train", "from speculant.training import lm\nfrom speculant import __version__"),
+        ("lab.theory.speedup", "import numpy as np\nimport math\nfrom speculant.metrics import Counters"),
+        ("cli.train", "from speculant.lab.training import lm\nfrom speculant import __version__"),
         ("", "from speculant.engine.llm import LLM"),
     ],
 )
@@ -94,6 +94,11 @@ def test_a_package_resolves_relative_imports_from_itself() -> None:
 def test_the_three_policies_are_strangers() -> None:
     for name in ("drafting", "verification", "scheduling"):
         assert not ALLOWED[name] & ({"drafting", "verification", "scheduling"} - {name})
+
+
+def test_only_the_command_line_imports_the_laboratory() -> None:
+    users = {name for name, allowed in ALLOWED.items() if any(part.split(".")[0] == "lab" for part in allowed)}
+    assert {name for name in users if not name.startswith("lab")} == {"cli"}
 
 
 def _heavy_modules_after(statement: str) -> str:

@@ -21,14 +21,14 @@ from speculant import LLM, SamplingParams, plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.kernels.base import SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.models import weights as loading
 from speculant.models.backends.base import KIND, Backend, choose_backend, find_backends
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import ModelNeeds
 from speculant.models.config import DecoderConfig, RopeConfig
-from speculant.models.decoder import Decoder
-from speculant.models.weight_source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource
-from speculant.models.weights import load_model, tensor_shapes
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.load import load as loading
+from speculant.models.weights.load import load_model, tensor_shapes
+from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource
 from speculant.sampling.chance import mix
 from tests.backends import FakeBackend
 from tests.models import Checkpoints

@@ -10,16 +10,16 @@ import pytest
 from speculant import plugins
 from speculant.config import Limits
 from speculant.errors import ConfigError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
+from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.scheduling.scheduler import Schedule
 from tests.fakes import Rig, build_rig, model_drafter
 from tests.unit.scheduling.driver import Driver, slots
 
-KIND = "speculant.scheduling.draft_length"
+KIND = "speculant.lengths"
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=96)
 PAIR = Pair(5, 5, FULL_SUPPORT)
 DOCUMENTED = "halving"  # the one in docs/adding-a-draft-length.md

@@ -20,7 +20,7 @@ from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache
 from speculant.drafting.base import Drafter, DrafterContext, Method
 from speculant.models.base import CausalLM
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.beams import beams_of, give_search, hypotheses

@@ -12,7 +12,7 @@ from torch import Tensor
 from speculant.cache.factory import paged_cache
 from speculant.errors import ConfigError
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
-from speculant.models.native_decoder import NativeDecoder
+from speculant.models.native.decoder import NativeDecoder
 from speculant.types import DraftTree
 from tests.small_models import MODELS, NATIVE, make_model
 from tests.unit.models.families import Pair, make_pair, random_tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache.factory import paged_cache
 from speculant.errors import RequestError
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.small_models import MODELS, NATIVE, make_model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant.kernels.native import INDEX_BYTES, Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
 from speculant.kernels.packing import panel_rows
-from speculant.models.decoder_program import linear
+from speculant.models.native.program import linear
 from tests.examples import examples
 
 SETS = usable_sets()

@@ -13,7 +13,7 @@ from torch import Tensor
 from speculant.errors import ConfigError
 from speculant.kernels import reference
 from speculant.kernels.native import Code, Flag, Kernels, Op, Pass, Type, open_kernels, usable_sets
-from speculant.models.decoder_program import linear
+from speculant.models.native.program import linear
 from tests.examples import examples
 
 SETS = usable_sets()

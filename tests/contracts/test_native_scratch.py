@@ -13,7 +13,7 @@ from torch import Tensor
 from speculant.cache.factory import slotted_cache
 from speculant.kernels.native import MOST_DIM, MOST_GROUP, usable_sets
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.native_decoder import NativeDecoder
+from speculant.models.native.decoder import NativeDecoder
 from speculant.types import DraftTree
 from tests.exactness.test_native_decoder import make_native
 

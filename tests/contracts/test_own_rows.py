@@ -14,9 +14,9 @@ from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.contracts.test_observed_rows import BACKENDS, PROMPTS, REFERENCE, Reader
 from tests.fakes import known_verifiers

@@ -16,18 +16,18 @@ from speculant.cache.slotted import SlottedBlockManager
 from speculant.cache.storage import TensorStorage
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.growth.topology import StaticTree
+from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.topology import StaticTree
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.kernels.native import open_kernels
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lengths.fixed import Fixed
 from speculant.models.base import CausalLM
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import Request
 from tests.fakes import known_verifiers
 from tests.models import PRINTABLE, Checkpoints

@@ -14,7 +14,7 @@ from speculant.cache.factory import slotted_cache
 from speculant.errors import ConfigError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.weights import Checkpoint, load_model
+from speculant.models.weights.load import Checkpoint, load_model
 from speculant.types import DraftTree
 from tests.models import VOCAB_SIZE, write_checkpoint
 

@@ -14,10 +14,10 @@ from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.lengths.fixed import Fixed
 from speculant.models.base import CausalLM, SequenceInput, build_batch
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import known_verifiers
 from tests.small_models import MODELS, make_model

@@ -21,7 +21,7 @@ from tests.examples import examples
 OpenIndex = Callable[[SuffixSettings], SuffixIndex]
 PLAIN = SuffixSettings()
 BUILT = open_native(PLAIN) is not None
-NATIVE_BYTES, REFERENCE_BYTES = 190, 580  # per token, at most (drafting/suffix.py)
+NATIVE_BYTES, REFERENCE_BYTES = 190, 580  # per token, at most (drafting/lookup/suffix.py)
 
 
 def native(settings: SuffixSettings) -> SuffixIndex:

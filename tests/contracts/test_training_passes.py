@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 import torch
 
+from speculant.lab.training.heads.look_ahead import look_ahead_states
+from speculant.lab.training.heads.rounds import rope_scaling
+from speculant.lab.training.passes import states_of_layers
 from speculant.models.config import read_rope
-from speculant.models.decoder import Decoder
-from speculant.training.heads.look_ahead import look_ahead_states
-from speculant.training.heads.rounds import rope_scaling
-from speculant.training.passes import states_of_layers
+from speculant.models.reference.decoder import Decoder
 from tests.heads import fresh_ahead, fresh_states
 from tests.unit.models.families import cases, make_pair, random_tokens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from speculant.exactness.distributions import NextProbs, softmax
-from speculant.exactness.tables import History
+from speculant.lab.exactness.distributions import NextProbs, softmax
+from speculant.lab.exactness.tables import History
 from speculant.params import SamplingParams
 
 

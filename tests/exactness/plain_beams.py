@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from speculant.exactness.distributions import NextProbs, Pair
-from speculant.exactness.tables import History, Table
+from speculant.lab.exactness.distributions import NextProbs, Pair
+from speculant.lab.exactness.tables import History, Table
 from speculant.params import SamplingParams
 from tests.exactness.distributions import transformed
 

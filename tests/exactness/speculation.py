@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.exactness import speculation
-from speculant.exactness.distributions import Pair
-from speculant.exactness.enumeration import EnumeratingChances
-from speculant.exactness.speculation import Enumerated
-from speculant.exactness.tables import History, TableModel
+from speculant.lab.exactness import speculation
+from speculant.lab.exactness.distributions import Pair
+from speculant.lab.exactness.enumeration import EnumeratingChances
+from speculant.lab.exactness.speculation import Enumerated
+from speculant.lab.exactness.tables import History, TableModel
+from speculant.lengths.base import DraftLength
 from speculant.sampling.chance import Chances
-from speculant.scheduling.draft_length.base import DraftLength
 from tests.exactness.distributions import transformed
 from tests.fakes import MakeCache, Rig, build_rig, model_drafter, slotted
 

@@ -11,10 +11,10 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.growth.topology import ParallelChains, StaticTree
-from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.exactness.tables import History, TableModel
+from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.topology import ParallelChains, StaticTree
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from tests.exactness import speculation

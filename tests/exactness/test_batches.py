@@ -11,9 +11,17 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Joint, Pair, completed, deviation, joint_distribution
-from speculant.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
-from speculant.exactness.tables import History, TableModel
+from speculant.lab.exactness.distributions import (
+    EXACT,
+    FULL_SUPPORT,
+    Joint,
+    Pair,
+    completed,
+    deviation,
+    joint_distribution,
+)
+from speculant.lab.exactness.enumeration import Branches, EnumeratingChances, enumerate_outcomes
+from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import transformed

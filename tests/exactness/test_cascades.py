@@ -12,15 +12,15 @@ import torch
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
-from speculant.drafting.cascade import CascadeDrafter
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.growth.topology import StaticTree
-from speculant.drafting.members import Member, build_member
+from speculant.drafting.combine.composite import Member, build_member
+from speculant.drafting.model.cascade import CascadeDrafter
+from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Batch, CausalLM, Chain, Hidden
-from speculant.models.native_decoder import NativeDecoder
+from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, mix
 from speculant.types import CommittedRows, DraftTree, Request

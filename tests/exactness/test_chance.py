@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.kernels import reference_sampler
 from speculant.kernels.reference_sampler import gumbel
+from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling import chance as chance_module

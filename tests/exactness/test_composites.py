@@ -11,12 +11,12 @@ import pytest
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter
-from speculant.drafting.fallback import FallbackDrafter
+from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.engine.drafters import Drafters
-from speculant.exactness import speculation
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.exactness.drafts import of_method
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness import speculation
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness.drafts import of_method
+from speculant.lab.exactness.tables import TableModel
 from speculant.sampling.chance import Chances, KeyedChances
 from speculant.types import Request
 from tests.exactness.speculation import Case, MakeDrafter, enumerate_case

@@ -11,14 +11,14 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.growth.topology import ParallelChains, StaticTree
-from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.drafting.synthetic import Options as Rate
-from speculant.drafting.synthetic import SyntheticDrafter
-from speculant.exactness import speculation
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.exactness.enumeration import EnumeratingChances
-from speculant.exactness.tables import History, TableModel
+from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.synthetic import Options as Rate
+from speculant.drafting.lookup.synthetic import SyntheticDrafter
+from speculant.drafting.topology import ParallelChains, StaticTree
+from speculant.lab.exactness import speculation
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness.enumeration import EnumeratingChances
+from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import Request

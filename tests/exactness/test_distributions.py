@@ -17,13 +17,13 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.drafting.recent_match import LookupDrafter, LookupOptions
-from speculant.drafting.suffix import Options as SuffixOptions
-from speculant.drafting.suffix import SuffixDrafter
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
-from speculant.exactness.tables import TableModel
+from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.suffix import Options as SuffixOptions
+from speculant.drafting.lookup.suffix import SuffixDrafter
+from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request

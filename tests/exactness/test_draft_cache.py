@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request
 from tests.exactness.distributions import transformed

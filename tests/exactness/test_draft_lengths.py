@@ -12,20 +12,20 @@ from dataclasses import replace
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.arms import Arms
 from speculant.drafting.base import Drafter
-from speculant.drafting.fallback import FallbackDrafter
-from speculant.drafting.members import Member
-from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.exactness.distributions import EXACT, Pair
+from speculant.drafting.combine.composite import Member
+from speculant.drafting.combine.fallback import FallbackDrafter
+from speculant.drafting.judge import Arms
+from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.lab.exactness.distributions import EXACT, Pair
+from speculant.lengths import adaptive as adaptive_length
+from speculant.lengths.adaptive import Adaptive
+from speculant.lengths.base import DraftOutcome, ScoredDraft
+from speculant.lengths.confidence import Confidence
+from speculant.lengths.costs import CostCurve, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
-from speculant.scheduling.costs import CostCurve, StepCosts
-from speculant.scheduling.draft_length import adaptive as adaptive_length
-from speculant.scheduling.draft_length.adaptive import Adaptive
-from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
-from speculant.scheduling.draft_length.confidence import Confidence
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 from tests.exactness.speculation import Case, draft_model, enumerate_case

@@ -9,7 +9,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.exactness.tables import History, TableModel
+from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import Request, StepOutput
 from tests.fakes import (

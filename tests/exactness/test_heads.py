@@ -15,16 +15,16 @@ from speculant import plugins
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.growth.chains import grow
-from speculant.drafting.growth.topology import StaticTree
 from speculant.drafting.heads.folder import HeadFolder
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.drafting.model.chains import grow
+from speculant.drafting.topology import StaticTree
 from speculant.kernels.native_sampler import NativeSampler
-from speculant.models import native_decoder
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import Chain
-from speculant.models.native_decoder import NativeDecoder
-from speculant.models.replay import can_replay
+from speculant.models.native import decoder as native_decoder
+from speculant.models.native.chains import can_replay
+from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.speculation import Case, enumerate_case

@@ -9,7 +9,7 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, softmax
 from speculant.params import SamplingParams as Params
 from speculant.types import DraftTree
 from speculant.verification.base import Verifier, verifier_for

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from speculant.config import Limits
-from speculant.exactness.distributions import FULL_SUPPORT, Pair, softmax
-from speculant.exactness.tables import History, TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair, softmax
+from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import Logprobs, Request
 from tests.fakes import (

@@ -9,13 +9,13 @@ import torch
 
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.growth.chains import grow
+from speculant.drafting.model.chains import grow
 from speculant.kernels.native import QUANTIZED
 from speculant.kernels.native_sampler import NativeSampler
-from speculant.models import native_decoder
 from speculant.models.base import Chain, SequenceInput, build_batch
-from speculant.models.native_decoder import NativeDecoder
-from speculant.models.replay import can_replay
+from speculant.models.native import decoder as native_decoder
+from speculant.models.native.chains import can_replay
+from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, MostLikely
 from speculant.types import DraftTree

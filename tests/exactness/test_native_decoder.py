@@ -14,9 +14,9 @@ from speculant.errors import ModelError
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.config import DecoderConfig, RopeConfig
-from speculant.models.decoder import Decoder
-from speculant.models.native_decoder import NativeDecoder
-from speculant.models.weight_source import ModuleWeights
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.source import ModuleWeights
 from speculant.types import DraftTree
 
 SETS = usable_sets()

@@ -8,9 +8,9 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.ngram import NgramDrafter, Options
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from tests.fakes import ScriptedDrafter, build_rig, model_drafter
 

@@ -12,11 +12,11 @@ import torch
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.growth.topology import StaticTree
+from speculant.drafting.topology import StaticTree
 from speculant.errors import RequestError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import Table, TableModel
 from speculant.kernels.native import usable_sets
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import Table, TableModel
 from speculant.types import DraftTree, Request
 from tests.exactness.searches import (
     CROWD_ENDS,

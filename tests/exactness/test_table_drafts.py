@@ -11,16 +11,16 @@ import torch
 
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting.base import Drafter
-from speculant.drafting.random import RandomDrafter
-from speculant.drafting.static import StaticDrafter
-from speculant.drafting.tables import BigramTables
+from speculant.drafting.lookup.random import RandomDrafter
+from speculant.drafting.lookup.static import StaticDrafter
+from speculant.drafting.lookup.tables import BigramTables
 from speculant.engine.build import build_verifiers
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.exactness.drafts import choose_draft
-from speculant.exactness.proofs import Claim, prove
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness.drafts import choose_draft
+from speculant.lab.exactness.proofs import Claim, prove
+from speculant.lab.training.bigrams import count_bigrams
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
-from speculant.training.bigrams import count_bigrams
 from speculant.types import DraftTree, Request
 from tests.exactness.speculation import Case, enumerate_case
 from tests.fakes import known_verifiers

@@ -8,11 +8,11 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.growth.runner import DraftModelRunner
-from speculant.drafting.growth.topology import ParallelChains, StaticTree, TreeTopology
-from speculant.drafting.specinfer import SpecInfer
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.specinfer import SpecInfer
+from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.speculation import Case, enumerate_case

@@ -12,13 +12,13 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.growth.tree_option import read_tree
-from speculant.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
+from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.tree_option import read_tree
 from speculant.kernels.native import usable_sets
+from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
 from speculant.models.base import CausalLM
 from speculant.models.vocabulary import DraftVocabulary
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.sampling.chance import Chances, KeyedChances
 from tests.exactness.speculation import Case, enumerate_case
 from tests.examples import examples

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from speculant.exactness.distributions import Joint, Pair, completed, deviation, joint_distribution, softmax
-from speculant.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
-from speculant.exactness.tables import History
+from speculant.lab.exactness.distributions import Joint, Pair, completed, deviation, joint_distribution, softmax
+from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
+from speculant.lab.exactness.tables import History
 from speculant.types import DraftTree, Verdict
 from speculant.verification.base import Verifier
 

@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from speculant.bench.acceptance import Estimate, estimate, pooled
-from speculant.bench.alpha import Alpha, along_texts, measure_alpha
-from speculant.bench.pair import Candidate, load_pair
-from speculant.bench.workloads import WorkloadConfig, make_workload
 from speculant.config import EngineConfig
+from speculant.lab.bench.acceptance import Estimate, estimate, pooled
+from speculant.lab.bench.alpha import Alpha, along_texts, measure_alpha
+from speculant.lab.bench.pair import Candidate, load_pair
+from speculant.lab.bench.workloads import WorkloadConfig, make_workload
+from speculant.lab.theory.correlation import correlated_tokens
 from speculant.metrics import SpeculationMetrics
-from speculant.models.weights import Checkpoint
+from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
-from speculant.theory.correlation import correlated_tokens
 from tests.models import Checkpoints
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from tests.beams import found_by
 from tests.unit.models.families import Pair, make_pair, random_tokens
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.bench import sweep
 from speculant.cli.main import app
 from speculant.errors import SpeculantError
+from speculant.lab.bench import sweep
 from tests.integration.test_bench_report import Page
 from tests.models import Checkpoints
 

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from speculant import AsyncEngine
-from speculant.bench import server_process
-from speculant.bench.server_process import own_server
 from speculant.cli.main import app
 from speculant.errors import ConfigError, ServerError, SpeculantError
+from speculant.lab.bench import server_process
+from speculant.lab.bench.server_process import own_server
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
@@ -107,7 +107,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 def test_sigterm_ends_the_server_too() -> None:
     code = (
-        "import os, signal\nfrom speculant.bench.server_process import own_server\n"
+        "import os, signal\nfrom speculant.lab.bench.server_process import own_server\n"
         "with own_server({'SPECULANT_MODEL': 'demo'}) as url:\n"
         "    print(url, flush=True)\n    os.kill(os.getpid(), signal.SIGTERM)\n    signal.pause()\n"
     )

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from speculant.bench import drafting, pair
-from speculant.bench.acceptance import Estimate
-from speculant.bench.step_costs import StepCosts
-from speculant.bench.workloads import Workload
 from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, PairError, SpeculantError
+from speculant.lab.bench import drafting, pair
+from speculant.lab.bench.acceptance import Estimate
+from speculant.lab.bench.step_costs import StepCosts
+from speculant.lab.bench.workloads import Workload
+from speculant.lab.theory.speedup import expected_tokens, survival
 from speculant.params import SamplingParams
-from speculant.theory.speedup import expected_tokens, survival
 from tests.heads import WRITERS, write_blockwise, write_medusa
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints
 

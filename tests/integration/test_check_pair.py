@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from speculant.bench import pair
-from speculant.bench.acceptance import Acceptance, Text
-from speculant.bench.measuring import SPECULATIVE, both_ways
-from speculant.bench.runs import Bench
-from speculant.bench.step_costs import StepCosts
-from speculant.bench.workloads import Workload
 from speculant.cli.main import app
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
+from speculant.lab.bench import pair
+from speculant.lab.bench.acceptance import Acceptance, Text
+from speculant.lab.bench.measuring import SPECULATIVE, both_ways
+from speculant.lab.bench.runs import Bench
+from speculant.lab.bench.step_costs import StepCosts
+from speculant.lab.bench.workloads import Workload
+from speculant.lab.theory.curve import FLAT
+from speculant.lab.theory.speedup import speedups, step_costs, survival
+from speculant.lab.theory.texts import expected_costs
 from speculant.params import SamplingParams
-from speculant.theory.curve import FLAT
-from speculant.theory.speedup import speedups, step_costs, survival
-from speculant.theory.texts import expected_costs
 from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
 
 SMALL = ("--tokens", "12", "--kernels", "reference")

@@ -17,7 +17,7 @@ from speculant.engine import build
 from speculant.engine import step as step_module
 from speculant.errors import ConfigError, RequestError
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.integration.conftest import MakeLLM
 from tests.models import VOCAB_SIZE, Checkpoints

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from speculant.kernels.native import usable_sets
-from speculant.models.llama import read_config
-from speculant.models.weights import tensor_shapes
+from speculant.models.families.llama import read_config
+from speculant.models.weights.load import tensor_shapes
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CONFIG = {
@@ -25,7 +25,7 @@ SLACK = 40 * 2**20  # what the allocator keeps of chunks that were converted, an
 PROBE = """
 import sys
 from pathlib import Path
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 
 def memory(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from speculant import LLM
-from speculant.bench.runs import Bench, Mode, Run
-from speculant.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.errors import CapacityError, RequestError
+from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from speculant import LLM
-from speculant.drafting.growth.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.kernels.native import usable_sets
 from speculant.params import SamplingParams
 from speculant.types import DraftTree, Request

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams, StructuredOutputs, plugins
 from speculant.config import Limits
 from speculant.errors import RequestError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
 from speculant.kernels.native import usable_sets
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.structured.grammars import Grammars
 from speculant.text.tokenizer import Tokenizer
 from tests.drafters import OPTIONS, UNSHIPPED, model_of, options_of, predicting

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.bench.outputs import OutputFiles
-from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.cli import bench_compare, bench_history, bench_serve, bench_sweep
 from speculant.cli.bench_flags import (
     FEW,
@@ -32,12 +30,14 @@ from speculant.cli.profile import Profile, profiling
 from speculant.cli.terminal import WholeSummaries, examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Case, Way
-    from speculant.bench.workloads import Workload
     from speculant.engine.build import Runtime
+    from speculant.lab.bench.measuring import Case, Way
+    from speculant.lab.bench.workloads import Workload
 
 THROUGHPUT_EXAMPLES = examples(
     "speculant bench throughput --model demo --draft-model demo",
@@ -176,15 +176,15 @@ def _build(config: EngineConfig) -> Runtime:
 
 
 def _ways(plan: Plan, params: SamplingParams, runtime: Runtime) -> dict[str, Way]:
-    from speculant.bench.measuring import both_ways, one_at_a_time, ways_of
-    from speculant.bench.runs import Bench
+    from speculant.lab.bench.measuring import both_ways, one_at_a_time, ways_of
+    from speculant.lab.bench.runs import Bench
 
     modes = both_ways(params, runtime.drafting, sequential=plan.alone)
     return ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)
 
 
 def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: Mapping[str, Way]) -> list[Case]:
-    from speculant.bench.measuring import measure
+    from speculant.lab.bench.measuring import measure
 
     num_runs = len(workloads) * len(ways) * plan.rounds
     with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as runs:
@@ -192,7 +192,7 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: 
 
 
 def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
-    from speculant.bench.report import document
+    from speculant.lab.bench.report import document
 
     value = document(plan.benchmark, config, runtime, cases)
     if plan.files.profile is not None:

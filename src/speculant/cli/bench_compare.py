@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.bench.outputs import OutputFiles
-from speculant.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.cli.bench_flags import (
     FEW,
     AsJson,
@@ -27,14 +25,16 @@ from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, WorkloadConfig, make_workload, require_room
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from speculant.bench.compare import Setting
-    from speculant.bench.measuring import Case, Way
-    from speculant.bench.workloads import Workload
+    from speculant.lab.bench.compare import Setting
+    from speculant.lab.bench.measuring import Case, Way
+    from speculant.lab.bench.workloads import Workload
 
 EXAMPLES = examples(
     "speculant bench compare demo --draft-model demo",
@@ -106,7 +106,7 @@ def compare(
     for workload in workloads:
         require_room(workload, params.max_tokens or 1, runtime.limits.max_model_len)
     cases = _measure(ways, workloads, rounds)
-    from speculant.bench.compare import compared
+    from speculant.lab.bench.compare import compared
 
     value = compared(config, chosen, ways, cases)
     write_files(files, value, cases, [ways] * len(cases))
@@ -121,7 +121,7 @@ def _build(
     params: SamplingParams,
     together: bool,
 ) -> tuple[list[Setting], dict[str, Way]]:
-    from speculant.bench.compare import build_ways, settings, usual_settings
+    from speculant.lab.bench.compare import build_ways, settings, usual_settings
 
     others = [parse_mapping("--setting", text) for text in given]
     chosen = settings(methods, lengths, others) or usual_settings(config)
@@ -129,7 +129,7 @@ def _build(
 
 
 def _measure(ways: Mapping[str, Way], workloads: Sequence[Workload], rounds: int) -> list[Case]:
-    from speculant.bench.measuring import measure
+    from speculant.lab.bench.measuring import measure
 
     with progress_of_runs(len(workloads) * len(ways) * rounds) as runs:
         return [measure(ways, workload, rounds, runs.begin, runs.tell) for workload in workloads]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from speculant.bench.outputs import OutputFiles
 from speculant.cli.terminal import messages, print_json, results
+from speculant.lab.bench.outputs import OutputFiles
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Case, Way
+    from speculant.lab.bench.measuring import Case, Way
 
 
 def write_files(
@@ -21,12 +21,12 @@ def write_files(
 
 
 def show(value: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a document of `bench.report`."""
+    """Print a document of `lab.bench.report`."""
     if as_json:
         print_json(value)
         return
-    from speculant.bench.report import conclusions, heading
-    from speculant.bench.tables import tables
+    from speculant.lab.bench.report import conclusions, heading
+    from speculant.lab.bench.tables import tables
 
     console, speculation = results(), value["speculation"]
     console.print(f"speculation is {'on' if speculation['on'] else 'off'}: {speculation['detail']}")

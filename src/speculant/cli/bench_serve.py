@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from speculant.bench.outputs import OutputFiles
-from speculant.bench.workloads import CODE, server_prompts
 from speculant.cli.bench_flags import AsJson, History
+from speculant.cli.chat_models import RemotePartner
 from speculant.cli.flags import NEW_TOKENS, BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
-from speculant.cli.partners import RemotePartner
 from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, server_prompts
 
 EXAMPLES = examples(
     "speculant bench serve demo --draft-model demo",
@@ -84,8 +84,8 @@ def serve(
 
     Without --url a server is started, in a process of its own that ends with the command.
     """
-    from speculant.bench.http_load import Load, connector
-    from speculant.bench.serving_load import LoadPlan, document, measure_serving
+    from speculant.lab.bench.http_load import Load, connector
+    from speculant.lab.bench.serving_load import LoadPlan, document, measure_serving
 
     files = OutputFiles(history=history)
     engine.name_model(target)
@@ -138,7 +138,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         assert url is not None
         yield url.rstrip("/").removesuffix("/v1")
         return
-    from speculant.bench.server_process import own_server
+    from speculant.lab.bench.server_process import own_server
 
     fetch(config)
     with ExitStack() as running:
@@ -149,7 +149,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
 
 def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fields of each mode's requests: plain ones and, if the server drafts for them, speculative ones."""
-    from speculant.bench.measuring import PLAIN, SPECULATIVE
+    from speculant.lab.bench.measuring import PLAIN, SPECULATIVE
 
     every = {"model": server.served["id"], **fields}
     modes = {PLAIN: {**every, "speculation": False} if server.can_switch else every}
@@ -159,8 +159,8 @@ def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _show(introduction: str, value: Mapping[str, Any]) -> None:
-    from speculant.bench.report import conclusions, described_rounds
-    from speculant.bench.tables import tables
+    from speculant.lab.bench.report import conclusions, described_rounds
+    from speculant.lab.bench.tables import tables
 
     console, plan = results(), value["plan"]
     console.print(introduction)

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from speculant.bench.outputs import OutputFiles
-from speculant.bench.workloads import CODE, WorkloadConfig
 from speculant.cli.bench_flags import FEW, AsJson, FewNumber, History, Prompts, Report, Rounds, Target, Trace
 from speculant.cli.bench_results import show, write_files
 from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress_of_parts, progress_of_runs
 from speculant.config import EngineConfig
+from speculant.lab.bench.outputs import OutputFiles
+from speculant.lab.bench.workloads import CODE, WorkloadConfig
 
 EXAMPLES = examples(
     "speculant bench sweep demo --draft-model demo",
@@ -56,8 +56,8 @@ def sweep(
     that the number of prompts is rounded up to a multiple of it. The draft's weights stay as they are unless
     --draft-quantization names a type.
     """
-    from speculant.bench import sweep as sweeping
-    from speculant.bench.measuring import PLAIN
+    from speculant.lab.bench import sweep as sweeping
+    from speculant.lab.bench.measuring import PLAIN
 
     engine.name_model(target)
     given, files = EngineConfig.from_arguments(**engine.values()), OutputFiles(None, report, trace, history)

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from speculant.cli.chat_models import LocalPartner, Partner, Piece, RemotePartner
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch, load
-from speculant.cli.partners import LocalPartner, Partner, Piece, RemotePartner
 from speculant.cli.terminal import examples, messages, progress, results, show_error
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, RequestError, SpeculantError, suggest

@@ -9,16 +9,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.bench.workloads import code_prompt
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import Parts, examples, print_json, progress, progress_of_parts, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.bench.workloads import code_prompt
 
 if TYPE_CHECKING:
     from speculant.engine.build import Runtime
-    from speculant.exactness.check import Found, Report, Tell
+    from speculant.lab.exactness.check import Found, Report, Tell
     from speculant.params import SamplingParams
 
 EXAMPLES = examples(
@@ -150,7 +150,7 @@ def _check(
     tell: Tell,
     found: Found,
 ) -> Report:
-    from speculant.exactness.check import Subject, check
+    from speculant.lab.exactness.check import Subject, check
 
     given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
     made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]

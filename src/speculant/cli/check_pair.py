@@ -11,18 +11,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.bench.workloads import CODE, WorkloadConfig
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, print_json, progress_of_parts, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.bench.workloads import CODE, WorkloadConfig
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.bench.measuring import Spread
-    from speculant.bench.pair import Findings, Notify, Prediction
-    from speculant.bench.step_costs import StepCosts
+    from speculant.lab.bench.measuring import Spread
+    from speculant.lab.bench.pair import Findings, Notify, Prediction
+    from speculant.lab.bench.step_costs import StepCosts
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",
@@ -111,8 +111,8 @@ def check_pair(
 
 
 def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
-    from speculant.bench.drafting import check_drafts
-    from speculant.bench.pair import check_pair
+    from speculant.lab.bench.drafting import check_drafts
+    from speculant.lab.bench.pair import check_pair
 
     measure = check_drafts if config.speculative_config else check_pair
     return measure(config, workload, params, notify)
@@ -163,7 +163,7 @@ def _prediction(each: Prediction) -> dict[str, Any]:
 
 
 def _measured(findings: Findings) -> dict[str, Any]:
-    from speculant.bench.measuring import PLAIN, SPECULATIVE
+    from speculant.lab.bench.measuring import PLAIN, SPECULATIVE
 
     case = findings.case
     return {

@@ -78,9 +78,9 @@ def demo(
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
     """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
-    from speculant.bench.inflated_pair import inflated_head, inflated_pair
     from speculant.engine.drafters import head_parts, uses_model
     from speculant.engine.llm import LLM
+    from speculant.lab.inflation.pair import inflated_head, inflated_pair
 
     target, draft = ("demo", "demo") if shape is None else map(str, inflated_pair(shape))
     dtype = DTYPE if shape is None else "bfloat16"

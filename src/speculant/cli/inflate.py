@@ -13,7 +13,7 @@ from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
-    from speculant.bench.model_shapes import Shape
+    from speculant.lab.inflation.shapes import Shape
 
 EXAMPLES = examples(
     "speculant inflate demo 1b-target --shape 1b",
@@ -47,8 +47,8 @@ def inflate(
     Its text and acceptance are the small model's, its cost is that of the shape: for measurements, not for use. The
     folder's README.md says so too. A head of a model is written for that model at the same shape.
     """
-    from speculant.bench.inflated_head import head_kind, inflate_head
-    from speculant.bench.inflation import inflate as inflate_model
+    from speculant.lab.inflation.heads import head_kind, inflate_head
+    from speculant.lab.inflation.model import inflate as inflate_model
     from speculant.models.source import embedded_heads, resolve_source
 
     heads = embedded_heads()
@@ -69,9 +69,9 @@ def inflate(
 
 def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, int]) -> Shape:
     """Return the named shape, or else the model's own, with other sizes."""
-    from speculant.bench.inflated_head import head_shape
-    from speculant.bench.inflation import shape_of
-    from speculant.bench.model_shapes import named_shape
+    from speculant.lab.inflation.heads import head_shape
+    from speculant.lab.inflation.model import shape_of
+    from speculant.lab.inflation.shapes import named_shape
 
     if is_head and "num_hidden_layers" in sizes:
         raise ConfigError("a head keeps its number of layers", "leave out --layers.")
@@ -83,8 +83,8 @@ def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, in
 
 def _written_sizes(folder: Path) -> dict[str, int]:
     """Return the sizes that config.json has, with those of a head's blocks."""
-    from speculant.bench.model_shapes import Shape
     from speculant.files import read_json
+    from speculant.lab.inflation.shapes import Shape
 
     config = read_json(folder / "config.json")
     names = [*(field.name for field in fields(Shape)), "inner_size"]

@@ -199,7 +199,7 @@ def _kernels(speeds: Speeds) -> dict[str, Any]:
 
 def _weight_cache() -> str:
     """Return what the usual folder of packed weights holds."""
-    from speculant.models.weight_cache import LIMIT_BYTES, cache_files
+    from speculant.models.weights.cache import LIMIT_BYTES, cache_files
 
     folder = cache_folder("weights")
     sizes = [status.st_size for _, status in cache_files(folder)]

@@ -17,7 +17,7 @@ from speculant.errors import ConfigError
 from speculant.params import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
-    from speculant.theory.curve import VerificationCurve
+    from speculant.lab.theory.curve import VerificationCurve
 
 EXAMPLES = examples(
     "speculant plan --alpha 0.8 --cost-ratio 0.05",
@@ -144,8 +144,8 @@ def read_rates(text: str) -> list[float]:
 
 def document(given: Assumptions, curve: VerificationCurve) -> dict[str, Any]:
     """Return the plan as `--json` prints it."""
-    from speculant.theory.oracle import oracle_speedup
-    from speculant.theory.speedup import (
+    from speculant.lab.theory.oracle import oracle_speedup
+    from speculant.lab.theory.speedup import (
         best_length,
         expected_tokens,
         least_acceptance,
@@ -191,7 +191,7 @@ def _simulated(given: Assumptions, costs: Sequence[float]) -> dict[str, float] |
     """Return the speed of all simulated answers together, with drafts of the last length of `costs`, and its spread."""
     import numpy as np
 
-    from speculant.theory.simulate import simulate
+    from speculant.lab.theory.simulate import simulate
 
     if given.tokens is None:
         return None

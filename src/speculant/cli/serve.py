@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.bench.server_process import LISTENING
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.lab.bench.server_process import LISTENING
 from speculant.serving.options import ServerOptions
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from speculant.cli.training_progress import shown_progress
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM
+    from speculant.lab.training.heads.texts import TextsPlan
     from speculant.text.tokenizer import Tokenizer
-    from speculant.training.heads.texts import TextsPlan
 
 _AT_A_TIME = 64  # prompts of a call
 _MOST_DOCUMENTS = 400  # that prompts are cut from
@@ -24,8 +24,8 @@ def write_texts(plan: TextsPlan, data: Sequence[Path], suffix: str, width: int) 
     width: numbers that are kept of a token's hidden states.
     """
     from speculant.engine.llm import LLM
-    from speculant.training.heads import job
-    from speculant.training.heads.texts import HELD_OUT_SHARE, most_texts
+    from speculant.lab.training.heads import job
+    from speculant.lab.training.heads.texts import HELD_OUT_SHARE, most_texts
 
     count = most_texts(plan.tokens, plan.seq, width, plan.cache_gib)
     num_held_out = max(1, round(HELD_OUT_SHARE * count))
@@ -45,8 +45,8 @@ def _prompts(
     plan: TextsPlan, data: Sequence[Path], suffix: str, tokenizer: Tokenizer, counts: tuple[int, int]
 ) -> list[list[int]]:
     """Return so many prompts of the files that models made here are trained on, then so many of the others."""
-    from speculant.training.corpus import read_corpus, standard_library
-    from speculant.training.heads import job
+    from speculant.lab.training.corpus import read_corpus, standard_library
+    from speculant.lab.training.heads import job
 
     begins = tokenizer.encode("")[:1] or sorted(tokenizer.special_ids)[:1] or [0]
     corpus = read_corpus(tuple(data) or (standard_library(),), suffix)

@@ -14,10 +14,10 @@ from speculant.cli.logs import accepts_log_level
 from speculant.cli.terminal import WholeSummaries, examples, messages, print_json, progress
 from speculant.cli.training_progress import show_training, shown_progress
 from speculant.errors import ConfigError
-from speculant.training.config import TrainingConfig
+from speculant.lab.training.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from speculant.training.card import Outcome
+    from speculant.lab.training.card import Outcome
 
 EXAMPLES = examples(
     "speculant train lm --out target --minutes 75",
@@ -98,7 +98,7 @@ def lm(
 
 
 def _run(config: TrainingConfig, resume: bool) -> Outcome:
-    from speculant.training import job
+    from speculant.lab.training import job
 
     _ = config.schedule  # checks that the run has an end before anything is read
     job.check_folder(config, resume)

@@ -13,10 +13,10 @@ from speculant.cli.target_texts import write_texts
 from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.cli.training_progress import show_training, shown_progress
 from speculant.errors import ConfigError
-from speculant.training.boosted.config import BoostedConfig
+from speculant.lab.training.boosted.config import BoostedConfig
 
 if TYPE_CHECKING:
-    from speculant.training.boosted.job import BoostedOutcome
+    from speculant.lab.training.boosted.job import BoostedOutcome
 
 EXAMPLES = examples(
     "speculant train draft --boosted 2 --target demo --out drafts --minutes 10",
@@ -87,11 +87,11 @@ def draft(
 
 
 def _run(config: BoostedConfig, resume: bool) -> list[BoostedOutcome]:
-    from speculant.training.boosted import job
-    from speculant.training.checkpoint import FILE_NAME
-    from speculant.training.heads.job import needs_texts
-    from speculant.training.heads.texts import open_texts
-    from speculant.training.passes import load_plain
+    from speculant.lab.training.boosted import job
+    from speculant.lab.training.checkpoint import FILE_NAME
+    from speculant.lab.training.heads.job import needs_texts
+    from speculant.lab.training.heads.texts import open_texts
+    from speculant.lab.training.passes import load_plain
 
     job.check_folder(config, resume)
     with progress("Loading the target"):

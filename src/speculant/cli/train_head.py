@@ -13,8 +13,8 @@ from speculant.cli.terminal import examples, messages, print_json, progress
 from speculant.cli.training_progress import show_training, shown_progress
 
 if TYPE_CHECKING:
-    from speculant.training.heads.config import HeadTrainingConfig
-    from speculant.training.heads.job import HeadOutcome
+    from speculant.lab.training.heads.config import HeadTrainingConfig
+    from speculant.lab.training.heads.job import HeadOutcome
 
 EXAMPLES = examples(
     "speculant train head --kind eagle --target demo --out eagle-head --minutes 20",
@@ -59,7 +59,7 @@ def head(
     The target continues prompts; the head learns its distributions from its hidden states, which are kept on disk. When
     the run ends, the folder can be used: --speculative-config '{"method": KIND, "model": FOLDER}'.
     """
-    from speculant.training.heads.config import HeadTrainingConfig
+    from speculant.lab.training.heads.config import HeadTrainingConfig
 
     given: dict[str, Any] = {
         "tokens": tokens, "seq": seq, "batch": batch, "temperature": temperature, "cache_gib": cache_gib,
@@ -77,7 +77,7 @@ def head(
 
 
 def _run(config: HeadTrainingConfig, data: tuple[Path, ...], suffix: str, resume: bool) -> HeadOutcome:
-    from speculant.training.heads import job
+    from speculant.lab.training.heads import job
 
     job.check_folder(config, resume)
     with progress("Loading the target"):

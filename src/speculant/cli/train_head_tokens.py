@@ -48,9 +48,9 @@ def head_tokens(
 def _make(files: list[Path], model: str, out: Path, size: int | None) -> dict[str, Any]:
     import numpy as np
 
-    from speculant.drafting.head_tokens import save_head_tokens
+    from speculant.drafting.model.head_tokens import save_head_tokens
+    from speculant.lab.training.bigrams import count_tokens, read_sequences
     from speculant.text.tokenizer import Tokenizer
-    from speculant.training.bigrams import count_tokens, read_sequences
 
     require_folder(out)
     folder = resolve_source(model, "target")

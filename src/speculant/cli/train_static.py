@@ -45,9 +45,9 @@ def static(
 
 
 def _make(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
-    from speculant.drafting.tables import BigramTables
+    from speculant.drafting.lookup.tables import BigramTables
+    from speculant.lab.training.bigrams import count_bigrams, read_sequences
     from speculant.text.tokenizer import Tokenizer
-    from speculant.training.bigrams import count_bigrams, read_sequences
 
     require_folder(out)
     folder = resolve_source(model, "target")

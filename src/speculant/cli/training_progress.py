@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from speculant.cli.terminal import messages
 
 if TYPE_CHECKING:
-    from speculant.training.evaluation import Watcher
-    from speculant.training.trainer import Report, Trainer
+    from speculant.lab.training.evaluation import Watcher
+    from speculant.lab.training.trainer import Report, Trainer
 
 _LOG_STEPS = 50  # steps per line of output without a terminal
 

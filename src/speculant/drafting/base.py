@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.drafting.arms import Arms
+from speculant.drafting.judge import Arms
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE

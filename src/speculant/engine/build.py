@@ -14,32 +14,33 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.arms import Arms, Judge
 from speculant.drafting.base import Drafter, DrafterContext, Method, complete
 from speculant.drafting.heads.folder import REFUSED, check_kind
-from speculant.engine.calibration import Calibration
+from speculant.drafting.judge import Arms, Judge
 from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
+from speculant.engine.runner import forward_target
 from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
 from speculant.files import read_json
+from speculant.lengths.base import DraftLength, DraftLengthContext
+from speculant.lengths.calibration import Calibration
 from speculant.models import background
 from speculant.models.backends.base import find_backends
 from speculant.models.base import CausalLM, scratch_of
 from speculant.models.source import resolve_source
 from speculant.models.vocabulary import DraftVocabulary
-from speculant.models.weights import Checkpoint, load_model
+from speculant.models.weights.load import Checkpoint, load_model
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext
 from speculant.text.tokenizer import Tokenizer
 from speculant.verification.base import Verifier
 
 logger = logging.getLogger(__name__)
 
 _DRAFTERS, _VERIFIERS = "speculant.drafting", "speculant.verification"
-_LENGTHS = "speculant.scheduling.draft_length"
+_LENGTHS = "speculant.lengths"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         logger.warning("max_model_len is %s", context)
     facts = str(replace(config, seed=0, weight_cache="off"))  # costs depend on neither
     identity = (facts, target.kernels, str(target.folder), notes)
-    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity)
+    measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, forward_target)
     policy = _draft_length(spec, length, drafters, measured)
     arms.judge = policy if isinstance(policy, Judge) else None
     engine = Engine(

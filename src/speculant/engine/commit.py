@@ -13,7 +13,7 @@ from speculant.cache.base import KVCache
 from speculant.engine.logprobs import record_logprobs
 from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError
-from speculant.scheduling.draft_length.base import DraftOutcome
+from speculant.lengths.base import DraftOutcome
 from speculant.types import DraftTree, Request, StepOutput, Verdict
 
 logger = logging.getLogger(__name__)

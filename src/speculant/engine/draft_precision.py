@@ -2,7 +2,7 @@
 
 A draft does not change the output's distribution, so its weights may be rounded: its passes become faster, and fewer of
 its tokens are accepted. Both are measured, on a text that the draft itself draws, and the choice is kept on disk beside
-the curves of costs (engine/calibration.py).
+the curves of costs (lengths/calibration.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
-from speculant.drafting.growth.chains import fit_vocabulary, grow
-from speculant.engine.calibration import folder, requests, timed
+from speculant.drafting.model.chains import fit_vocabulary, grow
 from speculant.errors import ModelError, SpeculantError
 from speculant.files import key_of, write_file
+from speculant.lengths.calibration import folder, requests, timed
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
-from speculant.models.weights import Checkpoint
+from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree

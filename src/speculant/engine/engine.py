@@ -19,12 +19,12 @@ from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lengths.base import DraftLength
+from speculant.lengths.guarded import GuardedLength
 from speculant.metrics import EngineMetrics
 from speculant.models.base import CausalLM, check_taps
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
-from speculant.scheduling.draft_length.base import DraftLength
-from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.scheduler import Schedule, Scheduler
 from speculant.types import Request, StepOutput, StopChecker
 from speculant.verification.base import Verifier

@@ -24,14 +24,14 @@ from speculant.engine.runner import TargetOutput, forward_target, with_successor
 from speculant.errors import SpeculantError
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
+from speculant.lengths.guarded import GuardedLength
+from speculant.lengths.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.metrics import StepTiming
 from speculant.models.base import CausalLM
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.sampling.chance import Chances
 from speculant.sampling.distribution import Node, distribution
 from speculant.sampling.rows import row_maxima
-from speculant.scheduling.draft_length.guarded import GuardedLength
-from speculant.scheduling.draft_length.limits import NO_DRAFT, DraftBounds, draft_limits
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Verdict, state_rows
 from speculant.verification.base import Verifier, verifier_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from speculant.models.vocabulary import DraftVocabulary
-from speculant.models.weights import Checkpoint
+from speculant.models.weights.load import Checkpoint
 from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute_token
 
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
-from speculant.models.attention import AttentionPlan
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Layer, RMSNorm, spread
-from speculant.models.rotary import Rotary
-from speculant.models.weight_source import WeightSource, read_plain
+from speculant.models.reference.attention import AttentionPlan
+from speculant.models.reference.decoder import Layer, RMSNorm, spread
+from speculant.models.reference.rotary import Rotary
+from speculant.models.weights.source import WeightSource, read_plain
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from speculant.errors import ModelError
 from speculant.files import read_json as read_json
-from speculant.models.formats import check_not_gguf, gguf_error, has_weights, is_named_gguf
+from speculant.models.weights.formats import check_not_gguf, gguf_error, has_weights, is_named_gguf
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.errors import ConfigError
 from speculant.models.config import DecoderConfig
-from speculant.models.weight_source import QuantizedBlocks, WeightSource, read_plain
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
 
 TABLE = "model.embed_tokens.weight"
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from speculant.errors import Converts, ModelError, PairError, RequestError
 from speculant.files import read_optional_json
 from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
-from speculant.text.growth import check_growth
+from speculant.text.length_bounds import check_growth
 
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)

@@ -18,15 +18,19 @@ class Mutant:
 
 CHANCE, DISTRIBUTION = "sampling/chance.py", "sampling/distribution.py"
 SAMPLER = "kernels/reference_sampler.py"
-DRAFT_RUNNER, CHAINS, ATTENTION = "drafting/growth/runner.py", "drafting/growth/chains.py", "models/attention.py"
+DRAFT_RUNNER, CHAINS, ATTENTION = (
+    "drafting/model/runner.py",
+    "drafting/model/chains.py",
+    "models/reference/attention.py",
+)
 CACHE, CACHES = "cache/base.py", {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
 STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
 LOGPROBS, EDITS, NODE, COUNTS = "engine/logprobs.py", "sampling/edits.py", "sampling/node.py", "counts.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
-TREES, TOPOLOGY = "drafting/growth/trees.py", "drafting/growth/topology.py"
+TREES, TOPOLOGY = "drafting/model/trees.py", "drafting/topology.py"
 REQUESTS, VOCABULARY = "engine/requests.py", "structured/vocabulary.py"
-LENGTH, SCHEDULER = "scheduling/draft_length/limits.py", "scheduling/scheduler.py"
+LENGTH, SCHEDULER = "lengths/limits.py", "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"
 INDEPENDENT = "test_batches.py::test_two_requests_are_independent[{}]"

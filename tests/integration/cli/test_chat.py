@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 from speculant import LLM, SamplingParams
 from speculant.cli.chat import Conversation
+from speculant.cli.chat_models import Answer, LocalPartner, Messages, Piece, RemotePartner, Summary
 from speculant.cli.main import app
-from speculant.cli.partners import Answer, LocalPartner, Messages, Piece, RemotePartner, Summary
 from speculant.errors import ConfigError, ModelError, RequestError, ServerError
 from tests.models import Checkpoints
 

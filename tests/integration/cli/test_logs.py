@@ -36,8 +36,8 @@ def test_log_level_is_a_flag_of_every_command(command: list[str]) -> None:
 
 def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
     shown = _stderr(checkpoints, "--log-level", "info")
-    assert "INFO speculant.models.weights: target " in shown
-    assert "INFO speculant.models.weights: draft " in shown
+    assert "INFO speculant.models.weights.load: target " in shown
+    assert "INFO speculant.models.weights.load: draft " in shown
     assert "INFO speculant.engine.memory: paged cache: " in shown
     assert "INFO speculant.engine.build: speculation is on: fallback, adaptive length" in shown
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
-from speculant.exactness.identity import ROUNDING, WAYS, Comparison, compare, explained, first_gap
-from speculant.exactness.texts import Reader, complete, reread
+from speculant.lab.exactness.identity import ROUNDING, WAYS, Comparison, compare, explained, first_gap
+from speculant.lab.exactness.texts import Reader, complete, reread
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, KeyedNoise
 from speculant.sampling.distribution import Node

@@ -9,13 +9,13 @@ import pytest
 from torch import Tensor
 
 from speculant.config import SpeculativeConfig
-from speculant.drafting import draft_model
 from speculant.drafting.base import DrafterContext
+from speculant.drafting.model import draft_model
 from speculant.engine.build import build_verifiers, load_verifiers
-from speculant.exactness import proofs
-from speculant.exactness.distributions import EXACT
-from speculant.exactness.drafts import Draft, Likeliest, choose_draft
-from speculant.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
+from speculant.lab.exactness import proofs
+from speculant.lab.exactness.distributions import EXACT
+from speculant.lab.exactness.drafts import Draft, Likeliest, choose_draft
+from speculant.lab.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
 from speculant.types import DraftTree, Request, Verdict

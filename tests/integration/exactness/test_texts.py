@@ -13,9 +13,9 @@ from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.errors import SpeculantError
-from speculant.exactness.check import Scored, Subject, draw_and_score
-from speculant.exactness.texts import Reader, Second, complete, reread, score_texts
-from speculant.models.weights import load_model
+from speculant.lab.exactness.check import Scored, Subject, draw_and_score
+from speculant.lab.exactness.texts import Reader, Second, complete, reread, score_texts
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node
 from speculant.types import Request

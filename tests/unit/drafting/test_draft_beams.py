@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.growth.beams import draft_beams
-from speculant.drafting.growth.runner import DraftModelRunner
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.drafting.model.beams import draft_beams
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import DraftTree, Request

@@ -11,10 +11,10 @@ import torch
 
 from speculant.cache.base import KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.growth.chains import fit_vocabulary
+from speculant.drafting.model.chains import fit_vocabulary
+from speculant.drafting.model.draft_model import ModelDrafter
 from speculant.models.base import Batch, CausalLM, Hidden
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import Request

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting.arms import Arms
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.fallback import FallbackDrafter
-from speculant.drafting.members import Member
+from speculant.drafting.combine.composite import Member
+from speculant.drafting.combine.fallback import FallbackDrafter
+from speculant.drafting.judge import Arms
 from speculant.types import DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request

@@ -20,13 +20,14 @@ from speculant import LLM, plugins
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
-from speculant.drafting.head_tokens import save_head_tokens
 from speculant.drafting.heads.future import UNKNOWN, likeliest, product_tree
-from speculant.engine.calibration import Calibration
+from speculant.drafting.model.head_tokens import save_head_tokens
+from speculant.engine.runner import forward_target
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
+from speculant.lengths.calibration import Calibration
 from speculant.models.base import CausalLM
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
@@ -670,6 +671,9 @@ def test_costs_of_heads_are_those_of_real_drafts(tmp_path: Path, checkpoints: Ch
     drafter.propose = noting  # type: ignore[method-assign]
     cache = paged_cache(target.model.cache_shape, 64, 4)
     limits = Limits(128, 1, 128)
-    Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, (str(tmp_path),)).costs()
+    identity = (str(tmp_path),)
+    Calibration(
+        target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity, forward_target
+    ).costs()
     assert sizes
     assert set(sizes) == {0}

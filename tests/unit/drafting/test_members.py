@@ -11,12 +11,12 @@ import torch
 from speculant import LLM, SamplingParams, plugins
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, Method, StatelessDrafter
-from speculant.drafting.fallback import FallbackDrafter
-from speculant.drafting.members import CompositeDrafter, Member, bound, build_member, build_members, combine
+from speculant.drafting.combine.composite import CompositeDrafter, Member, bound, build_member, build_members, combine
+from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.sampling.chance import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from speculant.cache.base import CacheShape
 from speculant.cache.factory import paged_cache
-from speculant.drafting.ngram import METHOD, NgramDrafter, Options, Predictor, context_hash
-from speculant.drafting.readers import match_score
+from speculant.drafting.lookup.ngram import METHOD, NgramDrafter, Options, Predictor, context_hash
+from speculant.drafting.lookup.reading import match_score
 from speculant.errors import ConfigError
 from speculant.models.base import SequenceInput, build_batch
 from speculant.sampling.chance import KeyedChances

@@ -15,7 +15,7 @@ from speculant.drafting.checks import check_ahead, checked_drafts
 from speculant.errors import ConfigError, DraftError, PairError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from speculant import LLM, AsyncEngine, SamplingParams
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.prediction import LONGEST_MATCH, Alignment, PredictionDrafter
+from speculant.drafting.lookup.prediction import LONGEST_MATCH, Alignment, PredictionDrafter
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, RequestError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.speculation import MAX_PREDICTION
 from tests.fakes import ScriptedDrafter, build_rig
 from tests.models import VOCAB_SIZE, Checkpoints, make_request

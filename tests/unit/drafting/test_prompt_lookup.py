@@ -11,10 +11,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from speculant.drafting import ngram, prompt_lookup
 from speculant.drafting.base import DrafterContext
-from speculant.drafting.ngram import NgramDrafter
-from speculant.drafting.recent_match import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
+from speculant.drafting.lookup import ngram, prompt_lookup
+from speculant.drafting.lookup.ngram import NgramDrafter
+from speculant.drafting.lookup.recent_match import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
 from speculant.errors import ConfigError
 from speculant.sampling.chance import KeyedChances
 from tests.examples import examples

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from speculant.drafting import ngram, recent_match, suffix
-from speculant.drafting.readers import Reader
+from speculant.drafting.lookup import ngram, recent_match, suffix
+from speculant.drafting.lookup.reading import Reader
 from tests.models import make_request
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2]

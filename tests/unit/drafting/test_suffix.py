@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.config import Limits
-from speculant.drafting.readers import match_score
-from speculant.drafting.suffix import Options, SuffixDrafter
-from speculant.drafting.suffix_store import SuffixStore
+from speculant.drafting.lookup.reading import match_score
+from speculant.drafting.lookup.suffix import Options, SuffixDrafter
+from speculant.drafting.lookup.suffix_store import SuffixStore
 from speculant.errors import ConfigError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
 from speculant.kernels.native_suffix_index import NativeSuffixIndex
 from speculant.kernels.suffix_index import SuffixSettings
 from speculant.kernels.suffix_indexes import open_suffix_index
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import build_rig, few_blocks

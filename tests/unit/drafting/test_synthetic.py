@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.drafting.synthetic import Options, SyntheticDrafter
+from speculant.drafting.lookup.synthetic import Options, SyntheticDrafter
 from speculant.errors import ConfigError
 from speculant.types import CommittedRows
 from tests.models import make_request

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from speculant.constraints import Constraint
 from speculant.drafting.base import DrafterContext
-from speculant.drafting.static import StaticDrafter, build
-from speculant.drafting.tables import FORMAT, BigramTables
+from speculant.drafting.lookup.static import StaticDrafter, build
+from speculant.drafting.lookup.tables import FORMAT, BigramTables
 from speculant.errors import ConfigError
+from speculant.lab.training.bigrams import count_bigrams
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.training.bigrams import count_bigrams
 from tests.models import make_request
 
 V = 6
@@ -205,7 +205,7 @@ def test_counts_are_those_of_the_texts() -> None:
 def test_counts_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [np.random.default_rng(seed).integers(0, V, 40).tolist() for seed in range(9)]
     whole = count_bigrams(texts, V)
-    monkeypatch.setattr("speculant.training.bigrams.BATCH", 50)
+    monkeypatch.setattr("speculant.lab.training.bigrams.BATCH", 50)
     parts = count_bigrams(texts, V)
     assert np.array_equal(whole.pairs, parts.pairs)
     assert np.array_equal(whole.counts, parts.counts)

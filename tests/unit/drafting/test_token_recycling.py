@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.drafting.token_recycling import METHOD, PRIOR, Acceptance, Options, TokenRecycling, grow, tree_shape
+from speculant.drafting.lookup.token_recycling import (
+    METHOD,
+    PRIOR,
+    Acceptance,
+    Options,
+    TokenRecycling,
+    grow,
+    tree_shape,
+)
 from speculant.errors import ConfigError
 from speculant.params import SamplingParams
 from speculant.types import CommittedRows, DraftTree, Request, Successors

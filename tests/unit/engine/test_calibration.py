@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams, files
-from speculant.drafting import draft_model
-from speculant.engine import calibration
+from speculant.drafting.model import draft_model
+from speculant.lengths import calibration
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
 

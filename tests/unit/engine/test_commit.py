@@ -16,7 +16,7 @@ from speculant.cache.factory import slotted_cache
 from speculant.engine.commit import Committed, commit, fail, roll_back
 from speculant.engine.logprobs import record_prompt, token_logprobs
 from speculant.engine.runner import TargetOutput
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import DraftTree, Request, Verdict

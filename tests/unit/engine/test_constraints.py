@@ -10,12 +10,12 @@ from torch import Tensor
 
 from speculant.config import Limits
 from speculant.errors import RequestError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
+from speculant.lengths.base import DraftOutcome
+from speculant.lengths.fixed import Fixed
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length.base import DraftOutcome
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request
 from tests.automata import Automaton, AutomatonConstraint
 from tests.fakes import Rig, ScriptedDrafter, build_rig

@@ -17,9 +17,9 @@ from speculant.cache.factory import slotted_cache
 from speculant.config import Limits
 from speculant.engine.build import load_verifiers
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.lengths.fixed import Fixed
 from speculant.models.base import Batch, Hidden
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.tree import depths_of
 from speculant.types import Request
 from tests.beams import beams_of, hypotheses, text_of

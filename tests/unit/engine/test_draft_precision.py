@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import calibration, draft_precision
+from speculant.engine import draft_precision
 from speculant.engine.draft_precision import Precision, choose_precision
 from speculant.errors import ModelError
-from speculant.models.weights import load_model
+from speculant.lengths import calibration
+from speculant.models.weights.load import load_model
 from tests.models import Checkpoints
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]

@@ -12,11 +12,11 @@ from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete
 from speculant.engine.drafters import Drafters, check_draft, check_extends
 from speculant.errors import ConfigError, DraftError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
+from speculant.lengths.base import ScoredDraft
+from speculant.lengths.fixed import Fixed
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length.base import ScoredDraft
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.types import DraftTree, Request
 from tests.fakes import Rig, ScriptedDrafter, build_rig, few_blocks
 

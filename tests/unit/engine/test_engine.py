@@ -11,17 +11,17 @@ from speculant.cache.base import KVCache, KVStorage
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.draft_model import ModelDrafter
-from speculant.drafting.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.model.draft_model import ModelDrafter
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import ConfigError, RequestError
+from speculant.lengths.fixed import Fixed
 from speculant.models.base import Batch, CausalLM, Hidden
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from tests.models import END, VOCAB_SIZE, Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

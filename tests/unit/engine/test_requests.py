@@ -13,10 +13,10 @@ from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.errors import CapacityError, RequestError, SpeculantError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import TableModel
+from speculant.lengths.fixed import Fixed
 from speculant.sampling.chance import KeyedChances
-from speculant.scheduling.draft_length.fixed import Fixed
 from tests.fakes import ScriptedDrafter, known_verifiers, paged
 from tests.models import Checkpoints
 

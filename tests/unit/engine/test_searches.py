@@ -8,8 +8,8 @@ import pytest
 
 from speculant.config import Limits
 from speculant.errors import CapacityError, RequestError
-from speculant.exactness.distributions import FULL_SUPPORT, Pair
-from speculant.exactness.tables import History, TableModel
+from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
+from speculant.lab.exactness.tables import History, TableModel
 from speculant.params import SamplingParams
 from speculant.types import StepOutput
 from tests.beams import found_by

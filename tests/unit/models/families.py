@@ -14,7 +14,7 @@ from transformers.utils import logging
 from speculant import plugins
 from speculant.cache.factory import slotted_cache
 from speculant.models.base import CausalLM, SequenceInput, build_batch
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 
 logging.disable_progress_bar()

@@ -12,8 +12,8 @@ import torch
 from speculant import LLM, SamplingParams, plugins
 from speculant.models import backends
 from speculant.models.backends.base import KIND, Backend, choose_backend
-from speculant.models.weight_source import CheckedWeights, ModuleWeights
-from speculant.models.weights import tensor_shapes
+from speculant.models.weights.load import tensor_shapes
+from speculant.models.weights.source import CheckedWeights, ModuleWeights
 from tests.contracts.test_backends import CONFIG, VARIANTS, random_decoder
 from tests.models import Checkpoints
 from tests.unit.models.families import Session

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from speculant import models, plugins
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Decoder
-from speculant.models.weights import load_model
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.load import load_model
 from tests.unit.models.families import SMALL, Session, random_tokens, spread_weights
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-model.md"

@@ -11,7 +11,7 @@ import torch
 from speculant.cache.base import CacheShape, KVCache
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.models.base import Batch, SequenceInput, build_batch
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.types import DraftTree
 from tests.models import Checkpoints
 

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from speculant.errors import ModelError
-from speculant.models import llama, mistral, qwen2, qwen3
-from speculant.models.rotary import Rotary
+from speculant.models.families import llama, mistral, qwen2, qwen3
+from speculant.models.reference.rotary import Rotary
 from tests.unit.models.families import LLAMA3, SMALL
 
 

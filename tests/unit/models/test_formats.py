@@ -14,7 +14,7 @@ from speculant import plugins
 from speculant.config import EngineConfig, resolve
 from speculant.errors import ConfigError, ModelError
 from speculant.models.source import resolve_source
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from tests.unit.models.families import SMALL, Pair, Session, make_pair
 from tests.unit.models.test_loading import PROMPT, edit, edit_tensors
 

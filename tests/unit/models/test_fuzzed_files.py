@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.models import llama
 from speculant.models.config import DecoderConfig
-from speculant.models.rotary import Rotary
-from speculant.models.weights import Checkpoint, load_model
+from speculant.models.families import llama
+from speculant.models.reference.rotary import Rotary
+from speculant.models.weights.load import Checkpoint, load_model
 from tests.examples import examples
 from tests.json_faults import EXTREMES, changed, changed_deep, values
 from tests.models import Shape, write_checkpoint

@@ -19,7 +19,7 @@ from speculant.config import EngineConfig
 from speculant.engine.build import build_engine, load_tokenizer
 from speculant.errors import ConfigError, ModelError
 from speculant.models.source import resolve_source
-from speculant.models.weights import load_model
+from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from tests.unit.models.families import LLAMA3, Pair, Session, make_pair, random_tokens
 

@@ -13,12 +13,12 @@ from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
 from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
-from speculant.models import packings
 from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
-from speculant.models.decoder import Decoder
-from speculant.models.decoder_program import linear_weights
-from speculant.models.packings import choose, fastest_packing, kept_gains, measure_gains
+from speculant.models.native.program import linear_weights
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.load import packings
+from speculant.models.weights.packings import choose, fastest_packing, kept_gains, measure_gains
 from tests.contracts.test_backends import CONFIG
 from tests.models import Checkpoints
 

@@ -21,7 +21,7 @@ def test_families_are_files_and_shared_modules_are_not() -> None:
 
 
 def test_load_returns_the_module() -> None:
-    assert plugins.load("speculant.models", "llama").read_config.__module__ == "speculant.models.llama"
+    assert plugins.load("speculant.models", "llama").read_config.__module__ == "speculant.models.families.llama"
 
 
 @pytest.mark.parametrize("name", ["lama", "decoder", "..errors", "os", ""])
@@ -67,9 +67,9 @@ def entry_point(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def test_another_package_adds_a_plugin(entry_point: Callable[[str], None]) -> None:
-    entry_point("speculant.models.qwen3")
+    entry_point("speculant.models.families.qwen3")
     assert "theirs" in plugins.names("speculant.models")
-    assert plugins.load("speculant.models", "theirs").__name__ == "speculant.models.qwen3"
+    assert plugins.load("speculant.models", "theirs").__name__ == "speculant.models.families.qwen3"
 
 
 @pytest.mark.parametrize(("value", "reason"), [("no.such_module", "imported"), ("speculant.errors", "read_config")])

@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 
+from speculant.lengths.acceptance import MethodAcceptance
+from speculant.lengths.adaptive import Adaptive
+from speculant.lengths.base import DraftLength, DraftOutcome, ScoredDraft
+from speculant.lengths.costs import CostCurve, KeyCosts, StepCosts
+from speculant.lengths.fixed import Fixed
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
-from speculant.scheduling.draft_length.acceptance import MethodAcceptance
-from speculant.scheduling.draft_length.adaptive import Adaptive
-from speculant.scheduling.draft_length.base import DraftLength, DraftOutcome, ScoredDraft
-from speculant.scheduling.draft_length.fixed import Fixed
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request

@@ -9,9 +9,9 @@ import pytest
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.errors import ConfigError
+from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.scheduling import draft_length
-from speculant.scheduling.draft_length.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.types import Request
 from tests.models import Checkpoints
 from tests.unit.scheduling.driver import Driver, slots
@@ -32,7 +32,7 @@ def policy_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def build(name: str, **options: int) -> DraftLength:
-    kind = "speculant.scheduling.draft_length"
+    kind = "speculant.lengths"
     policy: DraftLength = plugins.load(kind, name).build(DraftLengthContext(4, options))
     return policy
 

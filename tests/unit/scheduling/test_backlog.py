@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from speculant.lengths.adaptive import Adaptive
+from speculant.lengths.backlog import Backlogs
+from speculant.lengths.base import DraftOutcome, ScoredDraft
+from speculant.lengths.costs import CostCurve, Reading, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
-from speculant.scheduling.costs import CostCurve, Reading, StepCosts
-from speculant.scheduling.draft_length.adaptive import Adaptive
-from speculant.scheduling.draft_length.backlog import Backlogs
-from speculant.scheduling.draft_length.base import DraftOutcome, ScoredDraft
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
 from tests.models import make_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.scheduling.costs import CostCurve, KeyCosts, StepCosts
+from speculant.lengths.costs import CostCurve, KeyCosts, StepCosts
 
 
 def test_curve_is_linear_between_points_and_beyond() -> None:

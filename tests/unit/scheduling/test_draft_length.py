@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.beams import Beams
+from speculant.lengths.fixed import Fixed
+from speculant.lengths.limits import DraftBounds, draft_limits, room
 from speculant.params import SamplingParams
-from speculant.scheduling.draft_length.fixed import Fixed
-from speculant.scheduling.draft_length.limits import DraftBounds, draft_limits, room
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
 from tests.beams import beams_of, give_search, hypotheses, scored

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from speculant.lengths.choice import Choice
+from speculant.lengths.costs import CostCurve, StepCosts
+from speculant.lengths.plain_steps import FIRST_WAIT, PlainSteps
 from speculant.metrics import StepTiming
-from speculant.scheduling.costs import CostCurve, StepCosts
-from speculant.scheduling.draft_length.choice import Choice
-from speculant.scheduling.draft_length.plain_steps import FIRST_WAIT, PlainSteps
 
 
 def world() -> tuple[PlainSteps, StepCosts]:

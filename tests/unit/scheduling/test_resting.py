@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from speculant.lengths.base import DraftOutcome
+from speculant.lengths.choice import Choice
+from speculant.lengths.guarded import GuardedLength
 from speculant.metrics import StepTiming
-from speculant.scheduling.draft_length.base import DraftOutcome
-from speculant.scheduling.draft_length.choice import Choice
-from speculant.scheduling.draft_length.guarded import GuardedLength
 from speculant.scheduling.scheduler import Schedule
 from tests.unit.scheduling.driver import Driver, slots
 

@@ -12,7 +12,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from speculant.errors import ModelError
-from speculant.text.growth import MOST_GROWTH, check_growth
+from speculant.text.length_bounds import MOST_GROWTH, check_growth
 from speculant.text.tokenizer import Tokenizer
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 

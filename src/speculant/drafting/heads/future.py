@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.drafting.growth.draws import draw_trees
-from speculant.drafting.growth.topology import StaticTree
+from speculant.drafting.draws import draw_trees
+from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, require_no_stop
-from speculant.drafting.growth.hidden_drafter import HiddenDrafter
-from speculant.drafting.growth.hidden_runner import Encode, HiddenStateRunner
-from speculant.drafting.growth.tree_option import read_tree
 from speculant.drafting.heads.folder import HeadFolder, Renamed
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
+from speculant.drafting.tree_option import read_tree
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import DecoderConfig, read_decoder, read_windows

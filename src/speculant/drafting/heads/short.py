@@ -1,7 +1,7 @@
 """Short output heads: a head predicts some of the target's tokens, by their rows of the target's output head.
 
 Which tokens, the option `head_tokens` says, or the file head_tokens.json in the head's folder; both are files of
-`speculant train head-tokens` (drafting/head_tokens.py). Reading the rows costs as much as a pass of the output
+`speculant train head-tokens` (drafting/model/head_tokens.py). Reading the rows costs as much as a pass of the output
 head with a row for each dimension of the hidden states.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.drafting.head_tokens import KEY, read_head_tokens
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.future import OwnHeads
+from speculant.drafting.model.head_tokens import KEY, read_head_tokens
 from speculant.errors import PairError
 from speculant.models.base import CausalLM
-from speculant.models.decoder import spread
 from speculant.models.linears import linears_of
-from speculant.models.weight_source import WeightSource
+from speculant.models.reference.decoder import spread
+from speculant.models.weights.source import WeightSource
 
 FILE = f"{KEY}.json"
 ROWS = "lm_head.weight"

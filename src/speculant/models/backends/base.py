@@ -17,7 +17,7 @@ from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.models.base import CausalLM
 from speculant.models.config import DecoderConfig
-from speculant.models.weight_source import WeightSource
+from speculant.models.weights.source import WeightSource
 
 KIND = "speculant.models.backends"
 AUTO = "auto"

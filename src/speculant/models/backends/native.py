@@ -13,10 +13,10 @@ from speculant.kernels.native import QUANTIZED, TYPES, Kernels, open_kernels
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.config import DecoderConfig
-from speculant.models.native_decoder import NativeDecoder
-from speculant.models.packings import fastest_packing
-from speculant.models.weight_cache import WeightCache, WeightStore
-from speculant.models.weight_source import WeightSource
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.weights.cache import WeightCache, WeightStore
+from speculant.models.weights.packings import fastest_packing
+from speculant.models.weights.source import WeightSource
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import nn
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.config import DecoderConfig
-from speculant.models.decoder import Decoder
-from speculant.models.weight_source import WeightSource, read_plain
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.source import WeightSource, read_plain
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Drafters that combine others."""

@@ -1,1 +1,0 @@
-"""Chains, trees and beams drafted by models."""

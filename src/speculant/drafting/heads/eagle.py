@@ -1,0 +1,107 @@
+"""EAGLE: a decoder layer that continues the target's hidden states (arXiv 2401.15077).
+
+Each row of the layer is made of the state of one token and of the embedding of the next; what leaves it stands for that
+next token's state, from which the target's output head predicts. Drafts are chains, or trees of a configured shape.
+
+The head's folder has config.json and safetensors, as on the hub or as the `speculators` package or vLLM's conversion
+writes them. Embedding and output head are the target's.
+
+Memory: the layer's weights, and a KV cache of as many layers. Cost: a pass of the layer and of the target's output head
+for each drafted token; a chain is one native call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter
+from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
+from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
+from speculant.drafting.heads.short import WithRows, output_rows, short_tokens
+from speculant.models.base import CausalLM
+from speculant.models.heads import Entry, HeadConfig, attach, head_shapes
+
+KIND = "eagle"
+METHOD = Method(default_length=4, uses_model=True)
+SHARED = ("embed_tokens.weight", "lm_head.weight")  # the target's, which some files repeat
+TOKEN_MAP = "token_map"  # of vLLM's form: the target's id of each row of its short output head
+NORMS = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip_output_norm"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
+
+    head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
+    """
+
+    tree: Any = None
+    head_tokens: Any = None
+
+
+def build(context: DrafterContext) -> HiddenDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    options = read_options(context, Options)
+    target = require_target(context.target)
+    folder = HeadFolder.open(str(context.model), KIND)
+    model = load(folder, target, short_tokens(options.head_tokens, folder, target))
+    return make_drafter(context, model, (target.num_layers + 1,), newest, options.tree)
+
+
+def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> CausalLM:
+    """Read the head; tokens: those that it predicts, () = all."""
+    weights = _without_unused_norms(renamed(folder, rename))
+    tokens = tokens or tuple(sorted(_mapped_tokens(folder, target)))
+    sizes = read_sizes(folder.config, weights.names(), target)
+    folder.check_size(sizes.hidden_size, target.hidden_size, "hidden states of")
+    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    config = HeadConfig(sizes, Entry.INPUT, fc_bias="fc.bias" in weights.names())
+    if not tokens:
+        return load_layers(config, weights, target, KIND)
+    weights.check(head_shapes(config, target), KIND)
+    short = replace(config, decoder=replace(sizes, head_tokens=tokens), own_head=True)
+    return attach(target, short, WithRows(weights, output_rows(target, tokens)))
+
+
+def _without_unused_norms(weights: Renamed) -> Renamed:
+    """Leave out the norms that files in vLLM's form have, as its layer is a whole one, and that its head skips.
+
+    config.json of this form has the layer's own one as `model`, which says so if a norm is not skipped.
+    """
+    inner = weights.source.config.get("model")
+    if not isinstance(inner, dict):
+        return weights
+    unused = {name for name, key in NORMS.items() if inner.get(key) is not False}
+    return replace(weights, stored={name: own for name, own in weights.stored.items() if name not in unused})
+
+
+def _mapped_tokens(folder: HeadFolder, target: CausalLM) -> list[int]:
+    """Return the tokens that a file in vLLM's form predicts; [] = all. Raises PairError."""
+    if TOKEN_MAP not in folder.names():
+        return []
+    tokens: list[int] = folder.read(TOKEN_MAP).flatten().long().tolist()
+    folder.check_tokens(TOKEN_MAP, tokens, target)
+    return tokens
+
+
+def rename(name: str) -> str | None:
+    """Return the model's name of a tensor."""
+    if name in (*SHARED, TOKEN_MAP):
+        return None
+    if name.startswith("fusion_fc."):  # of the `speculators` package
+        return name.removeprefix("fusion_")
+    return f"layers.0.{name.removeprefix('transformer.')}" if name.startswith("transformer.") else name
+
+
+def newest(hidden: Sequence[Tensor]) -> Tensor:
+    """Return what the head takes in: the states after the target's final norm."""
+    return hidden[0]
+
+
+HEAD = HeadParts({r"fc\.weight": Part(Role.BETWEEN, streams=2), r"fc\.bias": Part(Role.STATE), **LAYER_PARTS}, rename)

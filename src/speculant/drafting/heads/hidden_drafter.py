@@ -1,0 +1,59 @@
+"""A drafter around a head that continues the target's hidden states: chains, or trees of a topology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from speculant.drafting.heads.hidden_runner import HiddenStateRunner
+from speculant.drafting.model.tree_drafter import TreeDrafter
+from speculant.drafting.topology import TreeTopology
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.types import CommittedRows, Request
+
+MOST_PENDING = 512  # states of a sequence that wait for its next draft
+
+
+class HiddenDrafter(TreeDrafter):
+    """Drafts with the head of `runner`; layers: those whose states it reads.
+
+    Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/layers.py.
+    """
+
+    _runner: HiddenStateRunner
+
+    def __init__(
+        self,
+        runner: HiddenStateRunner,
+        layers: Sequence[int],
+        vocab_size: int,
+        sampler: Sampler = REFERENCE,
+        topology: TreeTopology | None = None,
+    ) -> None:
+        super().__init__(runner, vocab_size, sampler, topology)
+        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """See `Drafter.observe`."""
+        if request.search is not None:
+            return
+        if self._runner.observe(request, rows) > MOST_PENDING:
+            self.catch_up([request])
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`."""
+        super().catch_up([request for request in requests if self._runner.num_pending(request) > 1])
+
+    def match_prefix(self, request: Request) -> int:
+        """See `Drafter.match_prefix`: the positions of which other sequences have computed rows."""
+        if request.search is not None:
+            return len(request.tokens)
+        with torch.inference_mode():
+            self.catch_up(self._runner.backlog())
+        return self._runner.known_prefix(request)
+
+    def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
+        """See `Drafter.roll_back`; only states of committed tokens were observed."""

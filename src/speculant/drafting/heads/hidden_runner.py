@@ -1,0 +1,221 @@
+"""A head with a KV cache of its own, which follows the hidden states that the target computed.
+
+Row i of the cache is made of the target's state of token i and of token i + 1 (arXiv 2401.15077, section 3.1):
+
+    tokens     t0 t1 t2 t3 t4         t4 = the newest token, not in the target's cache yet
+    states     h0 h1 h2 h3            observed from the target's passes
+    rows       (t1, h0) (t2, h1) (t3, h2) (t4, h3)         the last one predicts what follows t4
+
+Rows of drafted tokens are made of the head's own states. They are dropped after each draft, and their tokens, if they
+were accepted, get rows of the target's states. A sequence whose first states were not observed begins with the first
+one that was: rotary positions are relative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.models.base import CausalLM, Hidden, SequenceInput
+from speculant.sampling.chance import Chances
+from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
+
+PROBE = -(2**62)  # the sequence with which the prefix index is asked
+
+
+Encode = Callable[[Sequence[Tensor]], Tensor]  # what layers told, [n, hidden] each -> what the head takes in
+
+
+class Pending:
+    """The states of a sequence's next rows, which are joined and encoded only when they are read."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode, self._new = encode, list[Sequence[Tensor]]()
+        self._last: LayerStates | None = None  # of `_new`
+        self._encoded: Tensor | None = None
+        self.count = 0
+
+    def add(self, layers: Sequence[Tensor], count: int) -> None:
+        """Append states, [count, hidden] of each layer."""
+        self.count += count
+        last = self._last
+        if last is not None and isinstance(layers, LayerStates) and last.grow(layers):
+            return
+        self._last = layers.part(0, count) if isinstance(layers, LayerStates) else None  # one of its own, which grows
+        self._new.append(self._last or layers)
+
+    def read(self) -> Tensor:
+        """Return all states [count, hidden]; there is at least one."""
+        parts = [] if self._encoded is None else [self._encoded]
+        if self._new:
+            parts.append(
+                self._encode([torch.cat(own) if len(own) > 1 else own[0] for own in zip(*self._new, strict=True)])
+            )
+            self._new, self._last = [], None
+        self._encoded = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self._encoded
+
+    def drop(self, count: int) -> None:
+        """Drop the first states."""
+        if count:
+            self._encoded = self.read()[count:]
+            self.count -= count
+
+
+@dataclass
+class _Followed:
+    """What is known of one sequence.
+
+    first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
+    pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
+    was observed.
+    carried [1 + n, hidden]: in a round, what the root and each node of the tree so far hand on.
+    """
+
+    request: Request
+    first: int = 0
+    length: int = 0
+    pending: Pending | None = None
+    carried: Tensor | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """The number of states that have no row yet."""
+        return 0 if self.pending is None else self.pending.count
+
+    @property
+    def end(self) -> int:
+        """The target's position behind the last one whose state is known."""
+        return self.first + self.length + self.num_pending
+
+
+class HiddenStateRunner(DraftModelRunner):
+    """See the module's docstring. `observe` receives what layers told; `encode` makes of it what the head takes in."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        chances: Chances,
+        max_num_batched_tokens: int,
+        stop_below: float,
+        encode: Encode,
+    ) -> None:
+        super().__init__(model, cache, chances, max_num_batched_tokens, stop_below)
+        self._encode = encode
+        self._followed: dict[int, _Followed] = {}
+
+    def begin(self, request: Request) -> None:
+        """Start a new sequence."""
+        self._followed[request.seq_id] = _Followed(request)
+
+    def end(self, request: Request) -> None:
+        """Forget a sequence and release its blocks."""
+        self._followed.pop(request.seq_id, None)
+        self.cache.release(request.seq_id)
+
+    def observe(self, request: Request, rows: CommittedRows) -> int:
+        """Take what layers told of committed tokens. Returns how many observed states have no row yet."""
+        followed, start, count = self._followed[request.seq_id], rows.start, len(rows.tokens)
+        pending = followed.pending
+        if pending is not None and start == followed.first + followed.length + pending.count:  # as nearly always
+            pending.add(rows.hidden, count)
+            return pending.count
+        if followed.pending is None:
+            self._take_prefix(followed, start)
+        elif start > followed.end:
+            self._restart(followed, start)
+        known = followed.end - start
+        if known < count:
+            followed.pending = followed.pending or Pending(self._encode)
+            followed.pending.add(state_rows(rows.hidden, known, count) if known else rows.hidden, count - known)
+        return followed.num_pending
+
+    def num_pending(self, request: Request) -> int:
+        """Return how many observed states have no row yet."""
+        return self._followed[request.seq_id].num_pending
+
+    def known_prefix(self, request: Request) -> int:
+        """Return how many first positions of a new sequence have rows in the prefix index."""
+        self.cache.match_prefix(PROBE, request.tokens[1:], _salt(request))
+        try:
+            return self.cache.length(PROBE)
+        finally:
+            self.cache.release(PROBE)
+
+    def backlog(self) -> list[Request]:
+        """Return the requests that have more to process than their newest row."""
+        return [followed.request for followed in self._followed.values() if followed.num_pending > 1]
+
+    def note(self, request: Request, tokens: Sequence[int]) -> None:
+        """See the base: rows of the target's states stay, but for the newest one."""
+        followed = self._followed[request.seq_id]
+        assert followed.pending is not None
+        done = min(len(tokens), followed.pending.count - 1)
+        followed.length += done
+        followed.pending.drop(done)
+
+    def finish(self, request: Request) -> None:
+        """See the base."""
+        followed = self._followed[request.seq_id]
+        followed.carried = None
+        self.cache.truncate_to(request.seq_id, followed.length)
+
+    def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
+        """See the base: each node takes in what its parent handed on."""
+        followed = self._followed[request.seq_id]
+        assert followed.pending is not None
+        assert followed.carried is not None
+        self.cache.truncate_to(request.seq_id, followed.length)
+        handed_on = followed.carried[[1 + parent for parent in tree.parent_list]]
+        states = torch.cat((followed.pending.read().to(handed_on.dtype), handed_on))
+        return SequenceInput(request.seq_id, request.tokens[-1:], tree, hidden=states)
+
+    def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
+        """See the base."""
+        assert hidden.carried is not None, "the model hands nothing on"
+        end = 0
+        for each in inputs:
+            end += len(each.tokens) + each.tree.size
+            self._followed[each.seq_id].carried = hidden.carried[end - 1 - each.tree.size : end]
+
+    def _roll_back(self, request: Request) -> int:
+        """See the base; returns the place of the first token that has no row of the target's state."""
+        followed = self._followed[request.seq_id]
+        if followed.length < self.cache.length(request.seq_id):
+            self.cache.truncate_to(request.seq_id, followed.length)
+        if not followed.first:
+            self.cache.insert_prefix(request.seq_id, request.tokens[1:])
+        return followed.first + followed.length + 1
+
+    def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
+        followed = self._followed[request.seq_id]
+        count = min(most, followed.num_pending, len(request.tokens) - start)
+        if followed.pending is None or count <= 0:
+            return [], None
+        return request.tokens[start : start + count], followed.pending.read()[:count]
+
+    def _take_prefix(self, followed: _Followed, start: int) -> None:
+        """Take over rows of other sequences for a new one, unless they end before the first observed state."""
+        request = followed.request
+        self.cache.release(request.seq_id)
+        self.cache.match_prefix(request.seq_id, request.tokens[1:], _salt(request))
+        held = self.cache.length(request.seq_id)
+        if held < start:
+            self._restart(followed, start)
+        else:
+            followed.first, followed.length = 0, held
+
+    def _restart(self, followed: _Followed, start: int) -> None:
+        self.cache.release(followed.request.seq_id)
+        followed.first, followed.length, followed.pending = start, 0, None
+
+
+def _salt(request: Request) -> str:
+    """Return the salt of a sequence's rows: the first row depends on the first token, which is not among the keys."""
+    return f"{request.tokens[0]} {request.cache_salt}"

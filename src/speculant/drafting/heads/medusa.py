@@ -1,0 +1,172 @@
+"""Medusa: residual blocks on the target's last hidden state, one head for each further token (arXiv 2401.10774).
+
+A draft is a tree: the product of the heads' likeliest tokens, whose shape follows how often each rank was right in
+training, or a configured one. Sampled requests draw its nodes from the heads' distributions.
+
+The head's folder has config.json and safetensors, in our own form, that of Medusa on the hub, or vLLM's
+(drafting/heads/residual_names.py). Each head may have an output head of its own; else the target's serves all heads.
+
+Memory: one state per sequence, and the heads' weights. Cost: the blocks, and the output heads, of one row per head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
+from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
+from speculant.drafting.heads.parts import HeadParts, Part, Role
+from speculant.drafting.heads.residual_names import read_token_map, residual_names
+from speculant.drafting.heads.short import short_heads, short_tokens, spread_heads
+from speculant.drafting.topology import StaticTree
+from speculant.drafting.tree_option import read_tree
+from speculant.errors import ConfigError, ModelError
+from speculant.models.base import CausalLM
+from speculant.models.fields import is_whole, show
+from speculant.models.future_heads import FutureShape, PlacedHeads, ResidualHeads
+from speculant.models.linears import linears_of
+
+KIND = "medusa"
+CHAIN = "chain"
+METHOD = Method(default_length=8, uses_model=True)
+HEAD = HeadParts({
+    r"\d+\.\d+\.linear\.weight": Part(Role.BETWEEN),
+    r"\d+\.\d+\.linear\.bias": Part(Role.STATE),
+    r"\d+\.\d+\.weight": Part(Role.OUTPUT),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """tree: "chain", children per node at each depth as [3, 2, 1], or the ranks on the way to every node.
+
+    None = the nodes that were right most often in training.
+    head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
+    """
+
+    tree: Any = None
+    head_tokens: Any = None
+
+
+def build(context: DrafterContext) -> FutureDrafter:
+    """Load the head; raises SpeculantError for one that does not fit the target."""
+    options = read_options(context, Options)
+    require_no_stop(context)
+    target = require_target(context.target)
+    folder = HeadFolder.open(str(context.model), KIND)
+    heads, own_heads = load(folder, target)
+    if tokens := short_tokens(options.head_tokens, folder, target):
+        if own_heads is not None:
+            raise ConfigError("head_tokens is given, and these heads have output heads of their own", "leave it out.")
+        own_heads = short_heads(target, tokens)
+    tree = choose_tree(options.tree, folder.config, heads.shape.num_heads)
+    topology = bounded(tree, heads.shape.num_heads, context.vocab_size)
+    nodes = METHOD.default_length
+    return FutureDrafter(heads, target, context.chances, topology, context.sampler, own_heads, nodes)
+
+
+def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | None]:
+    """Read the heads, and their own output heads if they have some."""
+    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
+    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    weights = Renamed(folder, residual_names(folder))
+    tokens = read_token_map(folder, target)
+    with torch.device("meta"):  # what does not fit takes no memory
+        found = ResidualHeads(_shape_in(weights, target, tokens))
+    weights.check(found.stored(), KIND)
+    shape = found.shape
+    own = [f"{head}.{shape.num_layers}.weight" for head in range(shape.num_heads)] if shape.vocab_size else []
+    found.to_empty(device="cpu")
+    found.load({name: weights.read(name) for name in weights.names() if name not in own})
+    return found.on(target), _own_heads(weights, own, target, tokens)
+
+
+def _own_heads(weights: Renamed, own: Sequence[str], target: CausalLM, tokens: tuple[int, ...]) -> OwnHeads | None:
+    """Return what applies the heads' own output heads; tokens: those of a short one, or of the target's rows."""
+    if not own:
+        return short_heads(target, sorted(tokens)) if tokens else None
+    of = target.cache_shape
+    multiply = linears_of(target, [weights.read(name).to(of.device, of.dtype) for name in own])
+    if weights.shape(own[0])[0] == target.vocab_size:
+        return multiply
+    index = torch.tensor(tokens, device=of.device)
+    return lambda states: spread_heads(multiply(states), index, target.vocab_size)
+
+
+def _shape_in(weights: Renamed, target: CausalLM, tokens: tuple[int, ...]) -> FutureShape:
+    """Return the sizes that the files' names have. Raises ModelError if they are of no head, or config.json has more.
+
+    Published configs name fewer heads than their files have.
+    """
+    places = [re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.linear\.weight", name) for name in weights.names()]
+    pairs = [(int(hit[1]), int(hit[2])) for hit in places if hit]
+    folder = weights.source
+    if not pairs:
+        raise ModelError(
+            f"{folder.folder} has no tensors such as 0.0.linear.weight, but {show(sorted(folder.names())[:6])}",
+            f"name the method that it was trained for; it is no head of the kind {KIND!r}.",
+        )
+    num_heads, num_layers = 1 + max(head for head, _ in pairs), 1 + max(layer for _, layer in pairs)
+    if max(num_heads, num_layers) > MOST_HEADS:
+        raise ModelError(
+            f"the weights in {folder.folder} are named as {num_heads} heads of {num_layers} layers, and the most is"
+            f" {MOST_HEADS}",
+            "download them again, or train a head.",
+        )
+    _check_said(folder, "medusa_num_heads", num_heads, most=True)
+    _check_said(folder, "medusa_num_layers", num_layers)
+    return FutureShape(
+        num_heads, target.hidden_size, num_layers,
+        vocab_size=_rows(weights, f"0.{num_layers}.weight", target, tokens),
+        biased=any(name.endswith(".bias") for name in weights.names()),
+    )  # fmt: skip
+
+
+def _check_said(folder: HeadFolder, key: str, number: int, most: bool = False) -> None:
+    """Check a number of config.json, if it has it; most: a lower one is right, too. Raises ModelError."""
+    said = folder.config.get(key, number)
+    if said != number and not (most and is_whole(said) and 0 < said < number):
+        raise ModelError(
+            f"config.json in {folder.folder} says {key} = {show(said)}, and the weights are of {number}",
+            "use the config.json that belongs to these weights, or download them again.",
+        )
+
+
+def _rows(weights: Renamed, name: str, target: CausalLM, tokens: Sequence[int]) -> int | None:
+    """Return how many rows an own output head must have: all tokens' or those of `tokens`; None = there is none."""
+    if name not in weights.names():
+        return None
+    return len(tokens) if tokens and weights.shape(name)[0] == len(tokens) else target.vocab_size
+
+
+def choose_tree(given: Any, config: dict[str, Any], num_heads: int) -> StaticTree:
+    """Return the configured tree, a chain, or the product of the ranks' measured shares."""
+    if given == CHAIN:
+        return StaticTree.of_widths([1] * num_heads)
+    tree = read_tree(given)
+    if tree is not None:
+        return tree
+    shares = config.get("rank_shares") or [UNKNOWN] * num_heads
+    if not _are_shares(shares):
+        raise ModelError(
+            f"config.json has rank_shares = {show(shares)}, not a list of shares from 0 to 1 for each head",
+            "remove rank_shares, or train the head again.",
+        )
+    return product_tree(shares[:num_heads])
+
+
+def _are_shares(shares: object) -> bool:
+    if not isinstance(shares, list) or not shares:
+        return False
+    return all(
+        isinstance(own, list | tuple)
+        and len(own) > 0
+        and all(isinstance(share, int | float) and 0 <= share <= 1 for share in own)
+        for own in shares
+    )

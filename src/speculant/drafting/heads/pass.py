@@ -1,0 +1,108 @@
+# ruff: noqa: N999 - the method's name
+"""PaSS: look-ahead embeddings draft in the target's own pass, the same one that verifies (arXiv 2311.13581).
+
+Below the root and below each drafted node the pass has a chain of rows whose inputs are trained embeddings instead of
+tokens:
+
+    pass i          root - d1 - d2              d1 is accepted, d2 is not: the token c is committed behind d1
+                    |     |     |
+                    A     A     A    A = a1 - a2 - a3, the look-ahead rows
+    pass i + 1      c - e1 - e2                 e1 is drawn from the state of a1 below d1, e2 from that of a2
+
+So drafting takes no pass of its own. State t of a chain predicts the token t + 1 places behind the row that it hangs
+below, for t from 1; the next token itself is the target's. The rows that are not needed are dropped with the rejected
+drafts. Where the pass before had no such rows, as after a prompt, a pass has them and no draft.
+
+The head's folder has config.json and one tensor, look_ahead.weight [T, hidden].
+
+Memory: T states per sequence. Cost: with n drafted tokens, n + (n + 1) min(n, T) more rows of the target's pass, and
+the output head of n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
+from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
+from speculant.drafting.heads.future import FutureDrafter
+from speculant.drafting.heads.parts import HeadParts, Part, Role
+from speculant.drafting.topology import StaticTree
+from speculant.kernels.base import Sampler
+from speculant.kernels.reference_sampler import REFERENCE
+from speculant.models.base import CausalLM
+from speculant.models.fields import count
+from speculant.sampling.chance import Chances
+from speculant.types import CommittedRows, DraftTree, Request
+
+KIND = "pass"
+TENSOR = "look_ahead.weight"
+METHOD = Method(default_length=2, uses_model=True)
+HEAD = HeadParts({r"look_ahead\.weight": Part(Role.TABLE)})
+
+
+class OwnStates:
+    """`FutureHeads` whose input [r, T, hidden] already is a state for each further token."""
+
+    def states(self, hidden: Tensor, count: int) -> Tensor:
+        """See `FutureHeads.states`."""
+        return hidden[:, :count].transpose(0, 1)
+
+
+class LookAheadDrafter(FutureDrafter):
+    """Drafts chains from the states of its own rows; `inputs` [T, hidden] are their input embeddings."""
+
+    def __init__(self, inputs: Tensor, target: CausalLM, chances: Chances, sampler: Sampler = REFERENCE) -> None:
+        chain = StaticTree.of_widths([1] * len(inputs))
+        super().__init__(OwnStates(), target, chances, chain, sampler, usual_nodes=METHOD.default_length)
+        self.needs = replace(self.needs, hidden_layers=(), target_inputs=len(inputs))
+        self.inputs = inputs
+        self._counts: dict[int, int] = {}  # of known states by sequence; the others are zero
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """See `Drafter.observe`: the states of the own rows are kept, if the pass had some."""
+        if rows.ahead is None:
+            self.end(request)
+            return
+        states = rows.ahead.new_zeros(self.inputs.shape)
+        states[: len(rows.ahead)] = rows.ahead
+        self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, states[None]
+        self._counts[request.seq_id] = len(rows.ahead)
+
+    def end(self, request: Request) -> None:
+        """See `Drafter.end`."""
+        super().end(request)
+        self._counts.pop(request.seq_id, None)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        """See `Drafter.propose`: as many tokens as there are states, and rows for as many as are asked for."""
+        known = [
+            min(limit, self._counts.get(request.seq_id, 0)) for request, limit in zip(requests, limits, strict=True)
+        ]
+        trees = super().propose(requests, known)
+        return [
+            tree.looking_ahead(self.inputs[:limit]) if limit > 0 else tree
+            for tree, limit in zip(trees, limits, strict=True)
+        ]
+
+
+def build(context: DrafterContext) -> LookAheadDrafter:
+    """Load the embeddings; raises SpeculantError for those of another target."""
+    no_options(context)
+    require_no_stop(context)
+    target = require_target(context.target)
+    inputs = load(HeadFolder.open(str(context.model), KIND), target)
+    return LookAheadDrafter(inputs, target, context.chances, context.sampler)
+
+
+def load(folder: HeadFolder, target: CausalLM) -> Tensor:
+    """Read the embeddings [T, hidden]."""
+    folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
+    folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
+    shape = (count(folder.config, "num_look_ahead"), target.hidden_size)
+    Renamed(folder, {name: name for name in folder.names()}).check({TENSOR: shape}, KIND)
+    of = target.cache_shape
+    return folder.read(TENSOR).to(of.device, of.dtype)

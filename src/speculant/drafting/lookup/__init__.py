@@ -1,0 +1,1 @@
+"""Drafters without a model: they look continuations up in texts and tables."""

@@ -1,0 +1,1 @@
+"""Drafters that draw chains, trees and beams from small models."""

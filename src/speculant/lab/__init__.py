@@ -1,0 +1,1 @@
+"""The laboratory: it measures, proves and trains. Nothing in the library imports it."""

@@ -1,0 +1,140 @@
+"""How often a draft's tokens are accepted along the target's own texts: both models read them in one pass each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from speculant.cache.factory import slotted_cache
+from speculant.drafting.model.chains import fit_vocabulary
+from speculant.kernels.base import Sampler
+from speculant.lab.theory.acceptance import acceptance
+from speculant.metrics import SpeculationMetrics
+from speculant.models.base import CausalLM, SequenceInput, build_batch, known
+from speculant.params import SamplingParams
+from speculant.sampling.distribution import sampling_settings
+from speculant.types import DraftTree
+
+Array = NDArray[np.float64]
+
+CHUNK = 512  # rows per pass
+BLOCK = 16  # tokens that are taken as one observation: acceptance of neighbours is correlated
+MANY = 16  # texts, from which on their own variance is known well enough
+NORMAL = 1.959964  # the quantile of a two-sided 95% interval
+NOTHING = 1e-12  # a variance that is rounding
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what the target wrote, as token ids."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of a draft along one text of T output tokens.
+
+    overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
+    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the token that came out (`lab/theory/texts.py`).
+    """
+
+    overlap: Array
+    given: Array
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tokens, with a 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    tokens: int
+
+
+class Reader:
+    """A model that reads whole texts and returns the distributions of their output tokens."""
+
+    def __init__(self, model: CausalLM, sampler: Sampler, vocab_size: int) -> None:
+        self._model, self._sampler, self._vocab_size = model, sampler, vocab_size
+
+    @torch.inference_mode()
+    def distributions(self, text: Text, params: SamplingParams) -> Tensor:
+        """Return probs [T, V] of the output's tokens, by temperature, top-k, top-p and min-p alone."""
+        tokens = known([*text.prompt, *text.output[:-1]], self._model.vocab_size)
+        cache = slotted_cache(self._model.cache_shape, 1, len(tokens))
+        hidden = []
+        for start in range(0, len(tokens), CHUNK):
+            rows = SequenceInput(1, tokens[start : start + CHUNK], DraftTree.empty())
+            batch = build_batch([rows], cache, self._model.cache_shape.device)
+            hidden.append(self._model.forward(batch, cache.storage).last)
+        logits = self._model.logits(torch.cat(hidden)[len(text.prompt) - 1 :])
+        settings = [sampling_settings(params)] * len(logits)
+        return self._sampler.distribution(fit_vocabulary(logits, self._vocab_size), settings, [None] * len(logits))
+
+
+def measure_acceptance(
+    target: Reader, draft: Reader, texts: Sequence[Text], params: SamplingParams
+) -> list[Acceptance]:
+    """Return the acceptance along each text."""
+    return [
+        compare(target.distributions(text, params), draft.distributions(text, params), text.output) for text in texts
+    ]
+
+
+def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> Acceptance:
+    """Compare the target's probs p [T, V] and the draft's q [T, V] at the tokens [T] that came out.
+
+    A token that p excludes, by a near-tie that this pass decides otherwise, counts as accepted if q is sure of it.
+    """
+    chosen = torch.tensor(output, device=p.device)[:, None]
+    own, drafted = p.gather(1, chosen)[:, 0], q.gather(1, chosen)[:, 0]
+    given = torch.where(own > 0, drafted / own, drafted).clamp(max=1.0)
+    return Acceptance(acceptance(p.cpu().numpy(), q.cpu().numpy()), given.cpu().numpy())
+
+
+def pooled(requests: Sequence[SpeculationMetrics]) -> Estimate | None:
+    """Return accepted / tested over all steps of requests (docs/references.md, metrics); None if nothing was tested.
+
+    Under `rejection` it estimates the same alpha as the mean of the overlaps along the target's own texts (arXiv
+    2211.17192, section 4.2). `block` and trees accept more.
+    """
+    texts = [_tests(each) for each in requests]
+    return estimate(texts) if any(map(len, texts)) else None
+
+
+def _tests(metrics: SpeculationMetrics) -> Array:
+    """Return 1 for each accepted token and 0 for each rejected one, in order."""
+    steps = zip(metrics.per_step_accepted, metrics.per_step_tested, strict=True)
+    return np.array([float(place < accepted) for accepted, tested in steps for place in range(tested)])
+
+
+def estimate(values: Sequence[Array]) -> Estimate:
+    """Return the mean over the tokens of all texts, with Wilson's interval.
+
+    The number of observations in it is the effective one: that of independent tokens with the variance which the means
+    of blocks have. Where all blocks are alike, each counts as one observation. Of many texts, each is a block: some are
+    easier than others from one end to the other, such as one that repeats itself.
+    """
+    texts = [text for text in values if len(text)]
+    parts = [np.array_split(text, max(1, len(text) // BLOCK)) for text in texts]
+    blocks = texts if len(texts) >= MANY else [part for text in parts for part in text]
+    tokens = sum(len(block) for block in blocks)
+    mean = sum(float(block.sum()) for block in blocks) / tokens
+    free = max(1, len(blocks) - 1)
+    variance = sum(float((block - mean).sum()) ** 2 for block in blocks) / tokens**2 * len(blocks) / free
+    alone = max(0.0, mean * (1 - mean))  # the variance of one token
+    number = alone / variance if min(alone, variance) > NOTHING and len(blocks) > 1 else float(len(blocks))
+    quantile = NORMAL * (1 + (NORMAL**2 + 1) / (4 * free))  # Student's, by the first term of its expansion
+    share = quantile**2 / number
+    centre = (mean + share / 2) / (1 + share)
+    half = quantile / (1 + share) * math.sqrt(alone / number + share / number / 4)
+    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), tokens)

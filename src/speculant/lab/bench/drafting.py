@@ -1,0 +1,192 @@
+"""Whether the drafts of any method pay for a target: what is accepted is seen by drafting, at each length.
+
+Heads, lookups and trees have no distributions along a text that could be compared with the target's (`pair.py`
+does that for a draft model). So the target's prompts are run once for each of some numbers of draft nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speculant import plugins
+from speculant.config import EngineConfig
+from speculant.drafting.base import Method
+from speculant.engine.build import build_around
+from speculant.engine.draft_precision import UNCHANGED
+from speculant.errors import ConfigError, RequestError
+from speculant.lab.bench.acceptance import Estimate, pooled
+from speculant.lab.bench.pair import (
+    FEWEST_TOKENS,
+    LONGEST,
+    NUM_PROMPTS,
+    Candidate,
+    Findings,
+    Model,
+    Notify,
+    Prediction,
+    measure_speed,
+)
+from speculant.lab.bench.runs import Bench, Mode
+from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
+from speculant.metrics import TimingMetrics
+from speculant.models.weights.load import Checkpoint, load_model
+from speculant.params import SamplingParams
+
+Array = NDArray[np.float64]
+
+SIZES = (1, 2, 3, 4, 6, 8, LONGEST)  # nodes of the drafts whose acceptance and costs are measured
+RUN_SECONDS, COST_SECONDS = 20.0, 4.0
+FEWEST_PROMPTS = 2
+
+
+def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
+    """Load a target with the method that `config` names, measure its drafts and predict their speed.
+
+    The engine's limits are replaced by those of one sequence. Raises ModelError, PairError, ConfigError or RequestError
+    for what can't be loaded or run, and RequestError where nothing is drafted.
+    """
+    require_lengths(config)
+    params = replace(params, min_tokens=FEWEST_TOKENS)
+    notify("Loading the models")
+    candidate = load_drafter(config)
+    workload = make_workload(prompts, candidate.runtime, NUM_PROMPTS)
+    require_room(workload, params.max_tokens or 1, candidate.runtime.limits.max_model_len)
+    notify("Generating texts with the target")
+    part, seconds = _affordable(candidate, workload, params)
+    notify("Measuring acceptance")
+    sizes, tokens, alpha = measure_drafts(candidate, part, params)
+    notify("Measuring what steps cost")
+    lengths = {UNCHANGED: (0, *sizes)}
+    costs = measure_steps(lengths, {UNCHANGED: candidate.runtime}, part.prompts[0], params, COST_SECONDS)[UNCHANGED]
+    prediction = predict(sizes, tokens, alpha, costs)
+    notify("Measuring speed")
+    best = prediction.best_draft
+    case = measure_speed(candidate.runtime, part, params, best, seconds, float(prediction.speeds[best]))
+    return Findings(
+        Model.of(candidate.checkpoint),
+        _described(config, candidate.checkpoint),
+        params,
+        len(part.prompts),
+        {UNCHANGED: prediction},
+        UNCHANGED,
+        best,
+        case,
+        float(prediction.speeds[best]),
+    )
+
+
+def require_lengths(config: EngineConfig) -> None:
+    """Refuse a method whose drafts are as long as it finds something: no length can be recommended for it."""
+    speculative = config.speculative()
+    assert speculative is not None, "a method is named"
+    method = str(speculative.method)
+    facts: Method = plugins.load("speculant.drafting", method).METHOD
+    if facts.varies:
+        raise ConfigError(
+            f"drafts of {method!r} are as long as what it finds in a text, so no length can be recommended",
+            f"compare it with plain decoding: `speculant bench compare {config.model} --method {method}`.",
+        )
+
+
+def load_drafter(config: EngineConfig) -> Candidate:
+    """Load the target and the drafter for one sequence, with drafts of a fixed length."""
+    target = load_model(
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+    )  # fmt: skip
+    speculative = {**(config.speculative_config or {}), "draft_length": "fixed"}
+    runtime = build_around(replace(config, max_num_seqs=1, speculative_config=speculative), target)
+    return Candidate(None, target, runtime)
+
+
+def measure_drafts(
+    candidate: Candidate, workload: Workload, params: SamplingParams
+) -> tuple[list[int], Array, Estimate]:
+    """Draft for all prompts with each number of nodes that the method can draft.
+
+    Returns these numbers, ascending, the tokens per pass after the prompt's with each [n], and what was accepted of
+    what was tested with the largest.
+    """
+    bench, tokens, alpha, longest = Bench(candidate.runtime), dict[int, float](), None, LONGEST
+    for size in sorted(SIZES, reverse=True):
+        if size > longest or size in tokens:
+            continue
+        speculative = replace(params, speculation={"num_speculative_tokens": size})
+        run = bench.run(workload, Mode(speculative, sequential=True))
+        if alpha is None:
+            longest, alpha = max(run.speculation.per_step_drafted, default=0), pooled(run.by_request)
+        if min(size, longest) > 0:
+            tokens[min(size, longest)] = _tokens_per_pass(run.timings)
+    if alpha is None:
+        raise RequestError("no token was drafted for these prompts", "give longer prompts, or another method.")
+    sizes = sorted(tokens)
+    return sizes, np.array([tokens[size] for size in sizes]), alpha
+
+
+def _tokens_per_pass(timings: Sequence[TimingMetrics]) -> float:
+    """Return the tokens per pass without the pass over the prompt and its token: the rate that long outputs come to."""
+    passes = sum(each.sampled_passes - 1 for each in timings)
+    return sum(each.num_tokens - 1 for each in timings) / max(1, passes)
+
+
+def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: StepCosts) -> Prediction:
+    """Predict the speed of drafts of 0 to max(sizes) nodes from tokens per pass [n] and costs at some sizes.
+
+    One more node never brings more than the one before: what the measurement has beyond that is chance.
+    """
+    lengths = np.arange(max(sizes) + 1)
+    seen = np.interp(lengths, [0, *sizes], [1.0, *tokens.tolist()])
+    gains = np.clip(np.minimum.accumulate(np.diff(seen)), 0.0, 1.0)
+    per_pass = np.concatenate([[1.0], 1.0 + np.cumsum(gains)])
+    times = [float(np.interp(length, costs.lengths, _total(costs))) for length in lengths]
+    speeds = per_pass * times[0] / np.array(times)
+    reached = np.concatenate([[1.0], gains])
+    rates = np.divide(gains, reached[:-1], out=np.zeros_like(gains), where=reached[:-1] > 0).tolist()
+    ends = [0.0] if max(sizes) < LONGEST else []  # it drafts no more nodes
+    return Prediction(alpha, costs, speeds, per_pass, None, [*rates, *ends])
+
+
+def _total(costs: StepCosts) -> list[float]:
+    return [draft + other for draft, other in zip(costs.draft_s, costs.other_s, strict=True)]
+
+
+def _affordable(candidate: Candidate, workload: Workload, params: SamplingParams) -> tuple[Workload, list[float]]:
+    """Return as many prompts as there is time for, and the seconds that plain decoding takes for each."""
+    bench, plain, seconds = Bench(candidate.runtime, "plain"), replace(params, speculation=False), list[float]()
+    for prompt in workload.prompts:
+        started = time.perf_counter()
+        bench.run(replace(workload, prompts=[prompt], arrivals=[0.0]), Mode(plain, sequential=True))
+        seconds.append(time.perf_counter() - started)
+        if len(seconds) >= FEWEST_PROMPTS and sum(seconds) * len(SIZES) > RUN_SECONDS:
+            break
+    count = len(seconds)
+    return replace(workload, prompts=workload.prompts[:count], arrivals=workload.arrivals[:count]), seconds
+
+
+def _described(config: EngineConfig, target: Checkpoint) -> Model:
+    """Describe the drafter; it computes as the target does."""
+    speculative = config.speculative()
+    assert speculative is not None, "a method is named"
+    name = f"{speculative.method}, {speculative.model}" if speculative.model else str(speculative.method)
+    own = Model.of(target)
+    return replace(own, name=name, parameters=_parameters(speculative.model, str(speculative.method)))
+
+
+def _parameters(source: str | None, method: str) -> int:
+    """Return the weights in the files of a head or a model; 0 where there is none."""
+    from math import prod
+
+    from speculant.models.source import resolve_source
+    from speculant.models.weights.tensors import TensorFiles
+
+    if source is None:
+        return 0
+    folder = resolve_source(source, f"heads/{method}") if source == "demo" else resolve_source(source)
+    files = [TensorFiles.of_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return sum(prod(each.shape(name)) for each in files for name in each.entries)

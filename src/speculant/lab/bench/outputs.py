@@ -1,0 +1,63 @@
+"""The files that a benchmark writes beside its figures. Nothing heavy is imported before one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculant.engine.profiling import check_trace_path
+
+if TYPE_CHECKING:
+    from speculant.lab.bench.measuring import Case, Way
+
+
+@dataclass(frozen=True)
+class OutputFiles:
+    """profile: of torch's profiler. report: HTML. trace: the phases of steps. history: gets a line. None = not written.
+
+    Raises ConfigError for a file that can't be written, and for a report without matplotlib.
+    """
+
+    profile: Path | None = None
+    report: Path | None = None
+    trace: Path | None = None
+    history: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_trace_path(self.profile)
+        check_trace_path(self.trace)
+        check_trace_path(self.report, "report", "report.html")
+        check_trace_path(self.history, "history", "history.jsonl")
+        if self.report is not None:
+            from speculant.lab.bench.charts import require_charts
+
+            require_charts()
+
+    def write(self, value: Mapping[str, Any], cases: Sequence[Case], ways: Sequence[Mapping[str, Way]]) -> list[Path]:
+        """Write the report and the trace, from one more run per case and way, and the history; return the files.
+
+        value: `lab.bench.report.document` of the cases. ways: for each case those of which tokens and steps are shown.
+        """
+        self.record(value)
+        if self.report is not None or self.trace is not None:
+            from speculant.lab.bench.samples import take_samples
+            from speculant.lab.bench.timeline import write_trace
+
+            samples = [take_samples(case.workload, own) for case, own in zip(cases, ways, strict=True)]
+            if self.report is not None:
+                from speculant.lab.bench.page import write_page
+
+                write_page(self.report, value, cases, samples)
+            if self.trace is not None:
+                write_trace(self.trace, {each.mode: each.spans for each in samples[0]})
+        return [path for path in (self.report, self.trace, self.history) if path is not None]
+
+    def record(self, value: Mapping[str, Any]) -> None:
+        """Append a document's ratios to the history."""
+        if self.history is not None:
+            from speculant.lab.bench.history import append
+            from speculant.lab.bench.machine import machine
+
+            append(self.history, value, machine())

@@ -1,0 +1,271 @@
+"""Whether a draft pays for a target on this machine: acceptance, costs, predicted and measured speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speculant.config import EngineConfig
+from speculant.engine.build import Runtime, build_around
+from speculant.engine.draft_precision import UNCHANGED
+from speculant.engine.vocabularies import draft_vocabulary
+from speculant.lab.bench.acceptance import Acceptance, Estimate, Reader, Text, estimate, measure_acceptance, pooled
+from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, Case, Spread, both_ways, measure, ways_of
+from speculant.lab.bench.runs import Bench, Mode
+from speculant.lab.bench.sizes import Size
+from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
+from speculant.lab.theory.correlation import correlation_of
+from speculant.lab.theory.speedup import best_length
+from speculant.lab.theory.texts import expected_costs
+from speculant.models.source import resolve_source
+from speculant.models.weights.load import Checkpoint, load_model
+from speculant.params import SamplingParams
+
+Array = NDArray[np.float64]
+Notify = Callable[[str], None]  # called with the name of each part before it starts
+
+LONGEST = 10  # the longest draft whose speed is predicted
+LENGTHS = (*range(LONGEST + 1), 12, 16)  # whose steps are measured
+OTHER_LENGTHS = (0, 1, 2, 4, 7, 10)  # the same for drafts in other types: drafting alone differs, and is almost linear
+NUM_PROMPTS = 8  # of built-in code
+COST_SECONDS = 6.0  # for measuring steps
+SPEED_SECONDS = 8.0  # for measuring speed
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+FEWEST_TOKENS = 2  # per text: the first one comes with the prompt and is never drafted
+
+
+@dataclass(frozen=True)
+class Model:
+    """The size of a model."""
+
+    name: str
+    parameters: int
+    dtype: str
+    kernels: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Model:
+        """Describe a checkpoint; the parameters are those of its files."""
+        parameters = Size.of(checkpoint.config).parameters
+        dtype = str(checkpoint.dtype).removeprefix("torch.")
+        return cls(checkpoint.name, parameters, dtype, checkpoint.kernels)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The draft with its weights in one type; `quantization` None = the checkpoint's own. lacks: see `Findings`."""
+
+    quantization: str | None
+    checkpoint: Checkpoint
+    runtime: Runtime
+    lacks: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name in the report."""
+        return self.quantization or UNCHANGED
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length, from 0 on.
+
+    correlation: of the acceptance of neighbours (`lab/theory/correlation.py`); None = not known. rates: the probability
+    that a node brings a token once those before it did, for drafts whose nodes differ in that.
+    """
+
+    alpha: Estimate
+    costs: StepCosts
+    speeds: Array
+    tokens: Array
+    correlation: float | None = 0.0
+    rates: Sequence[float] = ()
+
+    @property
+    def best_length(self) -> int:
+        """The length with the highest predicted speed."""
+        return best_length(self.speeds)
+
+    @property
+    def best_draft(self) -> int:
+        """The same without length 0."""
+        return best_length(self.speeds[1:]) + 1
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was measured.
+
+    `predictions` are by the type of the draft's weights. The speed was measured with those of `chosen`, at `length`;
+    predicted: that speed as predicted, on the same texts. lacks: how many of the target's tokens the draft lacks.
+    """
+
+    target: Model
+    draft: Model
+    params: SamplingParams
+    num_texts: int
+    predictions: Mapping[str, Prediction]
+    chosen: str
+    length: int
+    case: Case
+    predicted: float
+    lacks: int = 0
+
+    @property
+    def speed(self) -> Spread:
+        """The measured speed over plain decoding, first tokens aside."""
+        return self.case.ratios(PLAIN, SPECULATIVE)["itl_mean_s"]
+
+    @property
+    def accepted(self) -> Estimate | None:
+        """What was accepted of what was tested while the speed was measured; rounds can be the same, so one counts."""
+        return pooled(self.case.runs[SPECULATIVE][0].by_request)
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether drafting is faster; None = the rounds disagree."""
+        speed = self.speed
+        return None if speed.q1 <= 1 <= speed.q3 else speed.median > 1
+
+
+def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
+    """Load a pair, measure it and predict its speed.
+
+    config names both models; its limits are replaced by those of one sequence. Raises PairError if an id is
+    another token in the draft, ModelError, ConfigError or RequestError for what can't be loaded or run.
+    """
+    params = replace(params, min_tokens=FEWEST_TOKENS)
+    notify("Loading the models")
+    target, candidates = load_pair(config)
+    workload = make_workload(prompts, candidates[0].runtime, NUM_PROMPTS)
+    require_room(workload, params.max_tokens or 1, candidates[0].runtime.limits.max_model_len)
+    notify("Generating texts with the target")
+    texts = write_texts(candidates[0].runtime, workload, params)
+    notify("Measuring acceptance")
+    acceptance = _acceptance(target, candidates, texts, params)
+    notify("Measuring what steps cost")
+    costs = _costs(candidates, texts[0].prompt, params)
+    predictions = {each.name: predict(acceptance[each.name], costs[each.name], costs[UNCHANGED]) for each in candidates}
+    chosen = max(candidates, key=lambda each: float(predictions[each.name].speeds[1:].max()))
+    notify("Measuring speed")
+    best = predictions[chosen.name]
+    case, predicted = _measure(chosen, workload, params, acceptance[chosen.name], best, costs[UNCHANGED])
+    draft = Model.of(candidates[0].checkpoint)
+    return Findings(
+        Model.of(target), draft, params, len(texts), predictions, chosen.name, best.best_draft, case, predicted,
+        candidates[0].lacks,
+    )  # fmt: skip
+
+
+def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
+    """Load the target, and the draft in its own type and in those that its backend can round weights to."""
+    alone = replace(config, max_num_seqs=1, speculative_config={"draft_length": "fixed"})
+    target = load_model(
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
+        weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+    )  # fmt: skip
+    own = _candidate(alone, target, None)
+    return target, [own, *(_candidate(alone, target, each) for each in own.checkpoint.backend.quantizations)]
+
+
+def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | None) -> Candidate:
+    runtime = build_around(replace(config, draft_quantization=quantization), target)
+    folder = resolve_source(str(config.draft_model), "draft")
+    vocabulary = draft_vocabulary(folder, target, runtime.tokenizer)
+    checkpoint = load_model(
+        str(config.draft_model), config.dtype, config.device,
+        role="draft", kernels=config.kernels, quantization=quantization, weight_packing=config.weight_packing,
+        weight_cache=config.weight_cache_folder(), vocabulary=vocabulary,
+    )  # fmt: skip
+    return Candidate(quantization, checkpoint, runtime, vocabulary.lacks if vocabulary else 0)
+
+
+def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:
+    """Return the target's own texts."""
+    outputs = Bench(runtime).run(workload, Mode(params, sequential=True)).outputs
+    return [Text(prompt, output) for prompt, output in zip(workload.prompts, outputs, strict=True)]
+
+
+def _acceptance(
+    target: Checkpoint, candidates: Sequence[Candidate], texts: Sequence[Text], params: SamplingParams
+) -> dict[str, list[Acceptance]]:
+    """Return the acceptance along the texts by precision; first tokens are left out, as they are never drafted."""
+    sampler, size = target.backend.sampler, target.model.vocab_size
+    reader = Reader(target.model, sampler, size)
+    return {
+        each.name: [
+            Acceptance(own.overlap[1:], own.given[1:])
+            for own in measure_acceptance(reader, Reader(each.checkpoint.model, sampler, size), texts, params)
+        ]
+        for each in candidates
+    }
+
+
+def _costs(candidates: Sequence[Candidate], prompt: Sequence[int], params: SamplingParams) -> dict[str, StepCosts]:
+    lengths = {each.name: LENGTHS if each.quantization is None else OTHER_LENGTHS for each in candidates}
+    return measure_steps(lengths, {each.name: each.runtime for each in candidates}, prompt, params, COST_SECONDS)
+
+
+def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts, longest: int = LONGEST) -> Prediction:
+    """Predict the speeds of lengths up to the longest from the acceptance along texts and the costs of steps.
+
+    usual: the costs with the draft as it is, of which all but drafting is taken: it is the same for every draft.
+    """
+    texts = [each.given for each in acceptance]
+    passes = np.sum([expected_costs(text, np.ones(longest + 1)) for text in texts], axis=0)
+    num_tokens = sum(len(text) for text in texts)
+    return Prediction(
+        estimate([each.overlap for each in acceptance]),
+        costs,
+        predicted_speeds(texts, costs, usual, longest),
+        num_tokens / passes,
+        correlation_of([each.overlap for each in acceptance]),
+    )
+
+
+def predicted_speeds(texts: Sequence[Array], costs: StepCosts, usual: StepCosts, longest: int = LONGEST) -> Array:
+    """Return the speed over plain decoding by length, for texts with this acceptance at their tokens."""
+    lengths = np.arange(longest + 1)
+    times = np.interp(lengths, costs.lengths, costs.draft_s) + np.interp(lengths, usual.lengths, usual.other_s)
+    total = np.sum([expected_costs(text, times / times[0]) for text in texts], axis=0)
+    speeds: Array = sum(len(text) for text in texts) / total
+    return speeds
+
+
+def _measure(
+    chosen: Candidate,
+    workload: Workload,
+    params: SamplingParams,
+    acceptance: Sequence[Acceptance],
+    best: Prediction,
+    usual: StepCosts,
+) -> tuple[Case, float]:
+    """Measure plain decoding and the best length in turn, on as many prompts as there is time for.
+
+    Returns the measurements, and the predicted speed on the texts of these prompts.
+    """
+    length, seconds = best.best_draft, [len(text.given) * usual.plain_s for text in acceptance]
+    case = measure_speed(chosen.runtime, workload, params, length, seconds, float(best.speeds[length]))
+    count = len(case.workload.prompts)
+    speeds = predicted_speeds([text.given for text in acceptance[:count]], best.costs, usual)
+    return case, float(speeds[length])
+
+
+def measure_speed(
+    runtime: Runtime, workload: Workload, params: SamplingParams, length: int, seconds: Sequence[float], speed: float
+) -> Case:
+    """Measure plain decoding and drafts of one length in turn, on as many prompts as there is time for.
+
+    seconds: of plain decoding for each prompt. speed: the expected one over it.
+    """
+    per_round = np.cumsum(seconds) * (1 + 1 / speed)
+    count = max(1, int(np.searchsorted(per_round, SPEED_SECONDS / FEWEST_ROUNDS)))
+    rounds = int(np.clip(SPEED_SECONDS / max(per_round[:count][-1], 1e-9), FEWEST_ROUNDS, MOST_ROUNDS))
+    part = workload.first(count)
+    speculative = replace(params, speculation={"num_speculative_tokens": length})
+    modes = both_ways(speculative, speculating=True, sequential=True)
+    return measure(ways_of(Bench(runtime), modes), part, rounds, lambda name: None)

@@ -1,0 +1,48 @@
+"""How large models are, from their configs alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speculant import plugins
+from speculant.config import EngineConfig
+from speculant.engine.build import Runtime
+from speculant.models.config import DecoderConfig
+from speculant.models.source import read_json, resolve_source
+from speculant.models.weights.load import tensor_shapes
+
+
+@dataclass(frozen=True)
+class Size:
+    """parameters: of the checkpoint's files. values_per_token: keys and values in the cache for one position."""
+
+    parameters: int
+    values_per_token: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Size:
+        """Return the size of the model that a config.json describes."""
+        decoder: DecoderConfig = plugins.load("speculant.models", config["model_type"]).read_config(config)
+        parameters = sum(math.prod(shape) for shape in tensor_shapes(decoder).values())
+        return cls(parameters, 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim)
+
+
+def memory(config: EngineConfig, runtime: Runtime) -> dict[str, float]:
+    """Return what a draft model adds to the target's memory: parameters, and values per position in the cache.
+
+    The shares are the memory overhead (docs/references.md, metrics) where both models have weights of one type. Other
+    drafters add no parameters.
+    """
+    target = Size.of(runtime.checkpoint.config)
+    spec = config.speculative()
+    named = spec.model if spec and runtime.drafting else None
+    draft = Size.of(read_json(resolve_source(named, "draft") / "config.json")) if named else Size(0, 0)
+    return {
+        "target_parameters": target.parameters,
+        "draft_parameters": draft.parameters,
+        "parameters_share": draft.parameters / target.parameters,
+        "cache_share": draft.values_per_token / target.values_per_token,
+    }

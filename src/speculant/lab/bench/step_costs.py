@@ -1,0 +1,164 @@
+"""What a step of an engine costs by the length of its drafts, for one sequence or several that step together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from speculant.engine.build import Runtime
+from speculant.errors import RequestError
+from speculant.lab.bench.measuring import Spread, interleave
+from speculant.metrics import EngineMetrics
+from speculant.params import SamplingParams
+from speculant.types import Request
+
+STEPS = 3  # that count, per request
+MOST_TURNS = 20  # of two rounds, forwards and backwards
+SALT = "step-costs"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one step in seconds: drafting, and all else (the target's pass, verification, bookkeeping)."""
+
+    draft_s: float
+    other_s: float
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Typical times of steps in seconds by draft length; `lengths` ascend from 0, the step of plain decoding."""
+
+    lengths: Sequence[int]
+    draft_s: Sequence[float]
+    other_s: Sequence[float]
+
+    @property
+    def plain_s(self) -> float:
+        """The time of a step without a draft."""
+        return self.draft_s[0] + self.other_s[0]
+
+    @property
+    def cost_ratio(self) -> float:
+        """c: the time that one more drafted token takes / plain decoding's step."""
+        return self._line()[0] / self.plain_s
+
+    @property
+    def overhead(self) -> float:
+        """The time of drafting that does not depend on the length / plain decoding's step."""
+        return self._line()[1] / self.plain_s
+
+    def _line(self) -> tuple[float, float]:
+        """Return slope and intercept of the drafting time by least squares; neither is below 0."""
+        lengths, times = np.array(self.lengths[1:]), np.array(self.draft_s[1:])
+        if len(lengths) == 1:
+            return 0.0, float(times[0])
+        slope, first = np.polyfit(lengths, times, 1)
+        if slope < 0:
+            return 0.0, float(times.mean())
+        if first < 0:
+            return float(lengths @ times / (lengths @ lengths)), 0.0
+        return float(slope), float(first)
+
+
+def measure_steps(
+    lengths: Mapping[str, Sequence[int]],
+    runtimes: Mapping[str, Runtime],
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seconds: float,
+    batch: int = 1,
+) -> dict[str, StepCosts]:
+    """Measure all engines in turn, round by round, each at its own lengths, for about `seconds` or two rounds.
+
+    The engines must draft a fixed length. batch: sequences that step together, each with a draft of that length. Raises
+    RequestError where the context has no room for a draft, or an engine runs fewer sequences at a time.
+    """
+    ids = (f"{SALT}-{number}" for number in itertools.count())
+    subjects: dict[str, Callable[[], list[StepTime]]] = {
+        _key(name, length): partial(_sample, runtimes[name], prompt, params, length, ids, batch)
+        for name, own in lengths.items()
+        for length in own
+    }
+    times: dict[str, list[list[StepTime]]] = {key: [] for key in subjects}
+    order, started = random.Random(SALT), time.perf_counter()
+    for _ in range(MOST_TURNS):
+        shuffled = order.sample(
+            list(subjects), len(subjects)
+        )  # in one order, steps would keep pace with other programs
+        for key, rounds in interleave({key: subjects[key] for key in shuffled}, 2).items():
+            times[key] += rounds
+        if time.perf_counter() - started > seconds:
+            break
+    return {name: _typical(own, [times[_key(name, length)] for length in own]) for name, own in lengths.items()}
+
+
+def _key(name: str, length: int) -> str:
+    return f"{name}, drafts of {length}"
+
+
+def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]]]) -> StepCosts:
+    """Return the lower quartiles over all rounds of the times by length, which are lists of lists.
+
+    Whatever else runs on the machine adds to times and never takes from them. On a busy one it hits every other step,
+    so that medians jump from one length to the next.
+    """
+    steps = [list(itertools.chain(*rounds)) for rounds in times]
+    return StepCosts(
+        lengths,
+        [Spread.of([step.draft_s for step in own]).q1 for own in steps],
+        [Spread.of([step.other_s for step in own]).q1 for own in steps],
+    )
+
+
+def _sample(
+    runtime: Runtime, prompt: Sequence[int], params: SamplingParams, length: int, ids: Iterator[str], batch: int = 1
+) -> list[StepTime]:
+    """Run a prompt `batch` times for a few steps; return the times of those in which all have a draft of this length.
+
+    The prompt's steps and the first draft, for which the drafter reads the prompt, do not count.
+    """
+    engine, named = runtime.engine, [next(ids) for _ in range(batch)]
+    wanted = replace(
+        params,
+        speculation={"num_speculative_tokens": length} if length else False,
+        max_tokens=(length + 1) * (STEPS + 3),
+        min_tokens=0,
+        ignore_eos=True,
+    )
+    requests = [each for name in named for each in engine.add_request(prompt, wanted, name, cache_salt=SALT)]
+    times = list[StepTime]()
+    try:
+        while not any(request.finished for request in requests) and len(times) <= STEPS:
+            before, drafted = replace(engine.metrics), _drafted(requests)
+            started = all(request.output for request in requests)
+            engine.step()
+            if started and _drafted(requests) == [count + length for count in drafted]:
+                times.append(_difference(before, engine.metrics))
+    finally:
+        for name in named:
+            engine.abort(name)
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    if len(times) < 2:
+        raise RequestError(
+            f"drafts of {length} tokens after a prompt of {len(prompt)} do not fit into the context, or are not found",
+            "use a shorter prompt, a model with more positions, or a method that always drafts.",
+        )
+    return times[1:]
+
+
+def _drafted(requests: Sequence[Request]) -> list[int]:
+    return [request.metrics.speculative_decoding.num_draft_tokens for request in requests]
+
+
+def _difference(before: EngineMetrics, after: EngineMetrics) -> StepTime:
+    other = after.verify_s + after.other_s - before.verify_s - before.other_s
+    return StepTime(after.draft_s - before.draft_s, other)

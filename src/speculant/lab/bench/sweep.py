@@ -1,0 +1,228 @@
+"""Speed by draft length and batch size: the measured curve beside the predicted one.
+
+The prediction knows how often the draft's tokens are accepted along the target's own texts, and what a step with drafts
+of each length costs at each batch size. It has seen none of the runs that are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from speculant import plugins
+from speculant.config import EngineConfig
+from speculant.engine.build import Runtime, build_around
+from speculant.engine.draft_precision import AUTO, rounded
+from speculant.engine.vocabularies import draft_vocabulary
+from speculant.errors import ConfigError
+from speculant.lab.bench.acceptance import Acceptance, Reader, measure_acceptance
+from speculant.lab.bench.measuring import PLAIN, Case, Notify, Tell, Way, measure, ways_of
+from speculant.lab.bench.pair import FEWEST_TOKENS, Prediction, predict, write_texts
+from speculant.lab.bench.report import document
+from speculant.lab.bench.runs import Bench, Mode
+from speculant.lab.bench.step_costs import measure_steps
+from speculant.lab.bench.tables import SWEPT
+from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
+from speculant.models.source import resolve_source
+from speculant.models.weights.load import Checkpoint, load_model
+from speculant.params import MAX_SPECULATIVE_TOKENS, SamplingParams
+
+LENGTHS, BATCHES = (1, 2, 3, 4, 6, 8), (1,)  # default ones
+LARGEST_BATCH = 1024
+COST_SECONDS = 4.0  # for measuring steps, at each batch size
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What is measured. batches: numbers of sequences that run at a time. Lengths and batches ascend.
+
+    Raises ConfigError for those that can't be measured.
+    """
+
+    prompts: WorkloadConfig
+    usual_number: int
+    lengths: Sequence[int] = LENGTHS
+    batches: Sequence[int] = BATCHES
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        _check_ascending("length", self.lengths, MAX_SPECULATIVE_TOKENS)
+        _check_ascending("batch", self.batches, LARGEST_BATCH)
+        if self.rounds < 1:
+            raise ConfigError(f"rounds={self.rounds} is not above 0", "use --rounds 3, or 1 for a quick look.")
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs there are."""
+        return self.rounds * len(self.batches) * (1 + len(self.lengths))
+
+    def num_prompts(self, batch: int) -> int:
+        """Return how many prompts a run has: a multiple of the batch, so that it is full."""
+        wanted = self.prompts.num_prompts or self.usual_number
+        return -(-wanted // batch) * batch
+
+
+def _check_ascending(name: str, values: Sequence[int], most: int) -> None:
+    if not values or not all(0 < value <= most for value in values):
+        raise ConfigError(f"{name}={list(values)} is not from 1 to {most}", f"give each --{name} in that range.")
+    if list(values) != sorted(set(values)):
+        raise ConfigError(f"{name}={list(values)} does not ascend", f"give each --{name} once, the smallest first.")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is expected at one batch size, and the engine and prompts for which it is."""
+
+    batch: int
+    runtime: Runtime
+    workload: Workload
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What was found at one batch size: the runs, what ran them, and the prediction for these prompts."""
+
+    batch: int
+    ways: Mapping[str, Way]
+    case: Case
+    prediction: Prediction
+
+
+def chains_of(config: EngineConfig) -> EngineConfig:
+    """Return the engine of a sweep: a draft model that drafts chains, whose length each request sets.
+
+    The draft's weights stay as they are unless a type is named. Raises ConfigError for another way to draft.
+    """
+    spec = config.speculative()
+    if spec is None or spec.model is None:
+        raise ConfigError("no draft model is named, and a sweep predicts one's speed", "add --draft-model.")
+    if spec.num_speculative_tokens is not None:
+        raise ConfigError("a sweep sets the draft's length itself", "give lengths as --length, and no --spec-length.")
+    named = spec.method is None or plugins.load("speculant.drafting", spec.method).METHOD.preferred
+    if not named or spec.options:
+        raise ConfigError(
+            "a sweep predicts chains of a draft model, and another way to draft is named",
+            "leave it out, or use: speculant bench compare --method NAME --length N",
+        )
+    quantization = None if config.draft_quantization == AUTO else rounded(config.draft_quantization)
+    chosen = {"draft_length": "fixed", "verification": spec.verification}
+    return replace(
+        config,
+        draft_model=spec.model,
+        use_speculative_decoding=True,
+        speculative_config=chosen,
+        draft_quantization=quantization,
+    )
+
+
+def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams, notify: Notify) -> list[Predicted]:
+    """Load a pair and predict its speeds at each batch size; config is what `chains_of` returns.
+
+    Raises PairError if the vocabularies differ, ModelError, ConfigError or RequestError for what can't be loaded or
+    run.
+    """
+    notify("Loading the models")
+    target = load_model(
+        config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization
+    )
+    runtimes = [build_around(replace(config, max_num_seqs=batch), target) for batch in plan.batches]
+    most = max(map(plan.num_prompts, plan.batches))
+    workload = make_workload(replace(plan.prompts, num_prompts=None), runtimes[0], most).first(most)
+    require_room(workload, params.max_tokens or 1, runtimes[0].limits.max_model_len)
+    notify("Generating texts with the target")
+    acceptance = _acceptance(config, target, runtimes[0], workload, params)
+    found = list[Predicted]()
+    for batch, runtime in zip(plan.batches, runtimes, strict=True):
+        notify(f"Measuring what steps cost, {batch} at a time")
+        places = [place % len(acceptance) for place in range(plan.num_prompts(batch))]
+        lengths, own = {PLAIN: (0, *plan.lengths)}, {PLAIN: runtime}
+        costs = measure_steps(lengths, own, workload.prompts[0], params, COST_SECONDS, batch)[PLAIN]
+        prediction = predict([acceptance[place] for place in places], costs, costs, plan.lengths[-1])
+        part = Workload(workload.source, [workload.prompts[place] for place in places], [0.0] * len(places))
+        found.append(Predicted(batch, runtime, part, prediction))
+    return found
+
+
+def _acceptance(
+    config: EngineConfig, target: Checkpoint, runtime: Runtime, workload: Workload, params: SamplingParams
+) -> list[Acceptance]:
+    """Return the acceptance along the target's texts, without their first tokens, which are never drafted."""
+    folder = resolve_source(str(config.draft_model), "draft")
+    draft = load_model(
+        str(config.draft_model), config.dtype, config.device,
+        role="draft", kernels=config.kernels, quantization=config.draft_quantization,
+        vocabulary=draft_vocabulary(folder, target, runtime.tokenizer),
+    )  # fmt: skip
+    texts = write_texts(runtime, workload, replace(params, speculation=False))
+    sampler, size = target.backend.sampler, target.model.vocab_size
+    readers = Reader(target.model, sampler, size), Reader(draft.model, sampler, size)
+    return [Acceptance(own.overlap[1:], own.given[1:]) for own in measure_acceptance(*readers, texts, params)]
+
+
+def measure_sweep(
+    predicted: Sequence[Predicted], plan: SweepPlan, params: SamplingParams, notify: Notify, tell: Tell
+) -> list[Swept]:
+    """Measure plain decoding and every length in turn, at each batch size. notify, tell: see `measure`."""
+    found = list[Swept]()
+    for each in predicted:
+        alone = each.batch == 1
+        modes = {
+            way_of(length): Mode(
+                replace(params, speculation={"num_speculative_tokens": length} if length else False), sequential=alone
+            )
+            for length in (0, *plan.lengths)
+        }
+        ways = ways_of(Bench(each.runtime), modes)
+        case = measure(ways, each.workload, plan.rounds, notify, tell)
+        found.append(Swept(each.batch, ways, case, each.prediction))
+    return found
+
+
+def sweep_params(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of a sweep's requests: at least two tokens, as the first is never drafted."""
+    return replace(params, min_tokens=max(params.min_tokens, FEWEST_TOKENS), speculation=None)
+
+
+def way_of(length: int) -> str:
+    """Return the name of a length's runs."""
+    return f"length {length}" if length else PLAIN
+
+
+def swept(config: EngineConfig, plan: SweepPlan, found: Sequence[Swept]) -> dict[str, Any]:
+    """Return all measurements, as `--json` prints them: those of `report.document`, and by length both speeds."""
+    runtime = found[0].ways[PLAIN].bench.runtime
+    value = document("sweep", config, runtime, [each.case for each in found])
+    for case, each in zip(value["cases"], found, strict=True):
+        rows = [_row(case, each.prediction, length) for length in plan.lengths]
+        best = {
+            "found": _best([(row["length"], row["measured_speed"]["median"]) for row in rows]),
+            "predicted": _best([(row["length"], row["predicted_speed"]) for row in rows]),
+        }
+        case.update({"batch": each.batch, SWEPT: rows, "best": best, "alpha": asdict(each.prediction.alpha)})
+        case["conclusions"] = [_conclusion(best)]
+    method, lengths = runtime.speculation.partition(",")[0], ", ".join(map(str, plan.lengths))
+    return {**value, "speculation": {"on": True, "detail": f"{method} with drafts of {lengths} tokens"}}
+
+
+def _row(case: Mapping[str, Any], prediction: Prediction, length: int) -> dict[str, Any]:
+    way = way_of(length)
+    return {
+        "length": length,
+        "measured_speed": case["gains"][way]["measured_speed"],
+        "predicted_speed": float(prediction.speeds[length]),
+        "tokens_per_pass": case["runs"][way].get("tokens_per_pass"),
+        "expected_tokens": float(prediction.tokens[length]),
+    }
+
+
+def _best(speeds: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Return the length with the highest speed; 0 if none is faster than plain decoding."""
+    length, speed = max([(0, 1.0), *speeds], key=lambda pair: pair[1])
+    return {"length": length, "speed": speed}
+
+
+def _conclusion(best: Mapping[str, Mapping[str, float]]) -> str:
+    said = [f"{name} {each['length']} ({each['speed']:.2f} times plain)" for name, each in best.items()]
+    return f"best length: {', '.join(said)}"

@@ -1,0 +1,263 @@
+"""Workloads: prompts as token ids, and their arrival times. All randomness is seeded, so they are reproducible."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculant.errors import ConfigError, RequestError
+from speculant.lab.bench.prompt_files import FilePrompt, read_prompts
+
+if TYPE_CHECKING:
+    from speculant.engine.build import Runtime
+    from speculant.text.tokenizer import Tokenizer
+
+USUAL_LENGTH = 128  # default tokens of a random prompt
+EDIT_LENGTH = 240  # the same of one to be edited
+OPENINGS = (
+    "def {verb}_{noun}(path, {noun}=None):\n",
+    "class {Noun}Reader:\n    def __init__(self, {noun}s):\n",
+    "import os\nimport sys\n\n\ndef {verb}_{noun}s(argv=None):\n",
+    "for {noun} in self.{noun}s:\n    if not {noun}.{verb}",
+    "    def test_{verb}_{noun}(self):\n        self.assert",
+    "try:\n    {noun} = {verb}_{noun}(name)\nexcept",
+    "# {Verb} every {noun} of the list and return\n",
+    "with open(path) as {noun}_file:\n    {noun}s = ",
+)
+BODIES = '''\
+def {verb}_{noun}({noun}s, limit={number}):
+    result = []
+    for {noun} in {noun}s[:limit]:
+        if {noun} is not None:
+            result.append({noun}.strip())
+    return result
+---
+class {Noun}:
+    """A {noun} that can {verb} itself."""
+
+    def __init__(self, name, size={number}):
+        self.name = name
+        self.size = size
+
+    def {verb}(self):
+        return self.name * self.size
+---
+def {verb}_all_{noun}s(path):
+    with open(path) as {noun}_file:
+        lines = {noun}_file.readlines()
+    return [line.split()[{number} % 3] for line in lines if line.strip()]
+---
+{NOUN}_LIMIT = {number}
+
+
+def is_{noun}(value):
+    try:
+        return int(value) < {NOUN}_LIMIT
+    except ValueError:
+        return False
+'''
+VERBS = "read parse check write merge split update remove format copy"
+NOUNS = "line file token value header record message field name item block node"
+
+
+class BuiltIn(StrEnum):
+    """The built-in sources of prompts; any other is a file."""
+
+    CODE = auto()
+    EDIT = auto()
+    RANDOM = auto()
+
+
+CODE = BuiltIn.CODE.value
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Which prompts to run. `prompts` is "code", "edit", "random" or a file; see `make_workload`.
+
+    num_prompts None = all of the file, or the benchmark's default number. prompt_length: tokens per
+    prompt; None = their own length. request_rate: Poisson arrivals per second; None = all prompts at once.
+    """
+
+    prompts: str = CODE
+    num_prompts: int | None = None
+    prompt_length: int | None = None
+    request_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "prompt_length", "request_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} is not above 0", f"set {name} above 0, or leave it out.")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts as token ids, and the seconds from the start at which each arrives, in order.
+
+    categories: the kind of task of each prompt, by name; () = not known.
+    """
+
+    source: str
+    prompts: Sequence[Sequence[int]]
+    arrivals: Sequence[float]
+    request_rate: float | None = None
+    categories: Sequence[str] = ()
+
+    def first(self, number: int) -> Workload:
+        """Return the first prompts alone."""
+        return replace(
+            self,
+            prompts=self.prompts[:number],
+            arrivals=self.arrivals[:number],
+            categories=self.categories[:number],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures of the workload for a report."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        return {
+            "prompts": self.source,
+            "num_prompts": len(lengths),
+            "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
+            "request_rate": self.request_rate,
+        }
+
+
+def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -> Workload:
+    """Make prompts for a model.
+
+    "code" prompts are openings of Python code, or prompt_length tokens of code that end with one. Those of "edit" are
+    code and the beginning of the same code again, as if it were repeated with changes. "random" tokens are uniform over
+    all but special and end tokens. Prompts of a file are cut at prompt_length; all must have a category, or none does.
+    """
+    number, categories = config.num_prompts or usual_number, list[str]()
+    if config.prompts == CODE:
+        prompts = [code_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
+    elif config.prompts == BuiltIn.EDIT:
+        prompts = [edit_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
+    elif config.prompts == BuiltIn.RANDOM:
+        ids = ordinary_ids(runtime.tokenizer, runtime.checkpoint.eos_token_ids)
+        prompts = [random_prompt(ids, index, config.prompt_length or USUAL_LENGTH) for index in range(number)]
+    else:
+        found = _prompts_of_file(config)
+        prompts = [_tokens_of(each, runtime.tokenizer)[: config.prompt_length] for each in found]
+        categories = [each.category for each in found if each.category is not None]
+    return Workload(
+        config.prompts,
+        prompts,
+        arrival_times(len(prompts), config.request_rate),
+        config.request_rate,
+        categories if len(categories) == len(prompts) else (),
+    )
+
+
+def server_prompts(source: str, number: int) -> list[str | list[int]]:
+    """Return prompts for a server, which has the tokenizer: openings of Python code for "code", else those of a file.
+
+    Raises RequestError for prompts that are made of tokens, which a client does not know, and for a file that can't be
+    read.
+    """
+    if source in (BuiltIn.RANDOM, BuiltIn.EDIT):
+        raise RequestError(f"{source} prompts need the vocabulary, which the server has", f'use "{CODE}" or a file.')
+    if source == CODE:
+        return [_opening(index, random.Random(f"code-{index}")) for index in range(number)]
+    return [each.content for each in read_prompts(Path(source))]
+
+
+def require_room(workload: Workload, max_tokens: int, max_model_len: int) -> None:
+    """Check that every prompt and its output fit: truncated outputs can't be compared. Raises RequestError."""
+    longest = max(len(prompt) for prompt in workload.prompts)
+    if longest + max_tokens > max_model_len:
+        raise RequestError(
+            f"a prompt of {longest} tokens and {max_tokens} to generate are more than max_model_len={max_model_len}",
+            f"lower max_tokens to {max(1, max_model_len - longest)}"
+            f" or prompt_length to {max(1, max_model_len - max_tokens)}, or raise max_model_len.",
+        )
+
+
+def code_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
+    """Return the index-th piece of code: an opening, or `length` tokens that end with one."""
+    generator = random.Random(f"code-{index}")
+    opening = _opening(index, generator)
+    if length is None:
+        return tokenizer.encode(opening)
+    start = tokenizer.encode("")[:length]  # tokens that the tokenizer adds before every text
+    body = tokenizer.encode(opening, add_special_tokens=False)
+    bodies = BODIES.replace("---\n", "\n\n---").split("---")
+    while len(body) < length:
+        body = tokenizer.encode(_fill(generator.choice(bodies), generator), add_special_tokens=False) + body
+    return start + body[len(body) - length + len(start) :]
+
+
+def edit_prompt(tokenizer: Tokenizer, index: int, length: int | None = None) -> list[int]:
+    """Return the index-th piece of code and the first half of it again: `length` tokens together, or EDIT_LENGTH."""
+    length = length or EDIT_LENGTH
+    pause = tokenizer.encode("\n\n\n", add_special_tokens=False)
+    code = code_prompt(tokenizer, index, max(1, 2 * (length - len(pause)) // 3))
+    return [*code, *pause, *code[len(tokenizer.encode("")) :]][:length]
+
+
+def _opening(index: int, generator: random.Random) -> str:
+    return _fill(OPENINGS[index % len(OPENINGS)], generator)
+
+
+def _fill(template: str, generator: random.Random) -> str:
+    verb, noun = generator.choice(VERBS.split()), generator.choice(NOUNS.split())
+    number = generator.randrange(1, 1000)
+    return template.format(verb=verb, Verb=verb.title(), noun=noun, Noun=noun.title(), NOUN=noun.upper(), number=number)
+
+
+def random_prompt(ids: Sequence[int], index: int, length: int) -> list[int]:
+    """Return the index-th draw of `length` tokens."""
+    return random.Random(f"random-{index}").choices(ids, k=length)
+
+
+def ordinary_ids(tokenizer: Tokenizer, end_token_ids: frozenset[int]) -> list[int]:
+    """Return the tokens of text: all but added tokens and end tokens."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return sorted(set(tokenizer.vocab().values()) - set(added) - end_token_ids)
+
+
+def arrival_times(number: int, rate: float | None) -> list[float]:
+    """Return arrival times in seconds from the start: all 0 without a rate, else a Poisson process from 0 on."""
+    if rate is None:
+        return [0.0] * number
+    return list(itertools.islice(poisson_process(rate, "arrivals"), number))
+
+
+def poisson_process(rate: float, seed: str) -> Iterator[float]:
+    """Yield the times in seconds of a Poisson process with `rate` arrivals per second, endlessly; the first is 0."""
+    generator, now = random.Random(seed), 0.0
+    while True:
+        yield now
+        now += generator.expovariate(rate)
+
+
+def _prompts_of_file(config: WorkloadConfig) -> list[FilePrompt]:
+    found = read_prompts(Path(config.prompts))
+    number = config.num_prompts or len(found)
+    if number > len(found):
+        raise RequestError(
+            f"{config.prompts} has {len(found)} prompts and {number} were asked for", "lower num_prompts or add some."
+        )
+    return _spread_out(found, number)
+
+
+def _spread_out(found: Sequence[FilePrompt], number: int) -> list[FilePrompt]:
+    """Return so many prompts of all categories in turn, in the order of the file; the first ones if there are none."""
+    by_category: dict[str | None, list[int]] = {}
+    for place, each in enumerate(found):
+        by_category.setdefault(each.category, []).append(place)
+    in_turn = [place for turn in itertools.zip_longest(*by_category.values()) for place in turn if place is not None]
+    return [found[place] for place in sorted(in_turn[:number])]
+
+
+def _tokens_of(prompt: FilePrompt, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(prompt.content) if isinstance(prompt.content, str) else prompt.content

@@ -1,0 +1,93 @@
+"""Table models: the next token's distribution is a function of the whole prefix, so that it can be enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
+from speculant.models.reference.attention import context_slots, visible_keys
+
+History = tuple[int, ...]
+Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
+
+
+class TableModel:
+    """A `CausalLM` whose next token's logits are a function of the whole prefix, read back from the storage.
+
+    A position's key is its token and its value is its position. Each row gathers its visible positions and
+    asserts that they are a whole prefix, in order, that ends with the row's own token: a stale slot, a wrong
+    truncation or another sequence's slot causes an error here, or another history and so another distribution.
+    """
+
+    needs = ModelNeeds()
+
+    def __init__(self, table: Table, vocab_size: int, max_positions: int = 1024) -> None:
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.num_layers, self.hidden_size = 1, vocab_size
+        self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
+        self.num_rows: list[int] = []  # of each pass
+        self._table = table
+        self._known: dict[History, Tensor] = {}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`; a token is a one-hot vector."""
+        check_tokens(tokens, self.vocab_size)
+        return torch.eye(self.vocab_size, dtype=torch.float64)[tokens]
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; one layer maps one-hot tokens to logits, and the final norm is the identity."""
+        check_taps(taps, self.num_layers)
+        assert int(batch.positions.max()) < self.max_positions, "beyond the model's positions"
+        batch = self._looked_up(batch)
+        storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(batch.positions))
+        self.num_rows.append(len(batch.tokens))
+        last = torch.stack([self._logits(history) for history in _histories(batch, storage)])
+        return Hidden(last, tuple(last if tap else self.embed(batch.tokens) for tap in taps))
+
+    def _looked_up(self, batch: Batch) -> Batch:
+        """Return the batch with the tokens of rows that have input embeddings, which must be one-hot."""
+        if batch.embeddings is None:
+            return batch
+        check_embeddings(batch, self.hidden_size)
+        tokens = batch.embeddings.argmax(-1)
+        assert torch.equal(self.embed(tokens), batch.embeddings), "an input embedding that is no token's"
+        return replace(batch, tokens=batch.tokens.index_copy(0, batch.embedded_rows, tokens), embeddings=None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return hidden
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: none are drawn here."""
+        return chains
+
+    def _logits(self, history: History) -> Tensor:
+        if history not in self._known:
+            self._known[history] = torch.tensor(self._table(history), dtype=torch.float64)
+        return self._known[history]
+
+
+def _column(values: Tensor) -> Tensor:
+    return values.to(torch.float64)[:, None, None]
+
+
+def _histories(batch: Batch, storage: KVStorage) -> Iterator[History]:
+    first = 0
+    for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
+        rows = slice(first, first + segment.num_rows)
+        first = rows.stop
+        visible = visible_keys(segment, batch.positions[rows], None).tolist()
+        tokens, positions = (part.flatten().tolist() for part in storage.read(0, slots))
+        for own, position, mask in zip(
+            batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
+        ):
+            context = [key for key, is_visible in enumerate(mask) if is_visible]
+            assert [positions[key] for key in context] == list(range(position + 1)), "not a whole prefix in order"
+            assert tokens[context[-1]] == own, "the row's own token is not its last visible one"
+            yield tuple(int(tokens[key]) for key in context)

@@ -1,0 +1,1 @@
+"""Gives small models the cost of large ones, for measurements."""

@@ -1,0 +1,193 @@
+"""Gives a head of a small target the cost of a large target's: the same function, for the inflated target.
+
+The states that the head reads and those that it makes are the small ones several times over, like the target's residual
+stream (`larger_matrices`). A head with decoder layers gets those of the target's shape, as training gives it; the inner
+width of feed-forward blocks grows as the hidden size does. The number of layers and the output head's tokens stay.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculant.drafting.heads.folder import KIND, HeadFolder
+from speculant.drafting.heads.parts import HeadParts, Part, Role
+from speculant.drafting.heads.short import FILE as SHORT_HEAD
+from speculant.engine.drafters import head_parts
+from speculant.errors import ConfigError, ModelError
+from speculant.files import read_json
+from speculant.lab.inflation.matrices import Growth, NoisyFiles
+from speculant.lab.inflation.model import decoder_shape, make_folder
+from speculant.lab.inflation.shapes import Shape
+from speculant.models.config import read_decoder
+from speculant.models.fields import count, show
+
+_LAYER_CONFIG = "transformer_layer_config"  # of the `speculators` package
+_INNER = "inner_size"
+_CARD = """\
+---
+library_name: speculant
+pipeline_tag: text-generation
+---
+
+# {name} at a larger shape
+
+This is the function of the head `{name}` for its target at the shape of a larger model, written for measuring speed:
+drafts are those of the small head, the cost is that of a large one. It was not trained at this size. Licence and origin
+are those of `{name}`.
+
+| | {name} | here |
+|---|---|---|
+{sizes}
+
+The states are the small head's {copies} times over. Further attention heads and rows of the MLP are random, and their
+results meet zeros. {function}
+"""
+_EQUAL = "Logits are equal up to the order of floating-point sums."
+_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that it answers differently."
+
+
+def grown(part: Part, growth: Growth, tensor: Tensor, name: str) -> Tensor:
+    """Return the tensor of a larger head, from that of a small one and the model's name of it."""
+    match part.role:
+        case Role.STATE:
+            return torch.cat([growth.written(state) for state in tensor.chunk(part.streams)])
+        case Role.TABLE:
+            return growth.table(tensor)
+        case Role.OUTPUT:
+            return growth.reading(tensor, name)
+        case Role.BETWEEN:
+            return growth.written(growth.reading(tensor, name, part.streams))
+        case Role.READER:
+            return growth.reader(tensor, name, part.streams)
+        case Role.READER_BIAS:
+            return growth.read_bias(tensor, name)
+        case Role.WRITER:
+            return growth.writer(tensor, name)
+        case Role.TOKENS:
+            return tensor
+
+
+def head_kind(folder: Path) -> str | None:
+    """Return the method that the head in a folder is for; None = it is no head."""
+    kind = read_json(folder / "config.json").get(KIND)
+    return None if kind is None else str(kind)
+
+
+def head_shape(folder: Path) -> tuple[Shape, int]:
+    """Return the sizes of a head and the dimension of its attention heads; what it does not have is 1."""
+    inner = _layer_config(read_json(folder / "config.json"))
+    if "intermediate_size" in inner:
+        decoder = read_decoder({"model_type": "llama", "max_position_embeddings": 1, "vocab_size": 1, **inner})
+        return decoder_shape(decoder), decoder.head_dim
+    return Shape(count(inner, "hidden_size"), count(inner, _INNER, 1), 1, 1, 1), 1
+
+
+def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> None:
+    """Write the head of `source` to `folder`, a new or empty one, for its target at a larger shape, the target's.
+
+    noise: see `inflate`. Raises ModelError for a head that can't be inflated, ConfigError for an unknown kind, for a
+    shape that does not hold the head and for a folder that holds files.
+    """
+    head, parts = _open(source)
+    names = {stored: name for stored in sorted(head.names()) if (name := parts.rename(stored)) is not None}
+    found = {stored: _part(parts, name, head) for stored, name in names.items()}
+    growth, weights = _growth(head, parts, names, shape), NoisyFiles(head.files, noise)
+    tensors = {
+        stored: grown(part, growth, weights.read(head.stored[stored]), names[stored]).contiguous()
+        for stored, part in found.items()
+    }
+    make_folder(folder)
+    file = folder / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # save_file makes it readable for its owner only
+    if (source / SHORT_HEAD).exists():
+        shutil.copyfile(source / SHORT_HEAD, folder / SHORT_HEAD)
+    (folder / "README.md").write_text(_card(head, growth, tensors, noise), encoding="utf-8")
+    text = json.dumps(_grown_config(head.config, growth), indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _open(source: Path) -> tuple[HeadFolder, HeadParts]:
+    kind = head_kind(source)
+    if kind is None:
+        raise ModelError(f"{source / 'config.json'} has no {KIND}, so it is no head", "name the folder of a head.")
+    parts = head_parts(kind)
+    if parts is None:
+        raise ModelError(
+            f"{source} is a head of the kind {kind!r}, whose drafter does not say what its parts do",
+            "add HEAD to the drafter's module, as the others have it.",
+        )
+    head = HeadFolder.open(str(source), kind)
+    if parts.check is not None:
+        parts.check(head)
+    return head, parts
+
+
+def _part(parts: HeadParts, name: str, head: HeadFolder) -> Part:
+    part = parts.part(name)
+    if part is None:
+        raise ModelError(
+            f"{head.folder} has a tensor {show(name)}, whose part in the function is not known",
+            "inflate a head without it.",
+        )
+    return part
+
+
+def _growth(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], shape: Shape) -> Growth:
+    """Return how a head grows, whose states may be of another width than the target's."""
+    small, head_dim = head_shape(head.folder)
+    pattern, entry = next(iter(parts.parts.items()))
+    of_target = {
+        head.shape(stored)[-1] // entry.streams for stored, name in names.items() if re.fullmatch(pattern, name)
+    }
+    target_size = min(of_target, default=small.hidden_size)
+    if shape.hidden_size % target_size:
+        raise ConfigError(
+            f"hidden_size {shape.hidden_size} is no multiple of {target_size}, that of the target of {head.folder}",
+            "choose a multiple.",
+        )
+    copies = shape.hidden_size // target_size
+    large = Shape(copies * small.hidden_size, copies * small.intermediate_size, 1, 1, 1)
+    if "intermediate_size" in _layer_config(head.config):
+        large = replace(shape, hidden_size=large.hidden_size, num_hidden_layers=small.num_hidden_layers)
+    return Growth(small, large, head_dim, head.files.common_dtype())
+
+
+def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get(_LAYER_CONFIG, config)
+    if not isinstance(inner, dict):
+        raise ModelError(f"config.json has a {_LAYER_CONFIG} that is no object", "correct config.json.")
+    return inner
+
+
+def _grown_config(config: dict[str, Any], growth: Growth) -> dict[str, Any]:
+    """Return config.json with the large sizes."""
+    inner = _layer_config(config)
+    sizes = {**asdict(growth.large), "head_dim": growth.head_dim, _INNER: growth.large.intermediate_size}
+    implied = ("num_key_value_heads", "head_dim") if "intermediate_size" in inner else ()
+    large = {**inner, **{key: size for key, size in sizes.items() if key in inner or key in implied}}
+    return {**config, _LAYER_CONFIG: large} if _LAYER_CONFIG in config else large
+
+
+def _card(head: HeadFolder, growth: Growth, tensors: Mapping[str, Tensor], noise: float) -> str:
+    before, after = _layer_config(head.config), _layer_config(_grown_config(head.config, growth))
+    rows = [(key, before[key], after[key]) for key in before if after[key] != before[key]]
+    weights = [sum(math.prod(head.shape(name)) for name in tensors), sum(each.numel() for each in tensors.values())]
+    lines = [f"| {what} | {small:,} | {large:,} |" for what, small, large in [*rows, ("weights", *weights)]]
+    return _CARD.format(
+        name=head.folder.resolve().name,
+        sizes="\n".join(lines),
+        copies=growth.copies,
+        function=_NOISY.format(noise=noise) if noise else _EQUAL,
+    )

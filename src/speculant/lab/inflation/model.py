@@ -1,0 +1,215 @@
+"""Gives a small model the cost of a large one: the same function, written at the shape of a larger model.
+
+The residual stream of the large model is the small one's, several times over: `larger_matrices` says how. The small
+model's layers come first; what the others compute meets zeros. With noise, the small model's matrices are changed
+first: a draft model that agrees less often with its target.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speculant.errors import ConfigError, ModelError
+from speculant.lab.inflation.matrices import Growth, NoisyFiles
+from speculant.lab.inflation.shapes import Shape
+from speculant.models.config import DecoderConfig
+from speculant.models.families.llama import read_config
+from speculant.models.fields import show
+from speculant.models.source import read_json
+from speculant.models.weights.formats import quantised_format
+from speculant.models.weights.load import tensor_shapes
+from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
+
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_READERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+_OWN_FILES = ("config.json", "README.md")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
+
+_CARD = """\
+---
+library_name: speculant
+pipeline_tag: text-generation
+---
+
+# {name} at a larger shape
+
+This is the function of `{name}` at the shape of a larger model, written for measuring speed: text and acceptance are
+those of the small model, the cost is that of the large one. It was not trained at this size, and it is no better than
+`{name}`. Licence and origin are those of `{name}`.
+
+| | {name} | here |
+|---|---|---|
+{sizes}
+
+The residual stream is the small model's {copies} times over. Further heads, rows of the MLP and layers are random, and
+their results meet zeros. The vocabulary is the small one. {function}
+"""
+_EQUAL = "Logits are equal up to the order of floating-point sums."
+_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that it answers differently."
+
+
+def shape_of(folder: Path) -> tuple[Shape, int]:
+    """Return the shape of a Llama checkpoint and its heads' dimension. Raises ModelError for any other."""
+    hf = read_json(folder / "config.json")
+    _check_family(hf)
+    decoder = read_config(hf)
+    return decoder_shape(decoder), decoder.head_dim
+
+
+def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> None:
+    """Write the Llama model of `source` to `folder`, a new or empty one, at a larger shape.
+
+    noise: normal noise of so many standard deviations of each matrix is added to the small model's, so that a draft
+    model agrees less often with its target. The random weights are drawn with seed 0, the noise with another generator.
+    Memory holds one layer at a time, or the embedding table and the head.
+    Raises ModelError for a checkpoint that can't be inflated, ConfigError for a shape that does not hold it and for a
+    folder that holds files.
+    """
+    hf = read_json(source / "config.json")
+    _check_family(hf)
+    weights, decoder = TensorFiles.open(source), read_config(hf)
+    check_layers(weights, hf)
+    check_tensors(weights, tensor_shapes(decoder))
+    growth = Growth(decoder_shape(decoder), shape, decoder.head_dim, weights.common_dtype())
+    model = _Inflation(NoisyFiles(weights, noise), growth, decoder.tie_embeddings)
+    grown = {**hf, **asdict(shape), "head_dim": decoder.head_dim, "tie_word_embeddings": False}
+    num_weights = [_num_weights(config) for config in (decoder, read_config(grown))]
+    make_folder(folder)
+    _copy_files(source, folder)
+    _write_weights(folder, model)
+    card = _card(source.resolve().name, growth, num_weights, noise)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    text = json.dumps(grown, indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")  # the last: without it nothing loads
+
+
+class _Inflation:
+    """The tensors of the larger model, made from those of the small one."""
+
+    def __init__(self, weights: NoisyFiles, growth: Growth, tie_embeddings: bool) -> None:
+        self._weights, self._growth, self._is_tied = weights, growth, tie_embeddings
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return 1 + self._growth.large.num_hidden_layers
+
+    def parts(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors by name: the ends of the model, then each layer."""
+        yield self._ends()
+        for layer in range(self._growth.large.num_hidden_layers):
+            at = f"model.layers.{layer}."
+            is_random = layer >= self._growth.small.num_hidden_layers
+            yield self._random_layer(at) if is_random else self._layer(at)
+
+    def _ends(self) -> dict[str, Tensor]:
+        read, growth, head = self._weights.read, self._growth, _EMBEDDING if self._is_tied else _HEAD
+        return {
+            _EMBEDDING: growth.table(read(_EMBEDDING)),
+            _HEAD: growth.reading(read(head), head),
+            _NORM: growth.written(read(_NORM)),
+        }
+
+    def _layer(self, at: str) -> dict[str, Tensor]:
+        """Make a layer whose first places are the small model's."""
+        read, growth = self._weights.read, self._growth
+        norms, readers, writers = _layer_names(at)
+        made = {name: growth.written(read(name)) for name in norms}
+        made |= {name: growth.reader(read(name), name) for name in readers}
+        return made | {name: growth.writer(read(name), name) for name in writers}
+
+    def _random_layer(self, at: str) -> dict[str, Tensor]:
+        """Make a layer that is computed and adds nothing to the stream."""
+        growth = self._growth
+        norms, readers, writers = _layer_names(at)
+        made = {name: torch.ones(growth.large.hidden_size, dtype=growth.dtype) for name in norms}
+        made |= {name: growth.random_reader(name) for name in readers}
+        return made | {name: growth.empty_writer(name) for name in writers}
+
+
+def _layer_names(at: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of a layer's norms, of what reads the stream, and of what writes it."""
+    norms, readers, writers = ([f"{at}{name}.weight" for name in names] for names in (_NORMS, _READERS, _WRITERS))
+    return norms, readers, writers
+
+
+def decoder_shape(decoder: DecoderConfig) -> Shape:
+    """Return the sizes of a model."""
+    return Shape(
+        decoder.hidden_size, decoder.intermediate_size, decoder.num_layers, decoder.num_heads, decoder.num_kv_heads
+    )
+
+
+def _num_weights(decoder: DecoderConfig) -> int:
+    return sum(math.prod(size) for size in tensor_shapes(decoder).values())
+
+
+def _check_family(hf: Mapping[str, Any]) -> None:
+    """Check that a model is one whose function is known to stay the same. Raises ModelError."""
+    if hf.get("model_type") != "llama":
+        raise ModelError(
+            f"config.json names the model_type {show(hf.get('model_type'))}, and only Llama models can be inflated:"
+            " other families have parts that were not taken into account",
+            "use a checkpoint whose model_type is 'llama'.",
+        )
+    if quantised_format(hf) is not None:
+        raise ModelError(
+            "this checkpoint is quantised, so its numbers can't be spread", "use the unquantised one it came from."
+        )
+    biases = [key for key in ("attention_bias", "mlp_bias") if hf.get(key)]
+    if biases:
+        raise ModelError(
+            f"config.json says {' and '.join(biases)}, and models with biases are not inflated",
+            "use a Llama checkpoint without biases.",
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder. Raises ConfigError if it can't be made or holds files, which the model's could be mixed with."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error}", "name a folder that you may write to.") from error
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty", "name a new folder, or empty this one.")
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and what else belongs to a model; weights and what is written anew are left out."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name not in _OWN_FILES and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_weights(folder: Path, model: _Inflation) -> None:
+    """Write each part as a file as soon as it is made, then the index of all."""
+    files = dict[str, str]()
+    total = 0
+    for number, tensors in enumerate(model.parts(), start=1):
+        file = folder / f"model-{number:05}-of-{model.num_parts:05}.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # save_file makes it readable for its owner only
+        files.update(dict.fromkeys(tensors, file.name))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _card(name: str, growth: Growth, num_weights: list[int], noise: float) -> str:
+    """Return the model card, which says what this model is."""
+    rows = [(key, size, getattr(growth.large, key)) for key, size in asdict(growth.small).items()]
+    lines = [f"| {what} | {before:,} | {after:,} |" for what, before, after in [*rows, ("weights", *num_weights)]]
+    function = _NOISY.format(noise=noise) if noise else _EQUAL
+    return _CARD.format(name=name, sizes="\n".join(lines), copies=growth.copies, function=function)

@@ -1,0 +1,116 @@
+"""The expected gain of drafting chains of a fixed length (arXiv 2211.17192, section 3).
+
+A step drafts g tokens, and the target's pass processes g + 1 rows: the last committed token and the draft. Times are
+in units of plain decoding's pass. Arrays are indexed by length: entry g belongs to drafts of g tokens, and entry 0 is
+plain decoding.
+
+An acceptance rate is the probability that a drafted token is accepted once all tokens before it in its draft are. It is
+one number for all depths (the paper's alpha), or a sequence by depth, whose last entry holds for all greater depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speculant.lab.theory.curve import VerificationCurve
+
+Array = NDArray[np.float64]
+
+_BISECTIONS = 50  # of the interval from 0 to 1: the result is exact to a double's precision
+
+
+def survival(rates: float | Sequence[float], length: int) -> Array:
+    """Return [length + 1]: entry k is the probability that the first k drafted tokens are all accepted.
+
+    Raises ValueError as `rates_by_depth` does.
+    """
+    return np.concatenate([np.ones(1), np.cumprod(rates_by_depth(rates, length))])
+
+
+def rates_by_depth(rates: float | Sequence[float], length: int) -> Array:
+    """Return the acceptance rates of `length` drafted tokens, [length].
+
+    Raises ValueError for a rate that is no probability, and for an empty sequence of rates.
+    """
+    given = np.atleast_1d(np.asarray(rates, dtype=np.float64))
+    if not len(given) or not np.all((given >= 0) & (given <= 1)):
+        raise ValueError(f"acceptance rates {given.tolist()} are not probabilities; give numbers from 0 to 1")
+    by_depth: Array = given[np.minimum(np.arange(length), len(given) - 1)]
+    return by_depth
+
+
+def accepted_lengths(reached: Array) -> Array:
+    """Return [length + 1]: entry k is the probability that a draft of `length` tokens has exactly k accepted.
+
+    For one rate this is the capped geometric distribution of arXiv 2211.17192, section 3.1.
+    """
+    return -np.diff(reached, append=0.0)
+
+
+def expected_tokens(reached: Array) -> Array:
+    """Return the expected tokens per step, by length, from `survival`: the accepted ones and the one that follows.
+
+    For one rate this is (1 - alpha^(g+1)) / (1 - alpha), equation 1 of arXiv 2211.17192, also where alpha is 1.
+    """
+    return np.cumsum(reached)
+
+
+def step_costs(cost_ratio: float, curve: VerificationCurve, length: int, batch: int = 1) -> Array:
+    """Return the time of a step by length 0 .. length: g c + V(g + 1).
+
+    cost_ratio: c, a draft pass / a target pass. batch: sequences that step together, all with the same length. The
+    target's pass then has batch x (g + 1) rows, and its time is relative to a pass of `batch` rows,
+    V(b (g + 1)) / V(b). c is the ratio of passes with `batch` rows.
+    """
+    lengths = np.arange(length + 1)
+    return lengths * cost_ratio + curve.relative(lengths + 1, batch)
+
+
+def speedups(reached: Array, costs: Array) -> Array:
+    """Return the speed over plain decoding by length, from `survival` and `step_costs`.
+
+    With V = 1 this is theorem 3.8 of arXiv 2211.17192. Acceptance is taken to be independent from token to token, and
+    texts to be long.
+    """
+    return expected_tokens(reached) / costs
+
+
+def operations(reached: Array, ratio: float) -> Array:
+    """Return the factor by which arithmetic operations grow, by length (arXiv 2211.17192, theorem 3.11).
+
+    ratio: operations per token of the draft / of the target.
+    """
+    lengths = np.arange(len(reached))
+    return (lengths * ratio + lengths + 1) / expected_tokens(reached)
+
+
+def best_length(speeds: Array) -> int:
+    """Return the length with the highest speed; the shortest one on a tie.
+
+    All lengths are compared (arXiv 2211.17192, section 3.5, takes the integer argmax): measured costs have cliffs,
+    where a kernel takes larger tiles, so a speed that falls from one length to the next may rise again.
+    """
+    return int(np.argmax(speeds))
+
+
+def least_acceptance(costs: Array) -> float | None:
+    """Return the acceptance rate alpha above which some length is faster than plain decoding, from `step_costs`.
+
+    None = no length is faster even if everything is accepted. With V = 1 this is c, the condition alpha > c of
+    corollary 3.9 in arXiv 2211.17192; one drafted token then gains (1 + alpha) / (1 + c).
+    """
+    if not _gains(1.0, costs):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _gains(middle, costs) else (middle, high)
+    return high
+
+
+def _gains(rate: float, costs: Array) -> bool:
+    reached = survival(rate, len(costs) - 1)
+    return bool(np.any(speedups(reached, costs)[1:] > 1 + 1e-12))  # more than the rounding of a sum

@@ -1,0 +1,103 @@
+"""The configuration of boosted drafts' training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from speculant.errors import ConfigError
+from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training.schedule import Schedule
+
+MOST_DRAFTS = 8
+WARM = 0.25  # of the peak rates, for a draft that begins with trained weights
+_RANGES: dict[str, tuple[float, float]] = {
+    "boosted": (1, MOST_DRAFTS), "known_share": (0, 1), "tokens": (1, 10**12), "seq": (8, 10**6),
+    "temperature": (0, 100), "cache_gib": (1e-6, 1e6),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BoostedConfig:
+    """Drafts of one shape for a target, and the texts and the length of their training.
+
+    boosted: how many drafts. minutes, steps: of each draft's training. start: the draft model that the first one begins
+    as, and whose shape all have; None = random weights of the given shape. Every other one begins with the weights of
+    the draft before it. known_share: of the tokens that an earlier draft predicts, so many are trained on too.
+    tokens, seq, temperature, cache_gib: as of a head (`HeadTrainingConfig`).
+    """
+
+    out: Path
+    target: str
+    boosted: int
+    minutes: float | None = None
+    steps: int | None = None
+    start: str | None = None
+    data: tuple[Path, ...] = ()
+    suffix: str = ".py"
+    known_share: float = 0.0
+    tokens: int = 400_000
+    seq: int = 256
+    batch: int = 8
+    temperature: float = 0.8
+    cache_gib: float = 1.0
+    hidden: int = 128
+    intermediate: int = 240
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    warmup: int = 50
+    matrix_lr: float = 0.02
+    embedding_lr: float = 0.004
+    seed: int = 1
+    save_minutes: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(f"{name}={value!r} is not from {least:g} to {most:g}", f"change {name}.")
+        _ = self.schedule, self.network()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The length and the learning rates of each draft's run."""
+        return Schedule(self.steps, self.minutes, self.warmup)
+
+    def network(self, max_positions: int | None = None) -> TrainingConfig:
+        """Return the same run as that of one model; it checks the numbers of both."""
+        own = {field.name for field in fields(TrainingConfig)} - {"data", "tokenizer", "distill_from"}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
+        return TrainingConfig(**values, max_positions=max_positions or max(self.seq, 1))
+
+    def folder(self, number: int) -> Path:
+        """Return the folder of a draft; numbers begin at 1."""
+        return self.out / str(number)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a resumed run must repeat; its length may change."""
+        changeable = {"out", "boosted", "minutes", "steps", "save_minutes", "data"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in changeable}
+
+    @property
+    def target_name(self) -> str:
+        """The target's id, or the name of its folder."""
+        return _short(self.target)
+
+    def command(self) -> str:
+        """Return the command line that starts this run, with the last part of each path."""
+        words = ["speculant train draft"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                words += [f"{flag} {_short(part)}" for part in (value if isinstance(value, tuple) else (value,))]
+        return " ".join(words)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    is_path = isinstance(value, Path) or (isinstance(value, str) and Path(value).is_dir())
+    return Path(str(value)).resolve().name if is_path else str(value)

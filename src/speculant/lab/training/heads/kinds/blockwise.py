@@ -1,0 +1,19 @@
+"""Heads of feed-forward blocks (arXiv 1811.03115) that share the target's output head."""
+
+from __future__ import annotations
+
+import torch
+
+from speculant.lab.training.heads.config import HeadTrainingConfig
+from speculant.lab.training.heads.future import FutureObjective
+from speculant.models.future_heads import FeedForwardHeads, FutureShape
+from speculant.models.reference.decoder import Decoder
+
+
+def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:
+    """Return new heads; with outer weights of zero each one begins as the target's own prediction."""
+    inner = config.inner or 2 * target.hidden_size
+    heads = FeedForwardHeads(FutureShape(config.num_heads, target.hidden_size, inner=inner))
+    generator = torch.Generator().manual_seed(config.seed)
+    torch.nn.init.normal_(heads.up, std=target.hidden_size**-0.5, generator=generator)
+    return FutureObjective(heads, target, {"num_heads": config.num_heads, "inner_size": inner})

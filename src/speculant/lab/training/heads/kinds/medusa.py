@@ -1,0 +1,15 @@
+"""Heads of residual blocks (arXiv 2401.10774) that share the target's output head."""
+
+from __future__ import annotations
+
+from speculant.lab.training.heads.config import HeadTrainingConfig
+from speculant.lab.training.heads.future import FutureObjective
+from speculant.models.future_heads import FutureShape, ResidualHeads
+from speculant.models.reference.decoder import Decoder
+
+
+def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:
+    """Return new heads; with weights of zero each one begins as the target's own prediction."""
+    heads = ResidualHeads(FutureShape(config.num_heads, target.hidden_size, config.num_layers))
+    names = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
+    return FutureObjective(heads, target, names)

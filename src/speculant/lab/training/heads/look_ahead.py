@@ -1,0 +1,136 @@
+"""Training of look-ahead embeddings: row t behind a token learns the distribution that the target has t tokens on.
+
+The target stays as it is, and the embeddings are all that is learned. A text's tokens are computed as ever; at some of
+its places a chain of look-ahead rows is computed beside them, which attends to the tokens up to its place and to its
+own earlier rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speculant.lab.training.heads.base import Acceptance
+from speculant.lab.training.heads.distance import distances, overlaps
+from speculant.lab.training.heads.future import DECAY, RANKS
+from speculant.lab.training.heads.texts import Texts
+from speculant.lab.training.passes import attend_causally, project, within_window
+from speculant.models.reference.decoder import Decoder, Layer
+
+STRIDE = 8  # tokens of a text from one place to the next
+_AT_A_TIME = 8
+
+
+class LookAhead(nn.Module):
+    """The embeddings [T, hidden]. They are named as tokens' are, so that the optimizer treats them alike."""
+
+    def __init__(self, target: Decoder, count: int, seed: int) -> None:
+        super().__init__()
+        table = target.model.embed_tokens.weight.detach()
+        noise = torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed))
+        self.embed_tokens = nn.Parameter(table.mean(0) + noise * table.std(0))
+
+
+class LookAheadObjective:
+    """See `HeadInTraining`."""
+
+    name = "distance to the target"
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, module: LookAhead, target: Decoder, seed: int = 0) -> None:
+        self.module: nn.Module = module
+        self._inputs, self._target, self._seed = module.embed_tokens, target.requires_grad_(False), seed
+        self._matrix = target.lm_head.weight.detach()
+        self._texts: Texts | None = None
+
+    def use(self, texts: Texts) -> None:
+        """See `HeadInTraining.use`."""
+        self._texts = texts
+
+    def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
+        """See `HeadInTraining.loss`."""
+        generator = torch.Generator().manual_seed(self._seed + int(windows[:, 0].sum()))
+        offsets = min(STRIDE, windows.shape[1] - 1 - len(self._inputs))
+        first = int(torch.randint(offsets, (), generator=generator))
+        made, own = self._predicted(windows[:, 0], first)
+        each = torch.cat([distances(made[[t]], own[t], self._matrix, progress) for t in range(len(made))])
+        weights = DECAY ** torch.arange(len(each))
+        return (each * weights).sum() / weights.sum()
+
+    def acceptance(self, rows: Tensor) -> Acceptance:
+        """See `HeadInTraining.acceptance`; at every STRIDE-th place."""
+        count = len(self._inputs)
+        alpha, shares, total = torch.zeros(count), torch.zeros(count, RANKS), 0
+        with torch.inference_mode():
+            for part in torch.split(rows, _AT_A_TIME):
+                made, own = self._predicted(part, 0)
+                found = [overlaps(made[[t]], own[t], self._matrix, RANKS) for t in range(count)]
+                alpha = alpha + torch.cat([each[0] for each in found])
+                shares, total = shares + torch.cat([each[1] for each in found]), total + own.shape[1]
+        return Acceptance((alpha / total).tolist(), (shares / total).tolist(), total)
+
+    def config(self) -> dict[str, Any]:
+        """See `HeadInTraining.config`."""
+        count, hidden = self._inputs.shape
+        return {"hidden_size": hidden, "vocab_size": self._target.vocab_size, "num_look_ahead": count}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `HeadInTraining.tensors`."""
+        return {"look_ahead.weight": self._inputs.detach()}
+
+    def _predicted(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Return the look-ahead states [T, r, hidden] at places of texts, and those [T, r, hidden] they stand for."""
+        assert self._texts is not None
+        count, states = len(self._inputs), self._texts.states_of(rows)
+        places = torch.arange(first, states.shape[1] - count, STRIDE)
+        made = look_ahead_states(self._target, self._texts.tokens[rows], places, self._inputs)
+        own = torch.stack([states[:, places + 1 + t] for t in range(count)])
+        return made.permute(2, 0, 1, 3).flatten(1, 2), own.flatten(1, 2)
+
+
+def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Tensor) -> Tensor:
+    """Return the states [b, m, T, hidden] of chains of rows with inputs [T, hidden] behind places [m] of tokens [b, n].
+
+    The chains have gradients for `inputs`; the tokens' rows have none.
+    """
+    (batch, length), (count, hidden) = tokens.shape, inputs.shape
+    positions = (places[:, None] + 1 + torch.arange(count)).flatten()  # [m * T]
+    angles = [model._rotary.angles(each, inputs.dtype) for each in (torch.arange(length), positions)]
+    windows = {layer.self_attn._window for layer in cast(list[Layer], model.model.layers)}
+    masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
+    with torch.no_grad():
+        x: Tensor = model.model.embed_tokens(tokens)
+    ahead = inputs.repeat(len(places), 1).expand(batch, -1, hidden)  # [b, m * T, hidden]
+    for layer in cast(list[Layer], model.model.layers):
+        module = layer.self_attn
+        with torch.no_grad():
+            query, key, value = project(module, layer.input_layernorm(x), angles[0])
+            x = x + attend_causally(module, query, key, value)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        own_query, own_key, own_value = project(module, layer.input_layernorm(ahead), angles[1])
+        keys, values = torch.cat((key, own_key), 2), torch.cat((value, own_value), 2)
+        out = functional.scaled_dot_product_attention(
+            own_query, keys, values, attn_mask=masks[module._window], enable_gqa=True
+        )
+        ahead = ahead + module.o_proj(out.transpose(1, 2).flatten(2))
+        ahead = ahead + layer.mlp(layer.post_attention_layernorm(ahead))
+    states: Tensor = model.model.norm(ahead)
+    return states.view(batch, len(places), count, hidden)
+
+
+def look_ahead_mask(length: int, places: Tensor, count: int, window: int | None = None) -> Tensor:
+    """Return which keys each row sees [m * T, n + m * T]: the tokens up to its place, and its chain up to itself.
+
+    window: how many positions it sees, its own included; None = all.
+    """
+    of = torch.arange(len(places)).repeat_interleave(count)
+    within = torch.arange(count).repeat(len(places))
+    own = places[of] + 1 + within  # positions
+    tokens = torch.arange(length) <= places[of][:, None]
+    chain = of[:, None] == of
+    return torch.cat((
+        tokens & within_window(own, torch.arange(length), window), chain & within_window(own, own, window)
+    ), 1)  # fmt: skip

@@ -1,0 +1,213 @@
+"""Training of a decoder layer for several rows in a row, as it is used.
+
+In round 1 it takes in the target's states, in round m those that it made in round m - 1. A row attends to its own last
+m - 1 rows as those rounds made them, and to older rows as round 1 did, since the target's states replace its own once
+tokens are accepted (arXiv 2408.15766; "training-time test" in arXiv 2503.01840, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speculant.kernels import reference
+from speculant.lab.training.heads.base import Acceptance
+from speculant.lab.training.heads.config import HeadTrainingConfig
+from speculant.lab.training.heads.distance import OutputHead, distances, overlaps
+from speculant.lab.training.heads.texts import Texts
+from speculant.models.config import DecoderConfig, RopeConfig
+from speculant.models.heads import HeadDecoder
+from speculant.models.reference.decoder import Attention, Decoder, Layer
+
+DECAY = 0.8  # of the loss from one round to the next
+RANKS = 8
+_AT_A_TIME = 8
+Versions = list[tuple[Tensor, Tensor]]  # keys and values [b, heads, n, dim] of each round
+
+
+class RoundsObjective:
+    """See `HeadInTraining`; the first round takes in the states after the target's final norm.
+
+    own_config: entries of config.json beside the layer's sizes.
+    """
+
+    name = "distance to the target"
+    layers: tuple[int, ...] = ()
+
+    def __init__(
+        self, module: nn.Module, head: HeadDecoder, target: Decoder, depth: int, own_config: Mapping[str, Any]
+    ) -> None:
+        self.module = module
+        self._head, self._target, self._depth, self._own_config = head, target, depth, own_config
+        self._matrix = target.lm_head.weight.detach()
+        self._texts: Texts | None = None
+
+    def use(self, texts: Texts) -> None:
+        """See `HeadInTraining.use`."""
+        self._texts = texts
+
+    def loss(self, model: Any, windows: Tensor, progress: float) -> Tensor:
+        """See `HeadInTraining.loss`."""
+        made, states = self._rounds(windows[:, 0], windows[:, 1:])
+        each = self._each_round(made, states, progress)
+        weights = DECAY ** torch.arange(len(each))
+        return (each * weights).sum() / weights.sum()
+
+    def acceptance(self, rows: Tensor) -> Acceptance:
+        """See `HeadInTraining.acceptance`."""
+        assert self._texts is not None
+        alpha, shares, total = torch.zeros(self._depth), torch.zeros(self._depth, RANKS), 0
+        with torch.inference_mode():
+            for part in torch.split(rows, _AT_A_TIME):
+                made, states = self._rounds(part, self._texts.tokens[part])
+                found = overlaps(made, states, self._matrix, RANKS, self._output_head())
+                alpha, shares, total = alpha + found[0], shares + found[1], total + len(states)
+        return Acceptance((alpha / total).tolist(), (shares / total).tolist(), total)
+
+    def config(self) -> dict[str, Any]:
+        """See `HeadInTraining.config`."""
+        own = self._head.config.decoder
+        return {
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": own.hidden_size,
+            "intermediate_size": own.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": own.num_heads,
+            "num_key_value_heads": own.num_kv_heads,
+            "head_dim": own.head_dim,
+            "rms_norm_eps": own.norm_eps,
+            "rope_theta": own.rope.theta,
+            **rope_scaling(own.rope),
+            "max_position_embeddings": own.max_positions,
+            "vocab_size": own.vocab_size,
+            **self._own_config,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `HeadInTraining.tensors`."""
+        return {name: parameter.detach().contiguous() for name, parameter in self._head.named_parameters()}
+
+    def _each_round(self, made: Tensor, states: Tensor, progress: float) -> Tensor:
+        """Return the loss of each round [depth]."""
+        return distances(made, states, self._matrix, progress, self._output_head())
+
+    def _output_head(self) -> OutputHead | None:
+        """Return the head's own output head; None = the target's."""
+        return None
+
+    def _entering(self, places: Tensor) -> Tensor:
+        """Return what the first round takes in of each token [b, n, hidden]."""
+        assert self._texts is not None
+        return self._texts.states_of(places)
+
+    def _rounds(self, places: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states that each round makes [depth, r, hidden] and the target's [r, hidden], row for row."""
+        assert self._texts is not None
+        entering = self._entering(places)
+        embedded = self._target.embed(tokens[:, 1:].flatten()).view(*tokens[:, 1:].shape, -1)
+        angles = self._target._rotary.angles(torch.arange(embedded.shape[1]), embedded.dtype)
+        taken, versions, made = entering[:, :-1], list[tuple[Tensor, Tensor]](), list[Tensor]()
+        for _ in range(self._depth):
+            out = self._head.leave(self._head.first(embedded, taken, Rows(self._attention, angles, versions)))
+            assert out.carried is not None
+            made.append(out.last)
+            taken = torch.cat((entering[:, :1], out.carried[:, :-1]), dim=1)
+        skipped = self._depth - 1  # rows that later rounds began with a state of the target
+        own = torch.stack([out[:, skipped:] for out in made])
+        return own.flatten(1, 2), self._texts.states_of(places)[:, 1 + skipped :].flatten(0, 1)
+
+    @property
+    def _attention(self) -> Attention:
+        return cast(Layer, self._head.layers[0]).self_attn
+
+
+def rope_scaling(rope: RopeConfig) -> dict[str, Any]:
+    """Return the entry of config.json for the scaling of rotary positions, which a layer takes over from its target."""
+    factors = {
+        "linear": {"factor": rope.factor},
+        "dynamic": {"factor": rope.factor},
+        "llama3": {
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        },
+    }
+    return {"rope_scaling": {"rope_type": rope.kind, **factors[rope.kind]}} if rope.kind in factors else {}
+
+
+def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
+    """Return the sizes of a layer of the target's own shape."""
+    return replace(
+        target.config,
+        num_layers=1,
+        windows=(None,),
+        intermediate_size=config.inner or target.config.intermediate_size,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+    )
+
+
+def begin_small(module: nn.Module, seed: int) -> None:
+    """Give small random weights to all matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            shrink = 0.5 if "o_proj" in name or "down_proj" in name else 1.0
+            nn.init.normal_(parameter, std=0.5 * shrink * parameter.shape[1] ** -0.5, generator=generator)
+
+
+class Rows:
+    """The attention of one more round: see the module's docstring. `versions` get its keys and values."""
+
+    def __init__(self, module: Attention, angles: tuple[Tensor, Tensor], versions: Versions) -> None:
+        self._module, self._angles, self._versions = module, angles, versions
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [b, n, hidden] to [b, n, hidden]."""
+        module = self._module
+        query, key, value = (
+            proj(x).view(*x.shape[:2], -1, module._dim) for proj in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        query, key = (reference.rotate(each, *self._angles).transpose(1, 2) for each in (query, key))
+        groups = module._heads // module._kv_heads
+        self._versions.append((key.repeat_interleave(groups, 1), value.transpose(1, 2).repeat_interleave(groups, 1)))
+        out: Tensor = module.o_proj(self._attend(query * module._dim**-0.5).transpose(1, 2).flatten(2))
+        return out
+
+    def _attend(self, query: Tensor) -> Tensor:
+        """Attend with queries [b, heads, n, dim]: a row d rows before sees version m - d, at least the first."""
+        length, newest = query.shape[2], len(self._versions) - 1
+        keys, values = self._versions[0]
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        scores = (query @ keys.mT).masked_fill(distance < newest, -torch.inf)
+        near = [self._near(query, keys, distance) for distance, (keys, _) in self._recent()]
+        weights = torch.cat((scores, *near), dim=-1).softmax(-1)
+        out: Tensor = weights[..., :length] @ values
+        for place, (back, (_, own)) in enumerate(self._recent()):
+            out = out + weights[..., length + place, None] * _moved(own, back)
+        return out
+
+    def _recent(self) -> list[tuple[int, tuple[Tensor, Tensor]]]:
+        """Return the rows that later rounds made: how far back, and their version."""
+        newest = len(self._versions) - 1
+        return [(back, self._versions[newest - back]) for back in range(newest)]
+
+    def _near(self, query: Tensor, keys: Tensor, back: int) -> Tensor:
+        """Return the scores [b, heads, n, 1] of the rows `back` before each; the first rows have none."""
+        scores = (query * _moved(keys, back)).sum(-1, keepdim=True)
+        absent = torch.arange(query.shape[2])[:, None] < back
+        return scores.masked_fill(absent, -torch.inf)
+
+
+def _moved(x: Tensor, back: int) -> Tensor:
+    """Return x [b, heads, n, dim] with row i - back in the place of row i, zeros first."""
+    return functional.pad(x, (0, 0, back, 0))[:, :, : x.shape[2]]

@@ -1,0 +1,1 @@
+"""Draft lengths: what steps cost, what is accepted, and one file for each policy."""

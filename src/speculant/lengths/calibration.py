@@ -1,0 +1,295 @@
+"""Measures what a target pass and a draft cost on this machine, for draft-length policies that ask for it.
+
+The measured curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The
+policy follows the real steps from then on, so a curve only has to have the right shape.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import KVCache, Moves
+from speculant.config import Limits
+from speculant.drafting.base import Drafter
+from speculant.errors import Guard
+from speculant.files import cache_folder, key_of, write_file
+from speculant.kernels.base import Sampler
+from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
+from speculant.metrics import RequestMetrics, TimingMetrics
+from speculant.models.base import CausalLM
+from speculant.params import SamplingParams
+from speculant.sampling.distribution import Node, distribution
+from speculant.sampling.rows import row_maxima
+from speculant.scheduling.scheduler import Scheduled
+from speculant.types import CommittedRows, DraftTree, Request
+
+logger = logging.getLogger(__name__)
+
+# The most telling sizes first: a large model has time for few of them.
+ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
+DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
+LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens that show what attention takes: copies of one
+DRAFTED_BEHIND = 16  # tokens
+MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
+SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
+BUDGET_S = 0.3  # for the target, and for each method and number of sequences
+LONG_SHARE = 0.3  # of it for passes behind a long text
+LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
+LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: two of one row, the least dear
+COPIED = 128  # keys at a time: what they pass through takes little memory
+STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
+PROCEDURE = "3"  # changes when something else is measured than before
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+
+
+class TargetPass(Protocol):
+    """One target pass over scheduled sequences and their drafts, as `engine.runner.forward_target` makes it."""
+
+    def __call__(
+        self, model: CausalLM, cache: KVCache, scheduled: Sequence[Scheduled], trees: Sequence[DraftTree]
+    ) -> tuple[Sequence[Any], Tensor]:
+        """Return what each sequence gets, and the logits of all of them in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is measured: the target with its cache, and the drafters by method.
+
+    identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
+    """
+
+    target: CausalLM
+    cache: KVCache
+    sampler: Sampler
+    drafters: Mapping[str, Drafter]
+    limits: Limits
+    identity: Sequence[str]
+    forward: TargetPass
+
+    def costs(self) -> StepCosts:
+        """Return the curves, from disk if they were measured before."""
+        path = folder() / f"{self._key()}.json"
+        kept = read_curves(path)
+        if kept is None:
+            started = time.perf_counter()
+            kept = self._measure()
+            logger.info("measured the costs of passes and drafts in %.1f s", time.perf_counter() - started)
+            if kept.pop("steady"):
+                write_file(path, kept)
+            else:
+                logger.info("other programs were busy: the costs are measured again at the next start")
+        drafts = {
+            method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
+            for method, curves in kept["drafts"].items()
+        }
+        readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}
+        return StepCosts(CostCurve(points(kept["passes"])), drafts, keys=KeyCosts(*kept["keys"]), readings=readings)
+
+    def _key(self) -> str:
+        engine = (str(torch.get_num_threads()), *self.identity, *sorted(self.drafters), str(self.limits))
+        return key_of([PROCEDURE, *engine])
+
+    @torch.inference_mode()
+    def _measure(self) -> dict[str, Any]:
+        guard, drafts = Guard(logger, "and its drafts count as free"), dict[str, dict[int, dict[int, float]]]()
+        readings = dict[str, Reading]()
+        passes, keys, steady = self._passes()
+        counts = [count for count in SEQUENCES if count <= max(1, self.limits.max_num_seqs)]
+        for method, drafter in self.drafters.items():
+            curves = dict[int, dict[int, float]]()
+            measure = partial(self._measure_drafts, drafter, counts, curves)
+            if guard.succeeds(f"drafter {method!r}", measure):
+                drafts[method] = curves
+            if method in drafts and drafter.needs.own_cache and not drafter.needs.hidden_layers:
+                guard.succeeds(f"drafter {method!r}", partial(self._read, method, drafter, readings))
+        return {"passes": passes, "keys": keys, "drafts": drafts, "readings": readings, "steady": steady}
+
+    def _measure_drafts(self, drafter: Drafter, counts: Sequence[int], curves: dict[int, dict[int, float]]) -> None:
+        curves.update({count: self._drafts(drafter, count) for count in counts})
+
+    def _passes(self) -> tuple[dict[int, float], KeyCosts, bool]:
+        """Return the seconds of a pass and its distributions, by rows, those of keys, and whether they were steady."""
+        context = 1 if self.limits.max_model_len > 2 else 0
+        most = min(
+            self.limits.max_model_len - context, self.limits.max_num_batched_tokens, self.cache.free_tokens() - context
+        )
+        (request,) = requests(1, context + 1, self.target.vocab_size)
+        if context:
+            self._pass(Scheduled(request, 0, context), DraftTree.empty())
+        try:
+            sizes = [rows for rows in ROWS if rows <= max(1, most)]
+            rounds = timed_rounds(partial(self._decode, request), sizes, LEAST_ROWS, LEAST_PASSES, is_warm=context > 0)
+            short_s = least_seconds(rounds)
+            return short_s, self._keys(request.seq_id, context, short_s), is_steady(rounds)
+        finally:
+            self.cache.release(request.seq_id)
+
+    def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
+        """Return what attention takes behind a long text: the sequence of `short_s`, and copies of its key."""
+        length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
+        if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
+            return KeyCosts()
+        slot = self.cache.table(seq_id)[0] * self.cache.block_size
+        copies = self.cache.reserve(seq_id, length - context).slots
+        for first in range(0, len(copies), COPIED):
+            targets = copies[first : first + COPIED]
+            self.cache.storage.move(Moves([slot] * len(targets), targets))
+        (request,) = requests(1, length + 1, self.target.vocab_size)
+        decode = partial(self._decode, request)
+        long_s = least_seconds(timed_rounds(decode, [1, MANY_ROWS], share=LONG_SHARE, is_warm=True))
+        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / (length - context) for rows in (1, MANY_ROWS))
+        return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
+
+    def _decode(self, request: Request, rows: int) -> None:
+        """Compute the newest token of a request, and a chain behind it."""
+        length = len(request.tokens) - 1
+        self._pass(Scheduled(request, length, 1), DraftTree.chain([1 % self.target.vocab_size] * (rows - 1)))
+        self.cache.truncate_to(request.seq_id, length)
+
+    def _pass(self, item: Scheduled, tree: DraftTree) -> None:
+        (output,), logits = self.forward(self.target, self.cache, [item], [tree])
+        if output.logits is not None:
+            nodes = [Node(item.request, tree.tokens_to(node), False) for node in output.nodes]
+            row_maxima(distribution(logits, nodes, self.sampler))
+
+    def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
+        """Return the seconds of a draft for `count` sequences, by depth."""
+        drafting = requests(count, min(DRAFTED_BEHIND, self.limits.max_model_len // 2), self.target.vocab_size)
+        depths = [depth for depth in DEPTHS if depth <= self.limits.max_model_len // 2]
+        for request in drafting:
+            drafter.begin(request)
+            self._observe(drafter, request)
+        try:
+            return timed(lambda depth: drafter.propose(drafting, [depth] * count), depths)
+        finally:
+            for request in drafting:
+                drafter.end(request)
+
+    def _read(self, method: str, drafter: Drafter, readings: dict[str, Reading]) -> None:
+        """Measure what a drafter takes to read texts: a longer one too, if there is time and room for it."""
+        room = self.limits.max_model_len - 2
+        short, long = min(SHORT_TEXT, room), min(LONG_TEXT, room)
+        token_s = self._reading_s(drafter, 1, short) / max(1, short)
+        readings[method] = Reading(token_s, 0.0)
+        if long > short and token_s * long < BUDGET_S:
+            longer_s = self._reading_s(drafter, 2, long) / long
+            key_s = max(0.0, longer_s - token_s) / ((long - short) / 2)
+            readings[method] = Reading(max(0.0, token_s - key_s * short / 2), key_s)
+
+    def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
+        """Return the seconds until a drafter has read a text that it has not seen, and drafted a token."""
+        request = requests(index + 1, length, self.target.vocab_size)[index]
+        drafter.begin(request)
+        started = time.perf_counter()
+        try:
+            for _ in range(1 + length // max(1, self.limits.max_num_batched_tokens)):
+                if drafter.propose([request], [1])[0].size:
+                    break
+            return time.perf_counter() - started
+        finally:
+            drafter.end(request)
+
+    def _observe(self, drafter: Drafter, request: Request) -> None:
+        """Show a drafter that reads hidden states those of a request's prompt; what they are does not matter here."""
+        needs, tokens = drafter.needs, request.tokens[:-1]
+        if needs.hidden_layers or needs.target_inputs:
+            states, ahead = self._zeros(len(tokens)), self._zeros(needs.target_inputs)
+            hidden = (states,) * len(needs.hidden_layers)
+            drafter.observe(request, CommittedRows(0, tokens, request.tokens[-1:], hidden, ahead=ahead))
+
+    def _zeros(self, rows: int) -> Tensor:
+        return torch.zeros(rows, self.target.hidden_size, dtype=torch.float32, device=self.target.cache_shape.device)
+
+
+def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:
+    """Make requests that no caller sees; their sequence ids are below all others."""
+    made = []
+    for index in range(count):
+        tokens = [(7 * place + index) % vocab_size for place in range(length)]
+        metrics = RequestMetrics(TimingMetrics(arrival=0.0))
+        made.append(Request(-index, "calibration", 0, tuple(tokens), params, 0, frozenset(), metrics, tokens=tokens))
+    return made
+
+
+def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more."""
+    return least_seconds(timed_rounds(run, sizes))
+
+
+def timed_rounds(
+    run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, runs: int = LEAST_SIZES,
+    share: float = 1.0, is_warm: bool = False,
+) -> dict[int, list[float]]:  # fmt: skip
+    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of.
+
+    least: the first sizes are measured at least once, so many. runs: there are at least so many in all. share: of the
+    budget. is_warm: `run` has run before; else a first run, which takes memory and fills caches, is not counted.
+    """
+    seconds, done, budget_s = dict[int, list[float]](), 0, share * BUDGET_S
+    if not is_warm:
+        run(sizes[0])
+    started = begun = time.perf_counter()
+    chosen = [*sizes]
+    for place, size in enumerate(chosen * MOST_ROUNDS):
+        if place == least:
+            chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(begun - started, 1e-9)))]
+        if begun - started > budget_s and done >= runs:
+            break
+        if size in chosen:
+            run(size)
+            ended = time.perf_counter()
+            seconds.setdefault(size, []).append(ended - begun)
+            begun, done = ended, done + 1
+    return seconds
+
+
+def least_seconds(rounds: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Return the least time of each size's rounds, and of those of all larger sizes: other programs only add to it."""
+    least, found = inf, dict[int, float]()
+    for size in sorted(rounds, reverse=True):
+        least = found[size] = max(min(least, *rounds[size]), 1e-9)
+    return dict(sorted(found.items()))
+
+
+def is_steady(rounds: Mapping[int, Sequence[float]]) -> bool:
+    """Whether the typical time of a size is near its least one; a size of one round says nothing."""
+    ratios = [statistics.median(own) / max(min(own), 1e-9) for own in rounds.values() if len(own) > 1]
+    return not ratios or statistics.median(ratios) <= STEADY
+
+
+def folder() -> Path:
+    """Return where curves are kept."""
+    return cache_folder("costs")
+
+
+def points(kept: Mapping[str, float]) -> dict[int, float]:
+    """Return a curve's points; JSON has text for its keys."""
+    return {int(size): float(seconds) for size, seconds in kept.items()}
+
+
+def read_curves(path: Path) -> dict[str, Any] | None:
+    """Return kept curves; None if there are none, or the file is damaged."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        curves = [kept["passes"], *(curve for each in kept["drafts"].values() for curve in each.values())]
+        pairs = [kept["keys"], *kept["readings"].values()]
+        sound = all(len(pair) == 2 and all(0 <= each < 1e6 for each in pair) for pair in pairs)
+        sound = sound and all(
+            curve and all(0 < seconds < 1e6 for seconds in points(curve).values()) for curve in curves
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return kept if sound else None

@@ -1,0 +1,258 @@
+"""What the parts of a step cost on this machine: a target pass by its rows, and a draft by its depth.
+
+Curves are measured once (lengths/calibration.py) and follow what the steps take while the engine runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count, repeat
+from operator import add, mul
+from typing import NamedTuple
+
+import numpy as np
+
+DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point; the first ones have more
+SLOWER, FASTER = 0.3, 0.75  # weights of what is seen without drafts, which is seldom
+LEARNT = 16  # steps
+OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
+FAST, TRUSTED = 0.67, 0.95  # below this share of what was expected, a step has this weight: nothing makes it too fast
+LEAST_UNDRAFTED = 0.33  # of a pass after another one, in proportion to one after a draft
+MOST_PENDING = 8  # steps that wait until the curve is read
+LEAST_TABLE = 32  # sizes that are interpolated at once
+
+
+class CostCurve:
+    """Seconds by a whole number, linear between the measured points and beyond the last one.
+
+    points: at least one, from 1 up. Costs need not be even or monotone: a kernel may be slower at 9 rows than at 12.
+    """
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._points = dict(sorted(points.items()))
+        self._scale = 1.0
+        self._table: list[float] = []
+        self._pending: list[tuple[int, float]] = []
+        self._seen = 0  # steps
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether real steps have shown by now how far they are from those of the loop that measured the curve."""
+        return self._seen >= LEARNT
+
+    def rescale(self, factor: float) -> None:
+        """Let all sizes take so many times as long."""
+        self._scale *= factor
+
+    def at(self, size: int) -> float:
+        """Return the seconds at a size."""
+        if self._pending:
+            self._follow()
+        if size >= len(self._table):
+            self._table = self._interpolated(max(LEAST_TABLE, 2 * size + 2))
+        return self._table[size] * self._scale
+
+    def between(self, first: int, end: int) -> list[float]:
+        """Return the seconds at the sizes first to end - 1."""
+        self.at(end)
+        return list(map(mul, self._table[first:end], repeat(self._scale)))
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Follow a step of this size that took so long; the curve changes when it is read next."""
+        self._pending.append((size, seconds))
+        if len(self._pending) == MOST_PENDING:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Move each point that was met by the mean of its steps, and the whole curve by that of all steps."""
+        pending, self._pending = self._pending, []
+        ratios: dict[int, list[float]] = {}
+        for size, seconds in pending:
+            ratios.setdefault(size, []).append(min(seconds / self.at(size), OUTLIER))
+        self._seen += len(pending)
+        whole = _moved(
+            max(DRIFT, 1 / self._seen), [max(ratio, 1 / OUTLIER) for own in ratios.values() for ratio in own]
+        )
+        known = {size: self._table[size] for size in ratios}
+        self._scale *= whole
+        for size, own in ratios.items():
+            relative = [ratio / whole for ratio in own]
+            if sum(relative) < FAST * len(relative):
+                self._lower(size, known[size] * _moved(TRUSTED, relative))
+            elif size in self._points:
+                self._points[size] *= _moved(LOCAL, relative)
+                self._table = []
+
+    def _lower(self, size: int, seconds: float) -> None:
+        """Let a size, and so all smaller ones, take at most so long."""
+        self._points[size] = seconds
+        self._points = {each: min(own, seconds) if each < size else own for each, own in sorted(self._points.items())}
+        self._table = []
+
+    def _interpolated(self, count: int) -> list[float]:
+        """Return the seconds at the sizes 0 to count - 1, but for the scale."""
+        sizes, known, seconds = np.arange(count), [*self._points], [*self._points.values()]
+        table = np.interp(sizes, known, seconds)
+        if len(known) > 1:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
+            table += slope * np.maximum(0, sizes - known[-1])
+        values: list[float] = table.tolist()
+        return values
+
+
+def _moved(weight: float, ratios: list[float]) -> float:
+    """Return the factor by which new steps move an old value; ratios: theirs to what was expected."""
+    share: float = 1 - (1 - weight) ** len(ratios)
+    return 1 + share * (sum(ratios) / len(ratios) - 1)
+
+
+class KeyCosts(NamedTuple):
+    """What attention adds to a pass for each key of a sequence, as a share of a pass of one row behind a short text.
+
+    first: for one row of the sequence. further: for each row more.
+    """
+
+    first: float = 0.0
+    further: float = 0.0
+
+
+NO_KEY_COSTS = KeyCosts()
+
+
+class Attention(NamedTuple):
+    """The seconds that attention adds to a pass behind its sequences' texts: without drafts, and for each node."""
+
+    plain_s: float = 0.0
+    node_s: float = 0.0
+
+    def seconds(self, nodes: int) -> float:
+        """Return the seconds with so many nodes."""
+        return self.plain_s + nodes * self.node_s
+
+
+NO_ATTENTION = Attention()
+
+
+class Reading(NamedTuple):
+    """The seconds that a drafter with a cache of its own takes for a text: for each token, and each key before it."""
+
+    token_s: float
+    key_s: float
+
+    def seconds(self, first: int, end: int) -> float:
+        """Return the seconds of the tokens first to end - 1."""
+        return (end - first) * (self.token_s + self.key_s * (first + end) / 2)
+
+
+@dataclass
+class StepCosts:
+    """The curves of an engine, in seconds.
+
+    passes: a target pass and its verdicts behind a short text, by rows; keys: what a long text adds. drafts: for each
+    method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before it drafts.
+    rest_s: what else a step with drafts takes, and plain_rest_s one without.
+
+    Passes that follow others without a draft between them take less: weights that fit a processor's cache are still
+    there. The curve is at first one of such passes, for so it was measured, and comes to be that of passes after a
+    model's drafts. What passes without drafts take stays as it was until the curve has learnt, and is a share of it
+    afterwards, as both change with the machine.
+    """
+
+    passes: CostCurve
+    drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
+    rest_s: float = 0.0
+    plain_rest_s: float = 0.0
+    keys: KeyCosts = NO_KEY_COSTS
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._one_s = self.passes.at(1)  # without drafts
+        self._share: float | None = None  # of the curve's; None = it had not learnt when `_one_s` was seen
+
+    @property
+    def undrafted(self) -> float:
+        """What passes without drafts between them take, as a share of those after drafts: at most 1."""
+        return min(1.0, self._one_s / self.passes.at(1)) if self._share is None else self._share
+
+    def attention(self, sequences: Iterable[tuple[int, int]]) -> Attention:
+        """Return what attention adds to a pass of these sequences, for each its rows without a draft and its keys."""
+        one_s, shares, counts = self.passes.at(1), list[float](), list[int]()
+        for rows, keys in sequences:
+            shares.append(keys * (self.keys.first + (rows - 1) * self.keys.further))
+            counts.append(keys)
+        return Attention(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
+
+    def steps_s(self, rows: int, plain_s: float, most: int, attention: Attention = NO_ATTENTION) -> list[float]:
+        """Return the seconds of steps with 0 to `most` nodes beside `rows`, without drafting: at least those of none.
+
+        plain_s: of a pass without nodes, with its attention.
+        """
+        passes = self.passes.between(rows + 1, rows + most + 1)
+        if attention != NO_ATTENTION:
+            passes = list(map(add, passes, count(attention.seconds(1), attention.node_s)))
+        rest_s = max(self.rest_s, self.plain_rest_s)
+        return [self.plain_rest_s + plain_s, *map(add, repeat(rest_s), map(max, passes, repeat(plain_s)))]
+
+    def draft_s(self, method: str, sequences: int, depth: int) -> float:
+        """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
+        curves = self.drafts.get(method)
+        if not curves or not depth:
+            return 0.0
+        if sequences in curves or len(curves) == 1:
+            return curves.get(sequences, next(iter(curves.values()))).at(depth)
+        counts = sorted(curves)
+        place = min(max(bisect_left(counts, sequences), 1), len(counts) - 1)
+        fewer, more = counts[place - 1], counts[place]
+        low, high = curves[fewer].at(depth), curves[more].at(depth)
+        return max(low, low + (sequences - fewer) / (more - fewer) * (high - low))
+
+    def observe_draft(self, method: str, sequences: int, depth: int, seconds: float) -> None:
+        """Follow a draft of one method that took so long."""
+        curves = self.drafts.get(method)
+        if curves and depth:
+            nearest = min(curves, key=lambda count: abs(count - sequences))
+            if nearest != sequences:
+                seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
+            curves[nearest].observe(depth, seconds)
+
+    def observe_pass(self, rows: int, seconds: float, attention_s: float, alike: bool = False) -> None:
+        """Follow a pass behind texts whose attention was expected to take so long: in proportion, as all of it.
+
+        alike: its draft came from no model, so that passes without drafts would be as much slower than expected.
+        """
+        if alike and self._share is None:
+            self._share = self.undrafted
+        short_s = self.passes.at(rows)
+        self.passes.observe(rows, seconds * short_s / (short_s + attention_s))
+
+    def compare_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
+        """Take in what passes without drafts take soon after those with drafts: the curve's time belongs to these.
+
+        Whatever other programs add to a time, they are never taken to be slower than those with drafts, and to be
+        slower than before only little by little.
+        """
+        ratio = min(max(seconds / (self.passes.at(rows) + attention_s), LEAST_UNDRAFTED), 1.0)
+        more = ratio - self.undrafted
+        self._know(self.undrafted + (SLOWER if more > 0 else FASTER) * more)
+
+    def observe_undrafted(self, rows: int, seconds: float, attention_s: float = 0.0) -> None:
+        """Follow a pass long after the last one with drafts: these would take another time by now as well."""
+        ratio = seconds / ((self.passes.at(rows) + attention_s) * self.undrafted)
+        factor = _moved(SLOWER, [min(max(ratio, LEAST_UNDRAFTED), OUTLIER)])
+        if self._share is None:
+            self._know(min(1.0, factor * self.undrafted))
+        else:
+            self.passes.rescale(factor)
+
+    def _know(self, share: float) -> None:
+        self._one_s, self._share = share * self.passes.at(1), share if self.passes.is_learnt else None
+
+    def observe_rest(self, seconds: float) -> None:
+        """Follow what the rest of a step with drafts took; it counts as at most a pass."""
+        self.rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.rest_s)
+
+    def observe_plain_rest(self, seconds: float) -> None:
+        """Follow what the rest of a step without drafts took."""
+        self.plain_rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.plain_rest_s)

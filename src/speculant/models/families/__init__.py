@@ -1,0 +1,1 @@
+"""The families, one file each: file name = Hugging Face model_type."""

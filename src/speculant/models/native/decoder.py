@@ -1,0 +1,264 @@
+"""A `CausalLM` on the native kernels: each row's result depends only on that row and its context, bit for bit."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVCache, KVStorage
+from speculant.kernels.memory import Arena
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type, address
+from speculant.kernels.native_structs import Draft
+from speculant.kernels.packing import likely_bytes
+from speculant.models.base import (
+    Batch,
+    CausalLM,
+    Chain,
+    Hidden,
+    ModelNeeds,
+    check_embeddings,
+    check_taps,
+    check_tokens,
+)
+from speculant.models.config import DecoderConfig
+from speculant.models.native.chains import ChainRows, Drawn, can_replay
+from speculant.models.native.linears import NativeLinears
+from speculant.models.native.program import Buffers, PackedDecoder, Program, embedding, linear, linear_weights
+from speculant.models.native.scratch import scratch_bytes
+from speculant.models.reference.decoder import spread
+from speculant.models.reference.rotary import Rotary
+from speculant.models.weights.cache import WeightStore
+from speculant.models.weights.reader import WeightReader
+from speculant.models.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from speculant.models.heads import HeadConfig
+
+FEWEST_ROWS, FEWEST_POSITIONS = 16, 256  # capacity at first
+
+
+class Layout(NamedTuple):
+    """The arguments of a program, and the objects that they point to, which must live as long."""
+
+    on: Pass
+    owners: tuple[object, ...]
+
+
+class NativeDecoder:
+    """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
+
+    dtype, float32 or bfloat16, is that of the weights and of the cache. Matrices are rounded to `quantization`.
+    coded: those of bfloat16 are stored in 12 bits a weight, which changes no bit of a result. store: packed matrices.
+    The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
+    """
+
+    needs = ModelNeeds()
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        quantization: Type | None = None,
+        coded: bool = False,
+        store: WeightStore | None = None,
+    ) -> None:
+        type_ = quantization or (Type.BF12 if coded and dtype == torch.bfloat16 else TYPES[dtype])
+        expected = likely_bytes(kernels, type_, linear_weights(config) // config.hidden_size, config.hidden_size)
+        reader = WeightReader(weights, kernels, dtype, Arena(kernels.touch, expected), coded=coded, store=store)
+        packed = PackedDecoder.read(config, reader, quantization)
+        self._begin(packed, dtype, kernels)
+
+    def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
+        """Make the model of packed weights."""
+        config, cpu = packed.config, torch.device("cpu")
+        self.cache_shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, cpu)
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
+        self._rotary = Rotary(config.rope, config.head_dim)
+        self.kernels, self.packed = kernels, packed
+        self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
+        self._head = linear(self.packed.head, None, None)
+        self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64) if config.head_tokens else None
+        self._cosines = self._sines = torch.empty(0)
+        self._drawn: Drawn | None = None  # of the last draft
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass reads."""
+        return self.packed.bytes_per_pass
+
+    def scratch_bytes(self, rows: int, positions: int) -> int:
+        """See `KeepsScratch.scratch_bytes`."""
+        return scratch_bytes(self.packed.config, self.kernels.threads, rows, positions)
+
+    @property
+    def program(self) -> Program:
+        """A pass without taps."""
+        return self._program(())
+
+    def _program(self, taps: tuple[int, ...]) -> Program:
+        """Return the pass with these taps; it is recorded at its first use."""
+        if taps not in self._programs:
+            check_taps(taps, self.num_layers)
+            self._programs[taps] = self._record(taps)
+        return self._programs[taps]
+
+    def _record(self, taps: tuple[int, ...]) -> Program:
+        return Program(self.packed, self._buffers, taps)
+
+    @staticmethod
+    def why_not(config: DecoderConfig) -> str | None:
+        """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
+        group = config.num_heads // config.num_kv_heads
+        if config.head_dim > MOST_DIM or group > MOST_GROUP:
+            return f"heads of {config.head_dim} in groups of {group} are too large for them"
+        return None
+
+    def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
+        """See `HeadHost.attach`."""
+        from speculant.models.native.head import NativeHead
+
+        return NativeHead(config, weights, self)
+
+    def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> NativeLinears:
+        """See `LinearHost.linears`."""
+        return NativeLinears(self.kernels, TYPES[self.cache_shape.dtype], matrices, biases)
+
+    def truncated(self, num_layers: int) -> NativeDecoder:
+        """See `Truncatable.truncated`."""
+        whole, model = self.packed, NativeDecoder.__new__(NativeDecoder)
+        config = replace(whole.config, num_layers=num_layers, windows=whole.config.windows[:num_layers])
+        model._begin(
+            replace(whole, config=config, layers=whole.layers[:num_layers]), self.cache_shape.dtype, self.kernels
+        )
+        return model
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`; float32."""
+        check_tokens(tokens, self.vocab_size)
+        tokens, out = tokens.long().contiguous(), torch.empty(len(tokens), self.hidden_size)
+        ops = (Op * 1)(embedding(self.packed.table, out))
+        self.kernels.run(ops, Pass(rows=len(tokens), tokens=tokens.data_ptr()))
+        return out
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; hidden states are float32."""
+        layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
+        program = self._program(tuple(taps))
+        tapped = program.next_taps(rows)
+        self.kernels.run(program.ops, layout.on)
+        return Hidden(program.hidden[:rows].clone(), tapped)
+
+    def layout(self, batch: Batch, storage: KVStorage) -> Layout:
+        """Return the arguments of the program for a batch."""
+        segments, parents, end = _segments(batch)
+        on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
+        on.tokens, on.positions = batch.tokens.data_ptr(), batch.positions.data_ptr()
+        on.slots = batch.slot_mapping.data_ptr()
+        on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
+        inputs = self._inputs(batch)
+        on.inputs = address(inputs[0]) if inputs else None
+        return Layout(on, (batch, segments, parents, inputs))
+
+    def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
+        """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
+        if batch.embeddings is None:
+            return None
+        check_embeddings(batch, self.hidden_size)
+        embeddings, pointers = batch.embeddings.float().contiguous(), array("Q", bytes(8 * len(batch.tokens)))
+        for row, vector in zip(batch.embedded_rows.tolist(), embeddings, strict=True):
+            pointers[row] = vector.data_ptr()
+        return pointers, embeddings
+
+    def _pass(self, storage: KVStorage, block_size: int, rows: int, end: int) -> Pass:
+        """Make a pass over a storage with buffers for `rows` rows and angles for positions below `end`."""
+        if rows > self._buffers.room:
+            self._buffers, self._programs = Buffers(self.packed.config, _next_power(rows)), {}
+        if end > self._cosines.shape[0]:
+            cosines, sines = self._rotary.angles(torch.arange(_next_power(end)), torch.float32)
+            half = cosines.shape[-1] // 2
+            self._cosines, self._sines = cosines[:, 0, :half].contiguous(), sines[:, 0, :half].contiguous()
+        layer = storage.layer(0)
+        keys, values = layer[0].data_ptr(), layer[1].data_ptr()
+        return Pass(
+            rows=rows,
+            block=block_size,
+            cosines=self._cosines.data_ptr(),
+            sines=self._sines.data_ptr(),
+            keys=keys,
+            values=values,
+            layer_stride=2 * (values - keys),  # order: keys and values of a layer, then those of the next
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`; float32. Raises ValueError for rows of another width."""
+        if hidden.shape[1:] != (self.hidden_size,):
+            raise ValueError(f"hidden states are {list(hidden.shape)}, and the model's are [r, {self.hidden_size}]")
+        hidden = hidden.float().contiguous()  # copies nothing if it is both already
+        rows, ops = hidden.shape[0], (Op * 1)(self._head)
+        out = self.kernels.scratch.empty(rows, self._head.n, dtype=torch.float32)
+        ops[0].source, ops[0].out = hidden.data_ptr(), out.data_ptr()
+        self.kernels.run(ops, Pass(rows=rows))
+        return out if self._head_tokens is None else spread(out, self._head_tokens, self.vocab_size)
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: all chains that can be replayed are drawn in one call."""
+        replayed = [chain for chain in chains if can_replay(chain)]
+        if replayed:
+            self._replay(replayed, cache, vocab_size)
+        return [chain for chain in chains if not can_replay(chain)] if len(replayed) < len(chains) else ()
+
+    def _replay(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
+        chains = sorted(chains, key=_by_limit)
+        rows = ChainRows(chains, self.vocab_size, cache)
+        on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
+        rows.point(on)
+        drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
+        if drawing:
+            drawn = self._drawn
+            if drawn is None or not drawn.serves(drawing, vocab_size):
+                drawn = self._drawn = Drawn(drawing, vocab_size)
+                drawn.call.num_logits = self.vocab_size
+                drawn.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
+            drawn.prepare(drawing, self.kernels.scratch)
+            self._enter(chains, drawn.call)
+            self.kernels.draft(self.program.ops, self._head, on, drawn.call)
+            drawn.write_to(drawing)
+        else:
+            self._enter(chains, None)
+            self.kernels.run(self.program.ops, on)
+
+    def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
+        """Pass in what rows take in beside tokens; here that is nothing. draft: the draws that follow, if any."""
+
+
+def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
+    """Return the fields of the segments (csrc/speculant.h), the parents, and the length of the longest sequence.
+
+    The fields point to the batch's block tables.
+    """
+    fields, parents, first, end = list[int](), list[int](), 0, 0
+    for segment in batch.segments:
+        _, start, chain, table, own = segment
+        rows, tree = chain, -1
+        if own and not segment.is_chain:
+            chain, tree = segment.num_committed, len(parents)
+            parents += own
+        fields += (first, rows, start, chain, tree, address(table))
+        first, end = first + rows, max(end, start + rows)
+    return array("q", fields), array("q", parents), end
+
+
+def _by_limit(chain: Chain) -> int:
+    return -chain.limit
+
+
+def _next_power(n: int) -> int:
+    return max(FEWEST_POSITIONS, 1 << (n - 1).bit_length())

@@ -1,0 +1,177 @@
+"""A head with layers of its own (models/heads.py) on the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.cache.base import CacheShape, KVStorage
+from speculant.kernels.memory import Arena
+from speculant.kernels.native import TYPES, Flag, Op, Weight
+from speculant.kernels.native_structs import Draft
+from speculant.models.base import Batch, Chain, Hidden
+from speculant.models.heads import Entry, HeadConfig, head_cache_shape
+from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, Program, copying, embedding, linear
+from speculant.models.weights.reader import WeightReader
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
+
+_QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+
+
+@dataclass(frozen=True)
+class Half:
+    """A source in which the matrices `double`, which multiply [e; h], have the columns of one of the two only.
+
+    index: 0 = e, 1 = h.
+    """
+
+    source: WeightSource
+    double: frozenset[str]
+    index: int
+
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`."""
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        shape = self.source.shape(name)
+        return (shape[0], shape[1] // 2) if name in self.double else shape
+
+    def read(self, name: str) -> Tensor | QuantizedBlocks:
+        """See `WeightSource.read`."""
+        if name not in self.double:
+            return self.source.read(name)
+        return read_plain(self.source, name).chunk(2, dim=1)[self.index]
+
+
+def _double(config: HeadConfig) -> frozenset[str]:
+    names = ["fc.weight"] if _by_input(config) else [f"layers.0.self_attn.{name}" for name in _QUERIES]
+    return frozenset(names)
+
+
+@dataclass(frozen=True)
+class PackedHead:
+    """All weights of a head. `layers` and the first layer's part for e are in `decoder`.
+
+    hidden: the matrix that multiplies h. With INPUT, `embedded` multiplies e, with a bias or none; with ATTENTION the
+    first layer's own matrix does, and `hidden_norm` is the norm of h.
+    """
+
+    config: HeadConfig
+    decoder: PackedDecoder
+    hidden: Weight
+    embedded: Weight | None = None
+    bias: Tensor | None = None
+    hidden_norm: Tensor | None = None
+
+    @classmethod
+    def read(cls, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> PackedHead:
+        """Read and pack a head's weights; table and output head are the target's unless it has its own."""
+        host, kernels, dtype = target.packed, target.kernels, target.cache_shape.dtype
+        type_, own, arena = TYPES[dtype], config.decoder, Arena(kernels.touch)
+        of_e, of_h = (WeightReader(Half(weights, _double(config), index), kernels, dtype, arena) for index in (0, 1))
+        decoder = PackedDecoder(
+            config=own,
+            cache_type=type_,
+            table=of_e.matrix(type_, "embed_tokens") if config.own_table else host.table,
+            head=of_e.matrix(type_, "lm_head.weight") if config.own_head else host.head,
+            norm=torch.empty(0) if config.entry is Entry.INPUT else of_e.vector("norm.weight"),
+            layers=[PackedLayer.read(of_e.inside(f"layers.{i}."), type_) for i in range(own.num_layers)],
+        )
+        if _by_input(config):
+            bias = of_e.vector("fc.bias") if config.fc_bias else None
+            return cls(config, decoder, of_h.matrix(type_, "fc.weight"), of_e.matrix(type_, "fc.weight"), bias)
+        hidden = of_h.inside("layers.0.self_attn.").matrix(type_, *_QUERIES)
+        return cls(config, decoder, hidden, hidden_norm=of_e.vector("hidden_norm.weight"))
+
+
+def _by_input(config: HeadConfig) -> bool:
+    return config.entry is Entry.INPUT
+
+
+class HeadProgram(Program):
+    """A recorded pass of a head. `states` [room, hidden] takes the rows' hidden states before it runs.
+
+    `last` [room, hidden] is what the output head reads, `carried` what goes on to the next rows.
+    """
+
+    def __init__(self, weights: PackedHead, buffers: Buffers) -> None:
+        self._head = weights
+        self.states = torch.empty_like(buffers.x)
+        super().__init__(weights.decoder, buffers)
+        config = weights.config
+        self.hidden = buffers.x if _by_input(config) else buffers.y
+        self.carried = self.hidden if config.norm_output else buffers.x
+
+    def _record(self) -> Iterator[Op]:
+        decoder, buffers = self._head.decoder, self._buffers
+        yield from self._enter_by_input() if _by_input(self._head.config) else self._enter_by_attention()
+        yield from self._behind_queries(0, decoder.layers[0])
+        for index, layer in enumerate(decoder.layers[1:], 1):
+            yield from self._layer(index, layer)
+        if not _by_input(self._head.config):
+            yield self._norm(decoder.norm, buffers.x, buffers.y)
+
+    def _enter_by_input(self) -> Iterator[Op]:
+        head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
+        assert head.embedded is not None
+        yield embedding(head.decoder.table, buffers.y)
+        yield linear(head.embedded, buffers.y, buffers.x, head.bias)
+        yield linear(head.hidden, self.states, buffers.x, flags=Flag.ADD)
+        yield linear(first.qkv, buffers.x, buffers.qkv, first.qkv_bias)
+
+    def _enter_by_attention(self) -> Iterator[Op]:
+        head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
+        assert head.hidden_norm is not None
+        assert first.input_norm is not None
+        yield embedding(head.decoder.table, buffers.x)
+        yield self._norm(first.input_norm, buffers.x, buffers.y)
+        yield linear(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)
+        normed = head.config.norm_before_residual
+        yield self._norm(head.hidden_norm, self.states, buffers.y, None if normed else buffers.x)
+        yield linear(head.hidden, buffers.y, buffers.qkv, flags=Flag.ADD)
+        if normed:
+            yield copying(buffers.y, buffers.x)
+
+
+class NativeHead(NativeDecoder):
+    """A head on the native kernels of its target, whose batches and chains have hidden states."""
+
+    def __init__(self, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> None:
+        self._packed = PackedHead.read(config, weights, target)
+        shape: CacheShape = head_cache_shape(config, target)
+        self._begin(self._packed.decoder, shape.dtype, target.kernels)
+
+    def _record(self, taps: tuple[int, ...]) -> HeadProgram:
+        return HeadProgram(self._packed, self._buffers)
+
+    @property
+    def program(self) -> HeadProgram:
+        """The pass."""
+        made = self._program(())
+        assert isinstance(made, HeadProgram)
+        return made
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; there are no taps."""
+        assert batch.hidden is not None, "a head takes in a hidden state for each row"
+        layout, rows = self.layout(batch, storage), len(batch.tokens)
+        program = self.program
+        program.states[:rows] = batch.hidden
+        self.kernels.run(program.ops, layout.on)
+        return Hidden(program.hidden[:rows].clone(), carried=program.carried[:rows].clone())
+
+    def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
+        program, first = self.program, 0
+        for chain in chains:
+            assert chain.hidden is not None, "a head takes in a hidden state for each row"
+            program.states[first : first + len(chain.hidden)] = chain.hidden
+            first += len(chain.hidden)
+        if draft is not None:
+            draft.carried, draft.states = program.carried.data_ptr(), program.states.data_ptr()
+            draft.state_size = self.hidden_size

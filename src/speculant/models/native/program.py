@@ -1,0 +1,238 @@
+"""A decoder's pass as a program for the native kernels: recorded once over fixed buffers, replayed in one call.
+
+x      the residual stream               [T, hidden]
+y      x after a norm                    [T, hidden]
+qkv    queries, keys and values          [T, (heads + 2 kv_heads) head_dim]
+heads  the output of attention           [T, heads head_dim]
+gated  silu(gate) * up                   [T, intermediate]
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculant.kernels.native import TYPES, Code, Flag, Op, Type, Weight
+from speculant.models.config import DecoderConfig
+from speculant.models.weights.reader import WeightReader
+from speculant.types import LayerStates
+
+FLOAT_BYTES = 4
+TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """The weights of one layer. Vectors are float32; None = the family does not have this one."""
+
+    input_norm: Tensor | None
+    qkv: Weight
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Weight
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+
+    @classmethod
+    def read(cls, layer: WeightReader, type_: Type) -> PackedLayer:
+        """Read and pack a layer's weights."""
+        attention, mlp = layer.inside("self_attn."), layer.inside("mlp.")
+        return cls(
+            input_norm=layer.optional("input_layernorm.weight"),
+            qkv=attention.matrix(type_, "q_proj.weight", "k_proj.weight", "v_proj.weight"),
+            qkv_bias=attention.optional("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+            query_norm=attention.optional("q_norm.weight"),
+            key_norm=attention.optional("k_norm.weight"),
+            out=attention.matrix(type_, "o_proj.weight"),
+            out_bias=attention.optional("o_proj.bias"),
+            mlp_norm=layer.vector("post_attention_layernorm.weight"),
+            gate_up=mlp.interleaved(type_, "gate_proj.weight", "up_proj.weight"),
+            gate_up_bias=mlp.optional("gate_proj.bias", "up_proj.bias"),
+            down=mlp.matrix(type_, "down_proj.weight"),
+            down_bias=mlp.optional("down_proj.bias"),
+        )
+
+
+@dataclass(frozen=True)
+class PackedDecoder:
+    """All weights of a decoder. The embedding table is never quantised."""
+
+    config: DecoderConfig
+    cache_type: Type
+    table: Weight
+    head: Weight
+    norm: Tensor
+    layers: list[PackedLayer]
+
+    @classmethod
+    def read(cls, config: DecoderConfig, weights: WeightReader, quantization: Type | None) -> PackedDecoder:
+        """Read and pack a decoder's weights, one tensor at a time."""
+        plain = TYPES[weights.dtype]
+        type_ = plain if quantization is None else quantization
+        embedding = "model.embed_tokens.weight"
+        table = weights.matrix(plain, embedding)
+        tied = config.tie_embeddings
+        head = table if tied and type_ == plain else weights.matrix(type_, embedding if tied else "lm_head.weight")
+        norm = weights.vector("model.norm.weight")
+        layers = [PackedLayer.read(weights.inside(f"model.layers.{i}."), type_) for i in range(config.num_layers)]
+        return cls(config, plain, table, head, norm, layers)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """How many bytes of weights a pass of any size reads, padding included: a lower bound of its time."""
+        matrices = [weight for layer in self.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return sum(weight.memory.numel() for weight in [*matrices, self.head])
+
+
+class Buffers:
+    """The activations of a pass of up to `room` rows."""
+
+    def __init__(self, config: DecoderConfig, room: int) -> None:
+        self.room = room
+        self.x, self.y = torch.empty(room, config.hidden_size), torch.empty(room, config.hidden_size)
+        self.qkv = torch.empty(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        self.heads = torch.empty(room, config.num_heads * config.head_dim)
+        self.gated = torch.empty(room, config.intermediate_size)
+
+
+class TapMemory:
+    """Memory for the states of `layers` layers, which passes fill row after row.
+
+    One allocation serves many passes of few rows. It lives as long as any `LayerStates` of it.
+    """
+
+    def __init__(self, layers: int, width: int) -> None:
+        self._layers, self._width = layers, width
+        self._memory, self._first_bytes = torch.empty(layers, 0, width), list[int]()
+        self._used = 0
+
+    def take(self, rows: int) -> tuple[LayerStates, list[int]]:
+        """Return the next rows, float32 [rows, width] of each layer, and the address of each layer's first one."""
+        if self._used + rows > self._memory.shape[1]:
+            room = max(rows, TAPPED_ROWS)
+            self._memory, self._used = torch.empty(self._layers, room, self._width, dtype=torch.float32), 0
+            first = self._memory.data_ptr()
+            self._first_bytes = [first + FLOAT_BYTES * layer * room * self._width for layer in range(self._layers)]
+        first, offset = self._used, FLOAT_BYTES * self._used * self._width
+        self._used += rows
+        return LayerStates(self._memory, first, self._used), [address + offset for address in self._first_bytes]
+
+
+class Program:
+    """A recorded pass. Programs share the buffers, which hold one pass at a time.
+
+    The result is in `hidden` [room, hidden]. The input of each of `layers` (the number of layers = the output of the
+    last one) is copied to memory that `next_taps` takes, which must be called before each pass.
+    """
+
+    def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
+        self.hidden = buffers.y
+        self._weights, self._buffers, self._layers = weights, buffers, layers
+        recorded = list(self._record())
+        self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
+        tapped = [op for op in self.ops if op.copy == buffers.y.data_ptr()]  # until `next_taps` says where
+        found = dict(zip(sorted(set(layers)), tapped, strict=True))
+        distinct = list(dict.fromkeys(layers))
+        self._taps = [found[layer] for layer in distinct]
+        self._places = None if len(distinct) == len(layers) else [distinct.index(layer) for layer in layers]
+        self._tap_memory = TapMemory(len(distinct), weights.config.hidden_size)
+
+    def next_taps(self, rows: int) -> Sequence[Tensor]:
+        """Return where the next pass of `rows` rows writes the input of each of `layers`, float32 [rows, hidden] each.
+
+        No row is written twice.
+        """
+        if not self._taps:
+            return ()
+        states, addresses = self._tap_memory.take(rows)
+        for op, address in zip(self._taps, addresses, strict=True):
+            op.copy = address
+        return states if self._places is None else tuple([states[place] for place in self._places])
+
+    def _record(self) -> Iterator[Op]:
+        weights, buffers = self._weights, self._buffers
+        yield embedding(weights.table, buffers.x)
+        for index, layer in enumerate(weights.layers):
+            yield from self._layer(index, layer)
+        yield self._tapped_norm(len(weights.layers), weights.norm)
+
+    def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        buffers = self._buffers
+        assert layer.input_norm is not None, "the layer has no input norm"
+        yield self._tapped_norm(index, layer.input_norm)
+        yield linear(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
+        yield from self._behind_queries(index, layer)
+
+    def _behind_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        """Yield the rest of a layer, once queries, keys and values are there."""
+        buffers = self._buffers
+        x, window = buffers.x, self._weights.config.windows[index] or 0
+        yield self._attention(Code.ROTATE, index, scale=layer.query_norm, bias=layer.key_norm)
+        yield self._attention(Code.ATTEND, index, out=buffers.heads, window=window)
+        yield linear(layer.out, buffers.heads, x, layer.out_bias, Flag.ADD)
+        yield self._norm(layer.mlp_norm, x, buffers.y)
+        yield linear(layer.gate_up, buffers.y, buffers.gated, layer.gate_up_bias, Flag.SILU)
+        yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
+
+    def _tapped_norm(self, layer: int, scale: Tensor) -> Op:
+        """Return the norm of a layer's input; if it is tapped, `next_taps` says where it is copied to."""
+        buffers = self._buffers
+        return self._norm(scale, buffers.x, buffers.y, buffers.y if layer in self._layers else None)
+
+    def _norm(self, scale: Tensor, source: Tensor, out: Tensor, copy: Tensor | None = None) -> Op:
+        config = self._weights.config
+        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=source, out=out, copy=copy, eps=config.norm_eps)
+
+    def _attention(self, code: Code, layer: int, **fields: Tensor | int | None) -> Op:
+        config = self._weights.config
+        return _op(
+            code, self._weights.cache_type, layer=layer, source=self._buffers.qkv,
+            heads=config.num_heads, kv_heads=config.num_kv_heads, dim=config.head_dim,
+            eps=config.norm_eps, factor=config.head_dim**-0.5, **fields,
+        )  # fmt: skip
+
+
+def linear_weights(config: DecoderConfig) -> int:
+    """Return how many weights of matrices a pass of a decoder reads."""
+    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+    layer = 2 * inner + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
+    return hidden * (config.num_layers * layer + config.vocab_size)
+
+
+def embedding(table: Weight, out: Tensor) -> Op:
+    """Return the operation that looks tokens up in a table packed from [vocabulary, hidden]."""
+    return _op(Code.EMBED, table.type, n=table.k, k=table.n, weight=table, out=out)
+
+
+def copying(source: Tensor, out: Tensor) -> Op:
+    """Return the operation out = source, of the same width."""
+    return _op(Code.COPY, n=source.shape[1], source=source, out=out)
+
+
+def linear(
+    weight: Weight, source: Tensor | None, out: Tensor | None, bias: Tensor | None = None, flags: Flag = Flag.NONE
+) -> Op:
+    """Return the operation out (+)= source weight^T + bias."""
+    return _op(
+        Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias, flags=flags
+    )
+
+
+def _op(code: Code, type_: Type = Type.F32, **fields: Tensor | Weight | float | None) -> Op:
+    values = {name: _address(value) for name, value in fields.items() if value is not None}
+    return Op(code=code, type=type_, **values)
+
+
+def _address(value: Tensor | Weight | float) -> float:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.address if isinstance(value, Weight) else value

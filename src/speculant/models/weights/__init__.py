@@ -1,0 +1,1 @@
+"""Weights: found, checked, read, packed and kept."""

@@ -1,0 +1,192 @@
+"""The start cache: packed weights on disk, so that the next start maps them instead of packing the checkpoint again.
+
+A file is written to a temporary name and renamed when all of it is on the disk. Its writer holds a lock; a temporary
+file without one was left by a process that died. Nothing here fails a start: what can't be read is packed again, and
+what can't be written is left out, which a warning says once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from speculant import __version__
+from speculant.kernels.native import Kernels, Type, Weight, library_path
+from speculant.models import background
+from speculant.models.weights.file import DamagedFileError, map_weights, write_weights
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # of files, and of what packing makes of a checkpoint
+SUFFIX, TEMPORARY = ".weights", ".part"
+LIMIT_BYTES = 16 * 2**30  # of all files; the newest one stays, whatever its size
+LEAST_BYTES = 64 * 2**20  # a smaller model is packed in no time
+FREE_BYTES = 2**30  # that are left on the disk
+THREAD = "speculant-weight-cache"
+MAPPED, PACKED, KEPT = "mapped from the cache", "packed", "packed, and written to the cache"
+
+
+@dataclass(frozen=True)
+class WeightCache:
+    """A folder of packed weights, for one instruction set."""
+
+    folder: Path
+    kernels: Kernels
+
+    def path(self, facts: Sequence[str]) -> Path:
+        """Return where the weights of a model are, if they are there."""
+        return self.folder / (hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32] + SUFFIX)
+
+    def find(self, facts: Sequence[str]) -> dict[str, Weight] | None:
+        """Return the weights that were made of this, mapped; None if there are none. A damaged file is deleted."""
+        path = self.path(facts)
+        try:
+            _remove_abandoned(self.folder)
+            found = map_weights(path, facts, self.kernels)
+            os.utime(path)  # used now: others go first
+        except FileNotFoundError:
+            return None
+        except DamagedFileError as error:
+            logger.warning("%s is not used, and its weights are packed again: %s", path, error)
+            with suppress(OSError):
+                path.unlink()
+            return None
+        except (OSError, ValueError) as error:
+            say_once(f"cached weights in {self.folder} can't be read, and the start goes on without them: {error}")
+            return None
+        return found
+
+    def keep(self, facts: Sequence[str], weights: Mapping[str, Weight]) -> None:
+        """Write weights to the disk, and delete those that were used longest ago if there are too many."""
+        size = sum(len(weight.memory) for weight in weights.values())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(self.folder).free) < size + FREE_BYTES:
+                say_once(f"weights are not kept in {self.folder}: {free / 2**30:.1f} GiB are free there")
+                return
+            with _temporary(self.folder) as (file, made):
+                write_weights(file, facts, weights, replace(self.kernels, threads=1))
+                file.flush()
+                os.fsync(file.fileno())
+                made.replace(self.path(facts))
+            _drop_oldest(self.folder, self.path(facts))
+        except OSError as error:
+            say_once(f"weights can't be kept in {self.folder}, and each start packs them: {error}")
+
+
+@dataclass
+class WeightStore:
+    """The packed weights of one model: those that the cache has, and those that were packed."""
+
+    cache: WeightCache
+    facts: Sequence[str]
+    mapped: dict[str, Weight] = field(init=False)
+    made: dict[str, Weight] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = [f"format {FORMAT}", f"user {os.geteuid()}", __version__, _library_digest(), self.cache.kernels.isa]
+        self.facts = [*own, *self.facts]
+        self.mapped = self.cache.find(self.facts) or {}
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of the model lies in mapped memory, which the system counts as free."""
+        return sum(len(weight.memory) for weight in self.mapped.values())
+
+    def get(self, name: str, type_: Type, n: int, k: int) -> Weight | None:
+        """Return a matrix of the cache; None = it has to be packed."""
+        found = self.mapped.get(name)
+        return found if found is not None and (found.type, found.n, found.k) == (type_, n, k) else None
+
+    def add(self, name: str, weight: Weight) -> Weight:
+        """Take in a matrix that was packed, and return it."""
+        self.made[name] = weight
+        return weight
+
+    def keep(self) -> str:
+        """Write what was packed, in a thread. Returns where the weights are from."""
+        if not self.made:
+            return MAPPED
+        weights, self.made = {**self.mapped, **self.made}, {}
+        if sum(len(weight.memory) for weight in weights.values()) < LEAST_BYTES:
+            return PACKED
+        background.start(threading.Thread(target=self._keep, args=(weights,), name=THREAD))
+        return KEPT
+
+    def _keep(self, weights: Mapping[str, Weight]) -> None:
+        if sys.platform == "linux":
+            with suppress(OSError):  # of this thread alone: the model is running
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        started = time.perf_counter()
+        self.cache.keep(self.facts, weights)
+        logger.info("kept packed weights in %s in %.1f s", self.cache.folder, time.perf_counter() - started)
+
+
+def cache_files(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Return the files of a cache, the one that was used longest ago first."""
+    found = []
+    for path in folder.glob("*" + SUFFIX):
+        with suppress(OSError):
+            found.append((path, path.stat()))
+    return sorted(found, key=lambda each: each[1].st_mtime_ns)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a warning the first time."""
+    logger.warning("%s", text)
+
+
+@functools.cache
+def _library_digest() -> str:
+    """Return what identifies the code that packs weights."""
+    path = library_path()
+    return hashlib.blake2b(path.read_bytes() if path else b"", digest_size=16).hexdigest()
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a locked new file, and its name; the file is deleted unless the block renames it."""
+    while True:
+        number, name = tempfile.mkstemp(TEMPORARY, dir=folder)
+        with open(number, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not os.fstat(number).st_nlink:  # another process took it for an abandoned one
+                continue
+            try:
+                yield file, Path(name)
+            finally:
+                with suppress(OSError):
+                    os.unlink(name)
+            return
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete the temporary files of processes that died."""
+    for path in folder.glob("*" + TEMPORARY):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
+            path.unlink()
+
+
+def _drop_oldest(folder: Path, newest: Path) -> None:
+    files = [each for each in cache_files(folder) if each[0] != newest]
+    over = sum(status.st_size for _, status in files) + newest.stat().st_size - LIMIT_BYTES
+    for path, status in files:
+        if over <= 0:
+            break
+        path.unlink(missing_ok=True)
+        over -= status.st_size

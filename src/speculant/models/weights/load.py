@@ -1,0 +1,238 @@
+"""Loads a model from a checkpoint in Hugging Face format. Config and headers are checked before tensors are read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speculant import plugins
+from speculant.errors import ConfigError, suggest
+from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
+from speculant.models.base import CausalLM, check_needs
+from speculant.models.config import DecoderConfig
+from speculant.models.generation import read_end_tokens, read_generation, read_sampling
+from speculant.models.reference.decoder import Decoder
+from speculant.models.source import read_json, resolve_source
+from speculant.models.vocabulary import DraftVocabulary
+from speculant.models.weights.formats import check_unquantised, unknown_family
+from speculant.models.weights.source import CheckedWeights, ShortHead, WeightSource
+from speculant.models.weights.tensors import Stamp, TensorFiles, check_layers, check_tensors
+from speculant.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_FAMILIES = "speculant.models"
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED = {**_DTYPES, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that is ready to run, and the metadata of its folder."""
+
+    model: CausalLM  # in eval mode, without gradients
+    config: dict[str, Any]  # config.json as it is
+    folder: Path
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]  # empty when the checkpoint names none
+    generation: dict[str, Any]  # generation_config.json as it is; empty when there is none
+    sampling: SamplingParams  # what generation_config.json recommends
+    name: str
+    kernels: str  # the backend's name and facts, and why other backends were not chosen
+    backend: Backend  # computes the model
+    source: str = ""  # where packed weights are from, if that can differ
+    mapped_bytes: int = 0  # of the model, which the system counts as free memory
+
+    @property
+    def packing(self) -> Packing:
+        """How the weights are stored, and why."""
+        return packing_of(self.backend)
+
+
+def load_model(
+    source: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    *,
+    role: str = "target",
+    revision: str | None = None,
+    download_dir: str | None = None,
+    kernels: str = "reference",
+    quantization: str | None = None,
+    head_tokens: tuple[int, ...] = (),
+    vocabulary: DraftVocabulary | None = None,
+    weight_packing: str = AUTO,
+    weight_cache: Path | None = None,
+) -> Checkpoint:
+    """Load a checkpoint from a folder, a Hugging Face id or "demo" (of which `role` selects one).
+
+    revision, download_dir: see `resolve_source`.
+    kernels names a backend, such as reference or native; auto takes the best one that can compute the model.
+    quantization is the type that weights are rounded to (int8 or int4 with the native kernels), or None. head_tokens:
+    the tokens that have a logit, in ascending order; () = all. vocabulary: that of the target that the model drafts
+    for, where it differs; None = the model's own. weight_packing: how weights are stored, plain or 12bit; auto = the
+    faster way on this machine, which is timed for a large model. weight_cache: the folder in which packed weights are
+    kept between starts; None = none.
+
+    dtype "auto" takes the checkpoint's type; float16 becomes float32, which holds the same numbers. device is
+    "cpu" or "cuda", which may have an index. Code and pickles of a checkpoint are never run. Raises ModelError
+    for a checkpoint that can't be used, ConfigError for a wrong dtype or device, or a backend that can't
+    compute the model.
+    """
+    started = time.perf_counter()
+    _check_dtype(dtype)
+    place = _read_device(device)
+    folder = resolve_source(source, role, revision, download_dir)
+    config = read_json(folder / "config.json")
+    _check_family(config)
+    tensors = TensorFiles.open(folder)
+    check_layers(tensors, config)  # before anything is allocated per layer
+    decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
+    _warn_of_dynamic_rope(decoder)
+    shapes = tensor_shapes(decoder)
+    check_tensors(tensors, shapes)
+    generation = read_generation(folder)
+    ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
+    chosen = _choose_dtype(dtype, config, tensors)
+    backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
+    weights = CheckedWeights(tensors, shapes.keys())
+    decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
+    facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
+    kept = KeptWeights.of(weight_cache, backend, tensors, facts)
+    model = kept.backend.load(decoder, own, chosen, place, quantization)
+    weights.check(backend.name)
+    check_needs(model.needs)
+    name, seconds = _name(source, role, folder), time.perf_counter() - started
+    logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
+    made = kept.keep()
+    logger.info("%s %s: weights are stored %s%s", role, name, packing_of(backend), made and f", {made}")
+    return Checkpoint(
+        model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes
+    )
+
+
+def _fitted(
+    decoder: DecoderConfig, weights: WeightSource, head_tokens: tuple[int, ...], vocabulary: DraftVocabulary | None
+) -> tuple[DecoderConfig, WeightSource]:
+    """Return a model and its weights with logits for some tokens alone, by the target's ids; see `load_model`."""
+    if vocabulary is None:
+        return with_short_head(decoder, weights, head_tokens)
+    drawn = vocabulary.drawable(decoder.vocab_size, head_tokens)
+    return vocabulary.fit(*with_short_head(decoder, weights, drawn))
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """The backend that loads a model, and the files that its packed weights are made of, which may be kept."""
+
+    backend: Backend
+    tensors: TensorFiles
+    stamps: Sequence[Stamp] = ()
+    started: float = 0.0
+
+    @classmethod
+    def of(cls, folder: Path | None, backend: Backend, tensors: TensorFiles, facts: Sequence[str]) -> KeptWeights:
+        """Prepare the loading of a model. folder: None = its weights are not kept."""
+        if folder is None or not isinstance(backend, StoresWeights):
+            return cls(backend, tensors)
+        started, stamps = time.time(), tensors.stamps()
+        facts = [packing_of(backend).name, *facts, *map(str, stamps)]
+        return cls(backend.with_store(folder, facts), tensors, stamps, started)
+
+    @property
+    def _store(self) -> Store | None:
+        return self.backend.store if self.stamps and isinstance(self.backend, StoresWeights) else None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of the model lies in mapped memory."""
+        return self._store.mapped_bytes if self._store else 0
+
+    def keep(self) -> str:
+        """Keep what was packed unless the files may have changed meanwhile. Returns where the weights are from."""
+        settled = all(stamp.is_before(self.started) for stamp in self.stamps)
+        if self._store is None:
+            return ""
+        return self._store.keep() if settled and self.tensors.stamps() == self.stamps else "packed"
+
+
+def with_short_head(
+    config: DecoderConfig, weights: WeightSource, tokens: tuple[int, ...]
+) -> tuple[DecoderConfig, WeightSource]:
+    """Return the config and the weights of a model whose head has the rows of these tokens only; () = all.
+
+    Raises ConfigError for a token that the model does not have.
+    """
+    if not tokens:
+        return config, weights
+    if not 0 <= tokens[0] <= tokens[-1] < config.vocab_size:
+        raise ConfigError(
+            f"head_tokens has the tokens {tokens[0]} to {tokens[-1]} and the draft model has {config.vocab_size}",
+            "make the file with this model's tokenizer.",
+        )
+    stored = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    return replace(config, tie_embeddings=False, head_tokens=tokens), ShortHead(weights, tokens, stored)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("auto", *_DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not supported", suggest(dtype, ("auto", *_DTYPES)))
+
+
+def _read_device(device: str) -> torch.device:
+    """Return the device that a name stands for. Raises ConfigError if models can't run on it, or it does not exist."""
+    hit = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", str(device))
+    if not hit:
+        raise ConfigError(f"device {device!r} is unknown", "use 'cpu', 'cuda', or 'cuda:1' for the second CUDA device.")
+    there = torch.cuda.device_count() if hit[1] == "cuda" else 1
+    if int(hit[2] or 0) >= there:
+        raise ConfigError(
+            f"device {device!r} was asked for but torch sees {there} devices of this kind",
+            "use device='cpu'" + (f", or an index below {there}." if there else "."),
+        )
+    return torch.device(device)
+
+
+def _check_family(config: Mapping[str, Any]) -> None:
+    if config.get("model_type") not in (known := plugins.names(_FAMILIES)):
+        raise unknown_family(config, known)
+    check_unquantised(config)
+
+
+def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
+    """Say that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
+    if config.rope.kind == "dynamic":
+        logger.warning(
+            "config.json asks for dynamic rope scaling, which has no effect here. It begins beyond %d positions, and a"
+            " longer context is refused: the angles would depend on the length of the whole sequence, and keys in the"
+            " cache would keep those of a shorter one.",
+            config.max_positions,
+        )
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that the files must hold; a tied head is not stored."""
+    with torch.device("meta"):  # allocates no memory
+        model = Decoder(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles) -> torch.dtype:
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    stored = _STORED.get(named, tensors.common_dtype())
+    return torch.float32 if stored == torch.float16 else stored
+
+
+def _name(source: str, role: str, folder: Path) -> str:
+    if source == "demo":
+        return f"demo/{role}"
+    return folder.resolve().name if Path(source).expanduser().is_dir() else source

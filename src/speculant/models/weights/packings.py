@@ -1,0 +1,146 @@
+"""Chooses how the native kernels store bfloat16 weights: as they are, or in 12 bits each (csrc/coded.h).
+
+Both hold the same numbers and give the same bits, so the choice is one of speed and memory alone. Reading fewer bytes
+is faster where reading them is what a pass waits for; both are timed, on matrices of the model's depths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from speculant.files import cache_folder, key_of, write_file
+from speculant.kernels.memory import Arena, aligned
+from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
+from speculant.kernels.packing import panel_rows
+from speculant.models.backends.base import CODED, PLAIN, Packing
+from speculant.models.config import DecoderConfig
+from speculant.models.native.program import linear, linear_weights
+
+MIB = 2**20
+LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
+TIMED_BYTES = 64 * MIB  # that are read in turn; more if the caches are large
+MOST_TIMED_BYTES = 512 * MIB
+ROWS = (1, 5, 8)  # of plain decoding, of four drafted tokens, and of several sequences
+LAYER_BYTES = 8 * MIB
+SECONDS = 0.06  # after which no further round of runs begins
+DISTINCT = 8  # panels of random weights; the others repeat them
+LEAST_GAIN = 1.03  # at one row
+LEAST_ELSEWHERE = 0.97
+STEADY = 1.5  # times whose typical ones are more than this many times the best ones are those of a busy machine
+BUSY_KEPT_S = 3600.0  # gains of a busy machine: starts in between find the weights that are packed as they say
+
+Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
+
+
+def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str | None) -> Packing:
+    """Return the faster way to store a model's bfloat16 weights here; takes some tenths of a second the first time."""
+    if quantization is not None:
+        return Packing(PLAIN, f"its linear layers are {quantization}")
+    size = 2 * linear_weights(config)  # bytes
+    if size < LEAST_BYTES:
+        return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
+    depths = sorted({config.hidden_size, config.intermediate_size})
+    return choose(kept_gains(kernels, depths, min(size, timed_bytes())))
+
+
+def kept_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
+    """Return the gains that were measured at an earlier start; else measure and keep them, for a while if unsteady."""
+    facts = ["gains", kernels.isa, str(kernels.threads), str(depths), str(num_bytes)]
+    path = cache_folder("costs") / f"{key_of(facts)}.packing.json"
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        gains = {rows: float(kept["gains"][str(rows)]) for rows in ROWS}
+        is_valid = kept["steady"] or time.time() - path.stat().st_mtime < BUSY_KEPT_S
+        if is_valid and all(0 < gain < math.inf for gain in gains.values()):
+            return gains
+    times = time_packings(kernels, depths, num_bytes)
+    gains = gains_of(times)
+    write_file(path, {"gains": gains, "steady": is_steady(times)})
+    return gains
+
+
+def choose(gains: Mapping[int, float]) -> Packing:
+    """Return the better packing for the speeds of coded weights over plain ones, by rows; 1 must be among them."""
+    pays = gains[1] >= LEAST_GAIN and min(gains.values()) >= LEAST_ELSEWHERE
+    found = ", ".join(f"{gain:.2f} x at {rows} row{'s' if rows > 1 else ''}" for rows, gain in gains.items())
+    return Packing(CODED if pays else PLAIN, f"12 bits are {found} as fast as plain here")
+
+
+def timed_bytes() -> int:
+    """Return how many bytes to read so that the caches do not hold them."""
+    caches = 0
+    with suppress(ValueError, OSError):
+        caches = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    return min(max(TIMED_BYTES, 2 * caches), MOST_TIMED_BYTES)
+
+
+def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
+    """Return the speed of linear layers with coded weights over that with plain ones, by rows."""
+    return gains_of(time_packings(kernels, depths, num_bytes))
+
+
+def gains_of(times: Times) -> dict[int, float]:
+    """Return the gains, by rows, of the best times: other programs may delay most runs, but hardly all of so many."""
+    best = {key: sum(map(min, layers.values())) for key, layers in times.items()}
+    return {rows: best[PLAIN, rows] / best[CODED, rows] for rows in ROWS}
+
+
+def is_steady(times: Times) -> bool:
+    """Whether typical times are near the best ones: other programs were not busy all the time."""
+    ratios = [statistics.median(own) / min(own) for layers in times.values() for own in layers.values()]
+    return statistics.median(ratios) <= STEADY
+
+
+def time_packings(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> Times:
+    """Return the seconds of linear layers in both packings, by rows, of all runs at each depth.
+
+    There are small layers of all depths, with `num_bytes` of plain weights together, so that each is read from memory.
+    """
+    count = max(1, num_bytes // (len(depths) * LAYER_BYTES))
+    plain = [_random_matrix(kernels, depth) for depth in depths]
+    layers = {
+        PLAIN: _copies(kernels, plain, count),
+        CODED: _copies(kernels, [kernels.code(each) for each in plain], count),
+    }
+    x, out = torch.randn(max(ROWS), max(depths)), torch.empty(max(ROWS), max(each.n for each in plain))
+    programs = {name: [(Op * 1)(linear(each, x, out)) for each in own] for name, own in layers.items()}
+    seconds: Times = {(name, rows): {depth: [] for depth in depths} for rows in ROWS for name in layers}
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        for (name, rows), times in seconds.items():
+            for layer, program in zip(layers[name], programs[name], strict=True):
+                started = time.perf_counter()
+                kernels.run(program, Pass(rows=rows))
+                times[layer.k].append(time.perf_counter() - started)
+    return seconds
+
+
+def _random_matrix(kernels: Kernels, depth: int) -> Weight:
+    """Return a packed matrix of about LAYER_BYTES, of random weights whose exponents are those of trained ones."""
+    height = DISTINCT * panel_rows(kernels)
+    generator = torch.Generator().manual_seed(0)
+    distinct = kernels.pack(Type.BF16, torch.randn(height, depth, generator=generator).mul_(0.02).bfloat16()).memory
+    times = max(1, LAYER_BYTES // len(distinct))
+    memory = aligned(times * len(distinct))
+    memory.view(times, -1).copy_(distinct)
+    return Weight(memory, Type.BF16, times * height, depth)
+
+
+def _copies(kernels: Kernels, weights: Sequence[Weight], count: int) -> list[Weight]:
+    """Return copies of weights, each in memory of its own."""
+    arena = Arena(kernels.touch)
+
+    def copy(weight: Weight) -> Weight:
+        size = len(weight.memory)
+        return replace(weight, memory=arena.keep(arena.take(size, size), size).copy_(weight.memory))
+
+    return [copy(weight) for weight in weights for _ in range(count)]

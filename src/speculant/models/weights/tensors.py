@@ -1,0 +1,237 @@
+"""The safetensors files of a checkpoint: found, checked against the model, and read one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from speculant.errors import Converts, ModelError
+from speculant.models.fields import count
+from speculant.models.source import read_json
+from speculant.models.weights.pickles import no_weights
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SHOWN = 5
+TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
+_SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # a file of the folder itself
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The header's entry of one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str  # safetensors' name of the type, such as BF16
+
+
+class Stamp(NamedTuple):
+    """What changes whenever a file's content does. modified and changed are nanoseconds, the latter of any change."""
+
+    path: str
+    size: int
+    inode: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp:
+        """Look at a file, behind links."""
+        path = file.resolve()
+        status = path.stat()
+        return cls(str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+
+    def is_before(self, moment: float) -> bool:
+        """Whether another change since a moment, in seconds, would have given it another time."""
+        return max(self.modified, self.changed) / 1e9 < moment - TICK
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """A `WeightSource`: all tensors of a checkpoint by name. Until `read`, only the headers are read."""
+
+    entries: dict[str, Entry]
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorFiles:
+        """Read the headers of the folder's safetensors files.
+
+        Raises ModelError, also for a tensor that is in two files, or not in the file that the index names.
+        """
+        single, index = folder / _SINGLE, folder / _INDEX
+        if not single.exists() and index.exists():
+            return cls(_read_shards(index), folder)
+        _check_exists(single)
+        return cls(_read_header(single), folder)
+
+    @classmethod
+    def of_file(cls, file: Path) -> TensorFiles:
+        """Read the header of one file. Raises ModelError if it is broken."""
+        return cls(_read_header(file), file.parent)
+
+    def common_dtype(self) -> torch.dtype:
+        """Return the type that most tensors are stored in."""
+        kinds = Counter(entry.kind for entry in self.entries.values())
+        return _DTYPES[kinds.most_common(1)[0][0]]
+
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`; without tables that can be recomputed."""
+        return [name for name in self.entries if not _is_harmless(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        return self.entries[name].shape
+
+    def stamps(self) -> list[Stamp]:
+        """Return the stamps of all files."""
+        return [Stamp.of(file) for file in sorted({entry.file for entry in self.entries.values()})]
+
+    def read(self, name: str) -> Tensor:
+        """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps what was read in memory."""
+        with _open(self.entries[name].file) as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+
+
+def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
+    """Compare the number of layers in the files' headers with config.json's. Raises ModelError if they differ."""
+    hits = (re.match(r"model\.layers\.([0-9]{1,10})\.", name) for name in found.entries if not _is_harmless(name))
+    numbers = {int(hit.group(1)) for hit in hits if hit}
+    layers = count(config, "num_hidden_layers")
+    if len(numbers) != layers or max(numbers) != layers - 1:
+        spanned = f" ({min(numbers)} to {max(numbers)})" if numbers else ""
+        raise ModelError(
+            f"config.json says num_hidden_layers = {layers}, but the weights hold {len(numbers)} layers{spanned}",
+            "use the config.json that belongs to these weights, or download the checkpoint again.",
+        )
+
+
+def check_tensors(found: TensorFiles, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the files with the model that config.json describes. Raises ModelError on any difference."""
+    shapes = {name: entry.shape for name, entry in found.entries.items() if not _is_harmless(name)}
+    if "lm_head.weight" in shapes and "lm_head.weight" not in wanted:
+        _check_tied_head(found)
+        del shapes["lm_head.weight"]
+    _check_names(shapes.keys(), wanted.keys(), found.folder)
+    _check_shapes(shapes, wanted)
+    _check_kinds(found)
+
+
+def _check_exists(single: Path) -> None:
+    """Raise ModelError if the folder has no weights that can be read."""
+    if not single.exists():
+        raise no_weights(single.parent, f"neither {_SINGLE} nor {_INDEX}")
+
+
+def _read_shards(index: Path) -> dict[str, Entry]:
+    """Read the headers of the files that an index lists, and check that it says which tensor is in which file."""
+    weight_map = _read_weight_map(index)
+    headers = [_read_header(index.parent / file) for file in sorted(set(weight_map.values()))]
+    found = [(name, entry) for header in headers for name, entry in header.items() if not _is_harmless(name)]
+    wrong = sorted(name for name, entry in found if weight_map.get(name) != entry.file.name)
+    if wrong:
+        raise ModelError(
+            f"{index.parent} has tensors in files where {_INDEX} does not list them ({_listed(wrong)})",
+            "download the checkpoint again.",
+        )
+    return dict(found)
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor. Raises ModelError if the map is unusable, or a file is missing."""
+    found = read_json(index).get("weight_map")
+    weight_map: dict[str, str] = found if isinstance(found, dict) else {}
+    files: list[object] = [*weight_map.values()]
+    if not files or any(not isinstance(file, str) or not _SHARD.fullmatch(file) for file in files):
+        raise ModelError(f"{index} has no usable weight_map", "download the checkpoint again.")
+    missing = sorted(file for file in set(weight_map.values()) if not (index.parent / file).is_file())
+    if missing:
+        raise ModelError(
+            f"{index.parent} lacks {_listed(missing)}, which {_INDEX} lists", "download the checkpoint again."
+        )
+    return weight_map
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    with _open(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        return {name: Entry(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises ModelError if its header is broken, or if reading it fails in the block."""
+    reading = Converts(ModelError, f"{file} is not a readable safetensors file", "download it again.")
+    with reading, safe_open(file, framework="pt") as opened:
+        yield opened
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether a tensor is a table that older programs stored and that can be recomputed."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _check_tied_head(found: TensorFiles) -> None:
+    tied = ("lm_head.weight", "model.embed_tokens.weight")
+    if found.entries.keys() >= set(tied) and not torch.equal(*(found.read(name) for name in tied)):
+        raise ModelError(
+            "config.json says tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight",
+            "set tie_word_embeddings to false in config.json if the head was trained on its own.",
+        )
+
+
+def _check_names(found: Iterable[str], wanted: Iterable[str], folder: Path) -> None:
+    missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing == ["lm_head.weight"] and not unexpected:
+        raise ModelError(
+            "config.json says tie_word_embeddings = false, but the weights have no lm_head.weight",
+            "set tie_word_embeddings to true in config.json, or download the checkpoint again.",
+        )
+    problems = [
+        f"{len(names)} {what} ({_listed(names)})"
+        for what, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    if problems:
+        raise ModelError(
+            f"the tensors in {folder} are not those that config.json describes: {' and '.join(problems)}",
+            "use the config.json that belongs to these weights, or download the checkpoint again.",
+        )
+
+
+def _check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    wrong = [
+        f"{name} is {list(shape)} but config.json asks for {list(wanted[name])}"
+        for name, shape in sorted(found.items())
+        if shape != wanted[name]
+    ]
+    if wrong:
+        raise ModelError(
+            f"the weights do not fit config.json: {_listed(wrong, '; ')}",
+            "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json.",
+        )
+
+
+def _check_kinds(found: TensorFiles) -> None:
+    wrong = sorted(f"{name} is {entry.kind}" for name, entry in found.entries.items() if entry.kind not in _DTYPES)
+    if wrong:
+        raise ModelError(
+            f"the weights are stored in a type that is not supported ({_listed(wrong)})",
+            "use a checkpoint in float32, bfloat16 or float16.",
+        )
+
+
+def _listed(names: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return separator.join(names[:_SHOWN]) + more

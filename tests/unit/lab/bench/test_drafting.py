@@ -1,0 +1,35 @@
+"""Which methods' lengths `speculant check-pair` can recommend."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculant import plugins
+from speculant.config import EngineConfig
+from speculant.drafting.base import Method
+from speculant.errors import ConfigError
+from speculant.lab.bench.drafting import require_lengths
+
+DRAFTING = "speculant.drafting"
+FACTS: dict[str, Method] = {name: plugins.load(DRAFTING, name).METHOD for name in plugins.names(DRAFTING)}
+
+
+def config_of(method: str) -> EngineConfig:
+    return EngineConfig.from_arguments(model="demo", speculative_config={"method": method})
+
+
+@pytest.mark.parametrize("method", [name for name, facts in FACTS.items() if facts.varies])
+def test_drafts_of_what_is_found_in_texts_are_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"drafts of '{method}' are as long as what it finds") as caught:
+        require_lengths(config_of(method))
+    assert f"speculant bench compare demo --method {method}" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("method", ["early_exit", "eagle", "draft_model"])
+def test_methods_that_always_draft_are_measured(method: str) -> None:
+    require_lengths(config_of(method))
+
+
+def test_lookups_say_that_their_drafts_vary() -> None:
+    lookups = {name for name, facts in FACTS.items() if facts.lookup_rank is not None or facts.reads_prediction}
+    assert {"ngram", "suffix", "fallback", *lookups} <= {name for name, facts in FACTS.items() if facts.varies}

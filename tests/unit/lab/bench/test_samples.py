@@ -1,0 +1,108 @@
+"""A sample's pieces are the output's text, token by token, with its phases beside them."""
+
+from __future__ import annotations
+
+from speculant.config import EngineConfig
+from speculant.engine.build import build_engine
+from speculant.engine.profiling import PHASES, unmarked
+from speculant.lab.bench import samples
+from speculant.lab.bench.measuring import both_ways, ways_of
+from speculant.lab.bench.runs import Bench
+from speculant.lab.bench.samples import LINE_END, Sample, take_samples
+from speculant.lab.bench.timeline import Span, chrome_trace, recorded
+from speculant.lab.bench.workloads import Workload
+from speculant.params import SamplingParams
+from speculant.text.detokenize import IncrementalDetokenizer
+from tests.models import Checkpoints
+
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+WORKLOAD = Workload("test", [[65, 66, 67], [68]], [0.0, 0.0])
+
+
+def test_pieces_are_the_output(checkpoints: Checkpoints) -> None:
+    config = EngineConfig(checkpoints.target, checkpoints.near, spec_length=4, dtype="float64")
+    runtime = build_engine(config)
+    modes = both_ways(PARAMS, speculating=True)
+    plain, speculative = take_samples(WORKLOAD, ways_of(Bench(runtime), modes))
+    [expected, _] = Bench(runtime).run(WORKLOAD, modes["plain"]).outputs
+    for sample in (plain, speculative):
+        assert "".join(piece.text for piece in sample.pieces) == runtime.tokenizer.decode(
+            list(expected), skip_special_tokens=False
+        )
+        assert {span.phase for span in sample.spans} == set(PHASES)
+    assert not any(piece.drafted or piece.rejected for piece in plain.pieces)
+    assert (plain.drafts, speculative.drafts) == (False, True)
+    assert [piece.burst for piece in plain.pieces] == list(range(24))
+    assert any(piece.drafted for piece in speculative.pieces)
+    assert speculative.prompt == runtime.tokenizer.decode([65, 66, 67])
+
+
+def test_every_burst_ends_with_the_targets_own_token(checkpoints: Checkpoints) -> None:
+    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near, spec_length=4, dtype="float64"))
+    _, sample = take_samples(WORKLOAD, ways_of(Bench(runtime), both_ways(PARAMS, speculating=True)))
+    last = {piece.burst: piece.drafted for piece in sample.pieces}
+    assert not any(list(last.values())[:-1])
+    counts = [sum(piece.burst == burst for piece in sample.pieces) for burst in last]
+    assert max(counts) > 1
+    assert sum(piece.drafted for piece in sample.pieces) >= len(sample.pieces) - len(counts) - 1
+
+
+def sample_of(checkpoints: Checkpoints, params: SamplingParams = PARAMS, **config: object) -> Sample:
+    settings = EngineConfig.from_arguments(model=checkpoints.target, dtype="float64", **config)
+    ways = ways_of(Bench(build_engine(settings)), both_ways(params, speculating=True))
+    return take_samples(WORKLOAD, ways)[1]
+
+
+def test_rejected_tokens_stand_where_they_were_tested(checkpoints: Checkpoints) -> None:
+    sample = sample_of(checkpoints, draft_model=checkpoints.far, spec_length=4)
+    bursts = [piece.burst for piece in sample.pieces]
+    ends = [bursts.index(burst + 1) - 1 for burst in range(bursts[-1])]
+    corrected = [place for place, piece in enumerate(sample.pieces) if piece.kind == "corrected"]
+    assert len(corrected) > len(sample.pieces) / 2, "this draft hardly ever agrees"
+    assert set(corrected) <= {*ends, len(bursts) - 1}, "a rejection ends a step"
+    for place in corrected:
+        assert not sample.pieces[place].drafted
+        assert len(sample.pieces[place].rejected) == 1, "of a chain one token is tested and rejected"
+    assert sum(piece.kind == "accepted" for piece in sample.pieces) == sum(piece.drafted for piece in sample.pieces)
+
+
+def test_a_tree_shows_every_rejected_sibling(checkpoints: Checkpoints) -> None:
+    tree = {"model": checkpoints.far, "tree": [3, 1], "draft_length": "fixed"}
+    drawn = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True)
+    sample = sample_of(checkpoints, drawn, speculative_config=tree)
+    assert {len(piece.rejected) for piece in sample.pieces if piece.rejected} >= {3}
+
+
+def test_rejected_text_does_not_change_the_output(checkpoints: Checkpoints) -> None:
+    runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.far, spec_length=4, dtype="float64"))
+    ways = ways_of(Bench(runtime), both_ways(PARAMS, speculating=True))
+    plain, drafted = take_samples(WORKLOAD, ways)
+    assert "".join(piece.text for piece in plain.pieces) == "".join(piece.text for piece in drafted.pieces)
+    assert all(text and "\n" not in text for piece in drafted.pieces for text in piece.rejected)
+
+
+def test_a_rejected_line_end_is_shown(checkpoints: Checkpoints) -> None:
+    tokenizer = build_engine(EngineConfig(checkpoints.target)).tokenizer
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    first, end, other = tokenizer.encode("a\nb")
+    shown = [detokenizer.push(first), samples._text_of(end, detokenizer), samples._text_of(other, detokenizer)]
+    assert [*shown, detokenizer.push(end), detokenizer.push(other)] == ["a", LINE_END, "b", "\n", "b"]
+
+
+def test_recording_ends_with_its_block(checkpoints: Checkpoints) -> None:
+    runtime = build_engine(EngineConfig(checkpoints.target, use_speculative_decoding=False, dtype="float64"))
+    with recorded(runtime.engine) as spans:
+        Bench(runtime).run(WORKLOAD, both_ways(PARAMS, speculating=False)["plain"])
+    count = len(spans)
+    assert count >= 24 * len(PHASES)
+    assert all(span.start <= span.end for span in spans)
+    assert runtime.engine.mark is unmarked
+    Bench(runtime, "again").run(WORKLOAD, both_ways(PARAMS, speculating=False)["plain"])
+    assert len(spans) == count
+
+
+def test_trace_counts_microseconds_from_each_tracks_start() -> None:
+    trace = chrome_trace({"a": [Span("draft", 5.0, 5.5)], "b": [Span("draft", 7.0, 7.25), Span("verify", 8.0, 8.5)]})
+    spans = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert spans == [(1, "draft", 0.0, 5e5), (2, "draft", 0.0, 2.5e5), (2, "verify", 1e6, 5e5)]
+    assert chrome_trace({"none": []})["traceEvents"][0]["args"] == {"name": "none"}

@@ -1,0 +1,107 @@
+"""The numbers behind training: passes, losses, gradients, steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculant.cache.factory import slotted_cache
+from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training.network import hf_config, new_network, project_embedding
+from speculant.lab.training.objective import DistillObjective, TextObjective
+from speculant.lab.training.optimizer import Muon, orthogonalize
+from speculant.lab.training.passes import hidden_states
+from speculant.lab.training.schedule import Schedule
+from speculant.models.base import SequenceInput, build_batch
+from speculant.models.reference.decoder import Decoder
+from speculant.types import DraftTree
+
+
+def network(config: TrainingConfig, seed: int) -> Decoder:
+    return new_network(hf_config(config, 300), seed)
+
+
+def randoms(*shape: int) -> Tensor:
+    return torch.randint(300, shape, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_training_pass_is_the_decoders_own_arithmetic(config: TrainingConfig) -> None:
+    model, tokens = network(config, 1), randoms(3, 32)
+    cache = slotted_cache(model.cache_shape, num_seqs=3, max_len=32)
+    feeds = [SequenceInput(seq, row.tolist(), DraftTree.empty()) for seq, row in enumerate(tokens)]
+    with torch.no_grad():
+        expected = model.forward(build_batch(feeds, cache, torch.device("cpu")), cache.storage).last
+        torch.testing.assert_close(hidden_states(model, tokens), expected, rtol=1e-4, atol=1e-5)
+
+
+def batch_logits(model: Decoder, windows: Tensor) -> Tensor:
+    return model.logits(hidden_states(model, windows[:, :-1]))
+
+
+def gradients(model: Decoder, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_the_text_objective_is_cross_entropy(config: TrainingConfig) -> None:
+    model, windows = network(config, 1), randoms(20, 33)
+    loss = TextObjective().loss(model, windows, 0.0)
+    expected = functional.cross_entropy(batch_logits(model, windows), windows[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(model, loss), gradients(model, expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
+def test_the_distillation_loss_is_divergence_and_variation(config: TrainingConfig, progress: float) -> None:
+    draft, target = network(config, 1).double(), network(config, 2).double()
+    windows = randoms(10, 33)
+    loss = DistillObjective(target).loss(draft, windows, progress)
+    with torch.no_grad():
+        p = batch_logits(target, windows).softmax(-1)
+    q = batch_logits(draft, windows).softmax(-1)
+    divergence = (p * (p / q).log()).sum(-1).mean()
+    expected = (1 - progress) * divergence + 4 * progress * (1 - torch.minimum(p, q).sum(-1).mean())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(draft, loss), gradients(draft, expected))
+
+
+def test_orthogonalize_levels_the_singular_values() -> None:
+    matrices = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalize(matrices))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_muon_goes_downhill(shape: tuple[int, int]) -> None:
+    goal = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Muon([parameter], lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (parameter - goal).square().sum().backward()
+        optimizer.step()
+    assert (parameter - goal).square().mean() < 0.05 * goal.square().mean()
+
+
+def test_a_projected_embedding_keeps_the_strongest_directions(config: TrainingConfig, tmp_path: Path) -> None:
+    wide = TrainingConfig(out=tmp_path, steps=1, hidden=32, heads=2, kv_heads=1, layers=1)
+    draft, target = network(config, 1), network(wide, 2)
+    with torch.no_grad():  # all of it lies in as many directions as the draft has
+        target.model.embed_tokens.weight[:, 16:] = target.model.embed_tokens.weight[:, :16]
+        project_embedding(draft, target)
+        narrow, full = draft.model.embed_tokens.weight, target.model.embed_tokens.weight
+        torch.testing.assert_close(narrow @ narrow.T, full @ full.T, rtol=1e-4, atol=1e-5)
+
+
+def test_the_rate_follows_the_clock_or_the_steps() -> None:
+    by_clock, by_both = Schedule(None, 2.0, warmup=10), Schedule(100, 2.0, warmup=10)
+    assert by_clock.progress(1000, 60.0) == 0.5
+    assert by_both.progress(75, 60.0) == 0.75
+    assert by_both.progress(10, 500.0) == 1.0
+    assert by_clock.factor(4, 0.0) == 0.5
+    assert by_clock.factor(100, 0.75) == 0.25
+    assert by_clock.factor(100, 1.0) == 0.0

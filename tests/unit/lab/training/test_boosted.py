@@ -1,0 +1,178 @@
+"""Training of boosted drafts: which tokens count, what is measured, and a run from prompts to a tree of drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from speculant import LLM, SamplingParams
+from speculant.cli.main import app
+from speculant.errors import ConfigError
+from speculant.lab.training.boosted import job
+from speculant.lab.training.boosted.config import BoostedConfig
+from speculant.lab.training.boosted.objective import MissedObjective, known_rows, likeliest
+from speculant.lab.training.heads.texts import Texts, open_texts, save_texts
+from speculant.lab.training.passes import hidden_states, load_plain
+from speculant.models.reference.decoder import Decoder
+from tests.models import END, Shape, write_checkpoint
+
+SEQ = 16
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("boosted") / "target", Shape(end=END))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: str) -> Decoder:
+    return load_plain(target_folder)
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A draft that often agrees with the target, and often does not."""
+    return load_plain(write_checkpoint(tmp_path_factory.mktemp("near") / "draft", Shape(noise=0.5, end=END)), "draft")
+
+
+@pytest.fixture
+def texts(tmp_path: Path, target: Decoder) -> Texts:
+    torch.manual_seed(0)
+    save_texts(tmp_path, torch.randint(33, 127, (40, SEQ)).tolist(), SEQ, 0)
+    return open_texts(tmp_path, target)
+
+
+def config_of(out: Path, target: str, **changes: Any) -> BoostedConfig:
+    return BoostedConfig(out, target, **{"boosted": 2, "steps": 2, "seq": SEQ, "batch": 2, **changes})
+
+
+def test_only_missed_tokens_are_learned(texts: Texts, target: Decoder, near: Decoder) -> None:
+    """The loss is that of the rows at which the first draft has another likeliest token, and of no others."""
+    windows = texts.batch(0, 8)
+    tokens, states = windows[:, 1:], texts.states_of(windows[:, 0]).flatten(0, 1)
+    best = likeliest(states, target.lm_head.weight)
+    missed = (target.logits(states).argmax(-1) != near.logits(hidden_states(near, tokens)).argmax(-1)).nonzero()[:, 0]
+    assert 0 < len(missed) < len(best)
+    objective = MissedObjective(target, texts, [near])
+    assert objective._chosen(tokens, states, 0).tolist() == missed.tolist()
+    own = hidden_states(near, tokens)[missed]
+    q, p = near.logits(own).softmax(-1), target.logits(states[missed]).softmax(-1)
+    expected = 2 * (p - q).abs().sum(-1).mean()  # at the end of a run: 4 times the total variation
+    torch.testing.assert_close(objective.loss(near, windows, 1.0), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_draft_learns_every_token(texts: Texts, target: Decoder) -> None:
+    windows = texts.batch(0, 4)
+    states = texts.states_of(windows[:, 0]).flatten(0, 1)
+    chosen = MissedObjective(target, texts, [])._chosen(windows[:, 1:], states, 0)
+    assert chosen.tolist() == list(range(4 * SEQ))
+
+
+def test_known_tokens_can_count_in_part(texts: Texts, target: Decoder, near: Decoder) -> None:
+    windows = texts.batch(0, 38)
+    tokens, states = windows[:, 1:], texts.states_of(windows[:, 0]).flatten(0, 1)
+    counts = [
+        len(MissedObjective(target, texts, [near], share)._chosen(tokens, states, 0)) for share in (0.0, 0.5, 1.0)
+    ]
+    assert counts[2] == len(states)
+    assert counts[0] + 0.3 * (counts[2] - counts[0]) < counts[1] < counts[0] + 0.7 * (counts[2] - counts[0])
+
+
+def test_nothing_missed_teaches_nothing(texts: Texts, target: Decoder) -> None:
+    """A draft before that is the target itself leaves no token; the step has a gradient of zero."""
+    windows, model = texts.batch(0, 2), load_trainable(target)
+    loss = MissedObjective(target, texts, [target]).loss(model, windows, 0.5)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def load_trainable(target: Decoder) -> Decoder:
+    model = Decoder(target.config)
+    model.load_state_dict(target.state_dict())
+    return model
+
+
+def test_figures_are_those_of_the_formulas(texts: Texts, target: Decoder, near: Decoder) -> None:
+    places = torch.arange(texts.num_training, len(texts.tokens))
+    tokens, states = texts.tokens[places], texts.states_of(places).flatten(0, 1)
+    p, q = target.logits(states).softmax(-1), near.logits(hidden_states(near, tokens)).softmax(-1)
+    best = p.argmax(-1)
+    found = job.measure([near, target], target, texts)
+    assert found["rows"] == len(best)
+    assert found["covered"] == 1.0
+    assert found["alone"] == pytest.approx(float((q.topk(2).indices == best[:, None]).any(-1).float().mean()))
+    alone = job.measure([near], target, texts)
+    assert alone["alone"] == alone["covered"] == alone["agreement"]
+    assert alone["agreement"] == pytest.approx(float((q.argmax(-1) == best).float().mean()))
+    assert alone["alpha"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-4)
+    assert known_rows([near], tokens, best).float().mean() == pytest.approx(alone["agreement"])
+
+
+def test_a_run_makes_drafts_for_one_tree(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
+    """From prompts to drafts that are used together, in one session and in two."""
+    arguments = [
+        "train", "draft", "--target", target_folder, "--data", str(corpus_folder), "--tokens", "640",
+        "--seq", str(SEQ), "--batch", "4", "--hidden", "16", "--intermediate", "24", "--layers", "1", "--heads", "2",
+        "--kv-heads", "1", "--json",
+    ]  # fmt: skip
+    found = []
+    for name, sessions in (
+        ("once", [["--boosted", "2", "--steps", "6"]]),
+        ("twice", [["--boosted", "1", "--steps", "6"], ["--boosted", "2", "--steps", "6", "--resume"]]),
+    ):
+        out = tmp_path / name
+        for session in sessions:
+            result = CliRunner().invoke(app, [*arguments, "--out", str(out), *session])
+            assert result.exit_code == 0, result.output
+        found.append([without_time(each) for each in json.loads(result.stdout)["drafts"]])
+    assert found[0] == found[1]
+    assert [each["steps"] for each in found[0]] == [6, 6]
+    assert "Measured" in (out / "2" / "README.md").read_text()
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
+    speculative = {"method": "specinfer", "model": str(out / "1"), "models": [str(out / "2")], "depth": 2}
+    drafted = LLM(target_folder, speculative_config=speculative).generate(["hello", "def f"], params)
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+
+
+def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in outcome.items() if name != "minutes"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_drafts_begin_as_the_one_before(
+    tmp_path: Path, target: Decoder, target_folder: str, texts: Texts, family: str
+) -> None:
+    start = write_checkpoint(tmp_path / "start", Shape(family=family, seed=3, end=END))
+    config = config_of(tmp_path / "out", target_folder, start=start)
+    job.check_folder(config, resume=False)
+    trainer = job.new_trainer(config, target, texts, 1)
+    begun, given = cast(Decoder, trainer.model), dict(load_plain(start).named_parameters())
+    assert {*given} == {name for name, _ in begun.named_parameters()}
+    assert all(torch.equal(parameter, given[name]) for name, parameter in begun.named_parameters())
+    with torch.no_grad():
+        begun.model.norm.weight.fill_(2.0)
+    job.finish(config, target, trainer, 1)
+    second = cast(Decoder, job.new_trainer(config, target, texts, 2).model)
+    assert second.model.norm.weight.unique().tolist() == [2.0]
+
+
+def test_what_is_wrong_is_said_before_a_run(tmp_path: Path, target_folder: str) -> None:
+    for changes, reason in (({"boosted": 0}, "boosted=0"), ({"heads": 3}, "heads"), ({"steps": None}, "needs an end")):
+        with pytest.raises(ConfigError, match=reason):
+            config_of(tmp_path, target_folder, **changes)
+    config = config_of(tmp_path, target_folder)
+    config.folder(1).mkdir(parents=True)
+    (config.folder(1) / "checkpoint.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        job.check_folder(config, resume=False)
+    result = CliRunner().invoke(app, ["train", "draft", "--target", target_folder, "--out", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "--boosted is missing" in str(result.exception)

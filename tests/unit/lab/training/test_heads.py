@@ -1,0 +1,336 @@
+"""Training of heads: losses and gradients, rounds as a head is used, and a run from prompts to a drafter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from speculant import LLM, SamplingParams
+from speculant.cache.factory import slotted_cache
+from speculant.cli.main import app
+from speculant.drafting.heads import eagle3
+from speculant.drafting.heads.folder import HeadFolder
+from speculant.errors import ConfigError
+from speculant.files import read_json
+from speculant.lab.training.heads import job
+from speculant.lab.training.heads.config import HeadTrainingConfig, kind_names, load_kind
+from speculant.lab.training.heads.distance import OutputHead, distances, overlaps
+from speculant.lab.training.heads.look_ahead import look_ahead_states
+from speculant.lab.training.heads.rounds import RoundsObjective
+from speculant.lab.training.heads.texts import Texts, most_texts, open_texts, save_texts
+from speculant.lab.training.optimizer import Optimizer
+from speculant.lab.training.trainer import Trainer
+from speculant.models.base import CausalLM, SequenceInput, build_batch
+from speculant.models.config import read_rope
+from speculant.models.reference.decoder import Decoder
+from speculant.models.weights.load import load_model
+from speculant.types import DraftTree
+from tests.heads import fresh_ahead, fresh_states
+from tests.models import END, Shape, write_checkpoint
+
+SEQ = 16
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+TARGETS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "qwen3 with windows": (Shape(family="qwen3", end=END), WINDOWS),
+    "mistral with windows": (Shape(family="mistral", end=END), {"sliding_window": 5}),
+    "llama with scaled positions": (Shape(end=END), LINEAR),
+}
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("heads") / "target", Shape(end=END))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: str) -> Decoder:
+    return cast(Decoder, load_model(target_folder, "float32").model)
+
+
+def config_of(out: Path, target: str, kind: str, **changes: Any) -> HeadTrainingConfig:
+    return HeadTrainingConfig(out, target, kind, **{"steps": 4, "seq": SEQ, "batch": 2, "num_heads": 2, **changes})
+
+
+def test_distance_is_that_of_the_distributions() -> None:
+    """Value and gradient are those of autograd on the plain formula."""
+    torch.manual_seed(0)
+    states, own, matrix = torch.randn(2, 300, 5, requires_grad=True), torch.randn(300, 5), torch.randn(11, 5)
+    for progress in (0.0, 0.3, 1.0):
+        (gradient,) = torch.autograd.grad(distances(states, own, matrix, progress).sum(), states)
+        q, p = (states @ matrix.T).softmax(-1), (own @ matrix.T).softmax(-1)
+        divergence, variation = (p * (p.log() - q.log())).sum(-1), (p - q).abs().sum(-1) / 2
+        plain = ((1 - progress) * divergence + 4 * progress * variation).mean(-1)
+        (expected,) = torch.autograd.grad(plain.sum(), states)
+        torch.testing.assert_close(distances(states, own, matrix, progress), plain, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-3)
+    alpha, shares = overlaps(states.detach(), own, matrix, 11)
+    torch.testing.assert_close(alpha, torch.minimum(p, q).sum((1, 2)), atol=1e-3, rtol=1e-4)
+    assert shares.sum(1).tolist() == [300, 300]
+    assert shares[0, 0] == (q[0].argmax(-1) == p.argmax(-1)).sum()
+
+
+def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
+    """The divergence is that from p among the head's tokens; what is missed of p counts in the total variation."""
+    torch.manual_seed(0)
+    states, own, matrix = torch.randn(2, 300, 5, requires_grad=True), torch.randn(300, 5), torch.randn(11, 5)
+    head = OutputHead(torch.randn(4, 5, requires_grad=True), torch.tensor([1, 4, 5, 9]))
+    weights = torch.tensor([1.0, 0.3])
+    for progress in (0.0, 0.3, 1.0):
+        found = distances(states, own, matrix, progress, head)
+        q, p = (states @ head.matrix.T).softmax(-1), (own @ matrix.T).softmax(-1)[:, head.tokens]
+        among = p / p.sum(-1, keepdim=True)
+        divergence = (among * (among.log() - q.log())).sum(-1)
+        plain = ((1 - progress) * divergence + 4 * progress * (1 - torch.minimum(p, q).sum(-1))).mean(-1)
+        torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+        learned = [states, head.matrix]
+        for one, other in zip(
+            torch.autograd.grad((found * weights).sum(), learned),
+            torch.autograd.grad((plain * weights).sum(), learned),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+    alpha, shares = overlaps(states.detach(), own, matrix, 8, OutputHead(head.matrix.detach(), head.tokens))
+    torch.testing.assert_close(alpha, torch.minimum(p, q).sum((1, 2)).detach(), atol=1e-3, rtol=1e-4)
+    best = (own @ matrix.T).argmax(-1)
+    assert shares[1].sum() == torch.isin(best, head.tokens).sum()
+    assert shares[1, 0] == (head.tokens[q[1].argmax(-1)] == best).sum()
+
+
+def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> tuple[RoundsObjective, Texts]:
+    """Return an untrained head that continues its own states, and three texts."""
+    save_texts(folder, torch.randint(0, 250, (3, SEQ), generator=torch.Generator().manual_seed(0)).tolist(), SEQ, 0)
+    objective = load_kind(kind).make(config_of(folder, "target", kind, **changes), target)
+    assert isinstance(objective, RoundsObjective)
+    texts = open_texts(folder, target, layers=objective.layers)
+    objective.use(texts)
+    return objective, texts
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
+    """What round m makes of a row is what the head makes of it as the m-th row of a draft."""
+    objective, texts = new_objective(kind, tmp_path, target, depth=3)
+    made, own = objective._rounds(torch.tensor([1]), texts.tokens[[1]])
+    torch.testing.assert_close(own, texts.states_of(torch.tensor([1]))[0, 3:])
+    states = objective._entering(torch.tensor([1]))[0]
+    for row in range(2, SEQ - 1):
+        for depth in range(3):
+            expected = draft_state(objective._head, texts.tokens[1], states, row - depth, depth)
+            torch.testing.assert_close(made[depth, row - 2], expected, atol=2e-5, rtol=1e-4)
+
+
+def draft_state(head: CausalLM, tokens: Tensor, states: Tensor, root: int, depth: int) -> Tensor:
+    """Return what the head makes `depth` rows behind a root row, in a cache, each from what the row before made."""
+    cache = slotted_cache(head.cache_shape, 1, SEQ)
+    fed, hidden = tokens[1 : root + 2].tolist(), states[: root + 1]
+    for place in range(depth + 1):
+        batch = build_batch([SequenceInput(0, fed, DraftTree.empty(), hidden=hidden)], cache, torch.device("cpu"))
+        out = head.forward(batch, cache.storage)
+        assert out.carried is not None
+        fed, hidden = [int(tokens[root + 2 + place])] if place < depth else [], out.carried[-1:]
+    return out.last[-1]
+
+
+@torch.inference_mode()
+def test_kept_states_are_those_that_a_drafter_sees(tmp_path: Path, target: Decoder) -> None:
+    """Layers of any number, also the same one twice, as a pass with a cache computes them."""
+    save_texts(tmp_path, torch.randint(0, 250, (3, SEQ)).tolist(), SEQ, 0)
+    layers = (2, 0, 1, 1)
+    texts = open_texts(tmp_path, target, layers=layers)
+    for row in range(3):
+        *taps, last = fresh_states(target, texts.tokens[row].tolist(), (*layers, target.num_layers + 1))
+        torch.testing.assert_close(texts.taps_of(torch.tensor([row]))[0], torch.cat(taps, -1), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(texts.states_of(torch.tensor([row]))[0], last, atol=1e-3, rtol=1e-3)
+    assert sorted(path.name for path in tmp_path.glob("*.f16")) == [
+        "states-0.f16", "states-1.f16", "states-2.f16", "states.f16",
+    ]  # fmt: skip
+
+
+def test_an_eagle3_head_learns(tmp_path: Path, target: Decoder) -> None:
+    """The loss falls on texts that it sees again; all of the head is learned, and nothing of the target."""
+    objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=40)
+    optimizer, losses = Optimizer(objective.module, 0.01, 0.002), list[float]()
+    before = [parameter.detach().clone() for parameter in objective.module.parameters()]
+    for _ in range(12):
+        loss = objective.loss(objective.module, texts.batch(0, 2), 0.0)
+        losses.append(loss.item())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(1.0)
+    assert losses[-1] < 0.7 * losses[0]
+    after = list(objective.module.parameters())
+    assert not any(torch.equal(*both) for both in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path, target: Decoder) -> None:
+    config = config_of(tmp_path, "target", kind, draft_vocab=40 if kind == "eagle3" else None)
+
+    def new_trainer() -> Trainer:
+        return job.new_trainer(config, target, new_objective(kind, tmp_path, target, draft_vocab=config.draft_vocab)[0])
+
+    whole, first, second = new_trainer(), new_trainer(), new_trainer()
+    assert len(list(whole.run())) == 4
+    assert len(list(itertools.islice(first.run(), 2))) == 2
+    first.save()
+    second.resume()
+    assert len(list(second.run())) == 2
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("draft_vocab", [None, 40])
+def test_a_folder_drafts_as_it_was_measured(
+    draft_vocab: int | None, tmp_path: Path, target: Decoder, target_folder: str
+) -> None:
+    """The drafter's head has the measured sum min(p, q) on the same texts, up to the rounding of its weights."""
+    config = config_of(tmp_path, target_folder, "eagle3", depth=2, draft_vocab=draft_vocab)
+    objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=draft_vocab)
+    measured = job.finish(config, job.new_trainer(config, target, objective)).acceptance
+    folder = HeadFolder.open(str(tmp_path), "eagle3")
+    assert eagle3.read_layers(folder, target) == objective.layers == (2, 1, 0)
+    model, encode = eagle3.load(folder, target)
+    tokens = texts.tokens[2]
+    states = encode(fresh_states(target, tokens.tolist(), objective.layers))
+    p = target.logits(fresh_states(target, tokens.tolist(), [target.num_layers + 1])[0]).softmax(-1)
+    for depth in range(2):
+        made = [draft_state(model, tokens, states, row - depth, depth) for row in range(1, SEQ - 1)]
+        q = model.logits(torch.stack(made)).softmax(-1)
+        assert float(torch.minimum(p[2:], q).sum(-1).mean()) == pytest.approx(measured.alpha[depth], abs=0.01)
+    known = eagle3.read_tokens(folder, target)
+    counts = texts.tokens[:2].flatten().bincount(minlength=target.vocab_size)
+    assert len(known) == (draft_vocab or 0)
+    if known:
+        assert int(counts[list(known)].sum()) == int(counts.sort(descending=True).values[:40].sum())
+        assert folder.read("t2d").nonzero()[:, 0].tolist() == list(known)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("eagle", 40), ("eagle3", 10**6)])
+def test_a_short_output_head_has_its_limits(kind: str, size: int, tmp_path: Path, target: Decoder) -> None:
+    with pytest.raises(ConfigError, match="draft_vocab|output head"):
+        load_kind(kind).make(config_of(tmp_path, "target", kind, draft_vocab=size), target)
+
+
+def test_texts_stay_within_the_bound() -> None:
+    assert most_texts(10_000, 100, 64, cache_gib=1.0) == 100
+    assert most_texts(10_000, 100, 64, cache_gib=10 * 2 * 100 * 64 / 2**30) == 10
+    assert most_texts(1, 100, 64, cache_gib=1e-6) == 2
+
+
+def test_every_kind_is_a_method() -> None:
+    from speculant import plugins
+
+    assert set(kind_names()) <= set(plugins.names("speculant.drafting"))
+    with pytest.raises(ConfigError, match="did you mean 'eagle'"):
+        config_of(Path("out"), "demo", "eagel")
+
+
+@pytest.mark.parametrize("kind", kind_names())
+def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
+    """From prompts to a folder that an engine drafts with, in one session and in two."""
+    arguments = [
+        "train", "head", "--kind", kind, "--target", target_folder, "--data", str(corpus_folder), "--suffix", ".txt",
+        "--tokens", "640", "--seq", str(SEQ), "--batch", "4", "--num-heads", "2", "--depth", "2", "--json",
+    ]  # fmt: skip
+    suffix = next(path.suffix for path in corpus_folder.rglob("*") if path.is_file())
+    arguments[arguments.index(".txt")] = suffix
+    if kind == "eagle3":
+        arguments += ["--draft-vocab", "100"]
+    found = []
+    for name, sessions in (("once", [["--steps", "6"]]), ("twice", [["--steps", "3"], ["--steps", "6", "--resume"]])):
+        out = tmp_path / name
+        for session in sessions:
+            result = CliRunner().invoke(app, [*arguments, "--out", str(out), *session])
+            assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout))
+    assert found[0]["steps"] == found[1]["steps"] == 6
+    assert len(found[0]["acceptance"]["alpha"]) == 2
+    assert all(0 <= share <= 1 for share in found[0]["acceptance"]["alpha"])
+    assert "Measured" in (out / "README.md").read_text()
+    training = json.loads((out / "config.json").read_text())["training"]
+    assert training["steps"] == 6
+    assert training["minutes"] == pytest.approx(found[1]["minutes"], abs=0.01)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
+    llm = LLM(target_folder, speculative_config={"method": kind, "model": str(out), "num_speculative_tokens": 2})
+    drafted = llm.generate(["hello", "def f"], params)
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+
+
+@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) -> None:
+    """Of targets with norms of queries and keys, sliding windows and scaled rotary positions."""
+    shape, settings = TARGETS[name]
+    folder = Path(write_checkpoint(tmp_path / "target", shape))
+    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**read, **settings}), encoding="utf-8")
+    config = config_of(tmp_path / "head", str(folder), kind)
+    target = job.load_target(config)
+    job.check_folder(config, resume=False)
+    generator = torch.Generator().manual_seed(0)
+    job.save_texts(config, torch.randint(0, 250, (40, SEQ), generator=generator).tolist())
+    trainer = job.new_trainer(config, target, job.new_head(config, target))
+    for _ in trainer.run():
+        pass
+    job.finish(config, trainer)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    common: dict[str, Any] = {"dtype": "float64"}
+    plain = LLM(str(folder), use_speculative_decoding=False, **common).generate(["hello", "def f"], params)
+    llm = LLM(str(folder), speculative_config={"method": kind, "model": str(config.out)}, **common)
+    drafted = llm.generate(["hello", "def f"], params)
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    if kind.startswith("eagle"):
+        head = read_json(config.out / "config.json")
+        assert read_rope(head, head["max_position_embeddings"]) == target.config.rope
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    arguments = ["train", "head", "--kind", "medusa", "--target", target_folder, "--steps", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code
+    assert isinstance(result.exception, ConfigError | SystemExit)
+
+
+@torch.inference_mode()
+def test_look_ahead_rows_are_those_of_a_draft(target: Decoder) -> None:
+    """Behind each place of a text, the rows are what the target's pass makes of them in a draft."""
+    tokens = torch.randint(0, 250, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    inputs, places = torch.randn(3, target.hidden_size), torch.tensor([0, 4, 9])
+    made = look_ahead_states(target, tokens, places, inputs)
+    assert made.shape == (2, 3, 3, target.hidden_size)
+    for row, text in enumerate(tokens.tolist()):
+        for index, place in enumerate(places.tolist()):
+            expected = fresh_ahead(target, text[: place + 1], inputs)
+            torch.testing.assert_close(made[row, index], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_look_ahead_learns_what_comes_later(tmp_path: Path, target: Decoder, target_folder: str) -> None:
+    """Each row is compared with the target's state so many tokens on; the embeddings alone have gradients."""
+    save_texts(tmp_path, [torch.randint(0, 250, (SEQ,)).tolist() for _ in range(3)], SEQ, 0)
+    texts = open_texts(tmp_path, target)
+    objective = load_kind("pass").make(config_of(tmp_path, target_folder, "pass"), target)
+    objective.use(texts)
+    made, own = objective._predicted(torch.tensor([1]), 5)
+    states = texts.states_of(torch.tensor([1]))[0]
+    torch.testing.assert_close(own, torch.stack([states[[6, 14]], states[[7, 15]]]))
+    (inputs,) = objective.module.parameters()
+    for index, place in enumerate((5, 13)):
+        expected = fresh_ahead(target, texts.tokens[1, : place + 1].tolist(), inputs)
+        torch.testing.assert_close(made[:, index], expected, atol=2e-5, rtol=1e-4)
+    objective.loss(objective.module, texts.batch(0, 2), 0.5).backward()
+    assert inputs.grad is not None
+    assert inputs.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.parameters())

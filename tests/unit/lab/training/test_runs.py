@@ -1,0 +1,168 @@
+"""Whole runs: files in, a model folder out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculant.errors import ConfigError
+from speculant.lab.training import job
+from speculant.lab.training.checkpoint import FILE_NAME
+from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training.evaluation import evaluate, overlap
+from speculant.lab.training.export import export_model
+from speculant.lab.training.passes import hidden_states
+from speculant.lab.training.windows import held_out_windows
+from speculant.text.tokenizer import Tokenizer
+from tests.unit.lab.training.runs import prepare, train
+
+
+def test_the_loss_falls(config: TrainingConfig) -> None:
+    _, trainer = train(config)
+    losses = trainer.state.losses
+    assert len(losses) == 30
+    assert losses[0] > 5.0
+    assert trainer.recent_loss(5) < losses[0] - 0.8
+
+
+def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, tmp_path: Path) -> None:
+    _, whole = train(config)
+    config = replace(config, out=tmp_path / "interrupted")
+    _, first = prepare(config)
+    for report in first.run():
+        if report.step == 11:
+            first.save()
+        if report.step == 13:  # what came after the checkpoint is lost
+            break
+    _, second = prepare(config)
+    second.resume()
+    assert second.state.step == 11
+    for _ in second.run():
+        pass
+    assert second.state.losses == whole.state.losses
+    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_time_budget_ends_a_run_on_time(config: TrainingConfig) -> None:
+    _, trainer = prepare(replace(config, steps=None, minutes=1.0))
+    seconds = iter(range(0, 10_000, 2))
+    trainer.clock = lambda: float(next(seconds))  # two seconds a step
+    assert [report.step for report in trainer.run()][-1] == 30
+
+
+def test_checkpoints_are_written_on_the_way(config: TrainingConfig) -> None:
+    _, trainer = prepare(config)
+    seconds = iter(range(0, 10_000, 2))
+    trainer.clock, trainer.save_every = (lambda: float(next(seconds))), 10.0
+    reports = trainer.run()
+    for _ in range(6):
+        next(reports)
+    _, other = prepare(config)
+    other.resume()
+    assert other.state.step == 5
+
+
+@pytest.mark.parametrize("change", [{"layers": 1}, {"batch": 2}, {"seed": 9}, {"matrix_lr": 0.1}])
+def test_a_run_does_not_go_on_with_other_settings(config: TrainingConfig, change: dict[str, int]) -> None:
+    _, trainer = prepare(config)
+    trainer.save()
+    _, other = prepare(replace(config, **change))
+    with pytest.raises(ConfigError, match="other settings"):
+        other.resume()
+
+
+def test_a_run_is_not_written_over(config: TrainingConfig) -> None:
+    _, trainer = prepare(config)
+    with pytest.raises(ConfigError, match=FILE_NAME):
+        trainer.resume()
+    trainer.save()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        job.check_folder(config, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden": 18}, "heads of an even size"),
+        ({"kv_heads": 3}, "key heads"),
+        ({"vocab_size": 200}, "256 bytes"),
+        ({"seq": 128}, "positions"),
+        ({"steps": -1}, "--steps is -1"),
+        ({"tokenizer": Path("a"), "distill_from": Path("b")}, "its target's tokenizer"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    config: TrainingConfig, change: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        replace(config, **change)  # type: ignore[arg-type]
+
+
+def test_a_run_needs_an_end(config: TrainingConfig) -> None:
+    with pytest.raises(ConfigError, match="needs an end"):
+        _ = replace(config, steps=None).schedule
+
+
+def test_the_written_folder_is_what_the_card_says(target_folder: Path, corpus_folder: Path) -> None:
+    model, tokenizer = job.load_decoder(target_folder), Tokenizer.from_folder(target_folder)
+    card = (target_folder / "README.md").read_text()
+    held_out = (corpus_folder / "package/module_64.py").read_text()
+    ids = [*tokenizer.encode(held_out, add_special_tokens=False), 0]
+    loss = evaluate(model, [torch.tensor([0, *ids[i : i + 32]]) for i in range(0, len(ids), 32)])
+    assert f"| held-out loss, nats a token | {loss:.3f} |" in card
+    assert "speculant train lm --out target --steps 60 --data corpus" in card
+    assert str(target_folder.parent) not in card
+    assert tokenizer.encode("x")[0] == tokenizer.bos_id == tokenizer.eos_id == 0
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert prompt == "<|endoftext|># user:\nhi\n\n# assistant:\n"
+
+
+def test_transformers_reads_the_folder_the_same_way(config: TrainingConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    texts, trainer = train(config)
+    folder = tmp_path / "float32"
+    export_model(folder, trainer.model, trainer.settings["network"], texts.tokenizer, torch.float32)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
+    tokens = torch.tensor([0, *texts.training[0][:40]])
+    with torch.no_grad():
+        ours = trainer.model.logits(hidden_states(trainer.model, tokens[None]))
+        torch.testing.assert_close(theirs(tokens[None]).logits[0], ours, atol=1e-4, rtol=0)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    assert words("def get").input_ids == texts.tokenizer.encode("def get").ids
+
+
+def test_distillation_raises_the_overlap(config: TrainingConfig, target_folder: Path) -> None:
+    config = replace(config, distill_from=target_folder, steps=40)
+    texts, trainer = prepare(config)
+    target = job.load_decoder(target_folder)
+    windows = held_out_windows(texts.held_out, config.seq, texts.end_of_text)
+    before = overlap(target, trainer.model, windows)
+    for _ in trainer.run():
+        pass
+    outcome = job.finish(config, texts, trainer)
+    assert outcome.overlap is not None
+    assert outcome.overlap.alpha > before.alpha + 0.2
+    assert outcome.overlap.positions == outcome.held_out_tokens == sum(len(window) - 1 for window in windows)
+    assert "--distill-from target" in (config.out / "README.md").read_text()
+
+
+def test_a_model_overlaps_itself(target_folder: Path) -> None:
+    model = job.load_decoder(target_folder)
+    same = overlap(model, model, [torch.arange(20), torch.arange(7)])
+    assert same.alpha == pytest.approx(1.0)
+    assert same.greedy_agreement == 1.0
+    assert same.positions == 25
+
+
+def test_files_too_short_for_a_window_are_refused(config: TrainingConfig, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    for number in (64, 65):
+        (tmp_path / f"package/module_{number}.py").write_text("x\n")
+    with pytest.raises(ConfigError, match="too few for windows"):
+        prepare(replace(config, data=(tmp_path,)))

@@ -1,0 +1,84 @@
+"""`speculant train static`, from text files to drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from speculant import LLM, SamplingParams
+from speculant.cli.main import app
+from speculant.drafting.lookup.tables import BigramTables
+from speculant.errors import ConfigError, ModelError
+from tests.models import VOCAB_SIZE, Checkpoints, checkpoints
+
+__all__ = ["checkpoints"]
+
+
+def train(*arguments: object) -> dict[str, int]:
+    run = CliRunner().invoke(app, ["train", "static", *map(str, arguments), "--json"], catch_exceptions=False)
+    assert run.exit_code == 0, run.output
+    counted: dict[str, int] = json.loads(run.stdout)
+    return counted
+
+
+def test_static_tables_are_trained_and_used(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The model's own output, as text and as token ids, teaches tables that draft some of it again."""
+    llm = LLM(checkpoints.target, dtype="float64")
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    (plain,) = llm.generate("class A:", params)
+    (tmp_path / "a.txt").write_text("class A:" + plain.outputs[0].text, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps(plain.outputs[0].token_ids) + "\n\n" + json.dumps({"token_ids": plain.outputs[0].token_ids}) + "\n"
+    )
+    out = tmp_path / "tables.safetensors"
+    counted = train(tmp_path / "a.txt", tmp_path / "b.jsonl", "--tokenizer", checkpoints.target, "--out", out)
+    assert counted["vocab_size"] == VOCAB_SIZE
+    assert counted["tokens"] >= 2 * 60 + len("class A:")
+    assert counted["bytes"] == out.stat().st_size
+    drafting = LLM(checkpoints.target, dtype="float64", speculative_config={"method": "static", "tables": str(out)})
+    (drafted,) = drafting.generate("class A:", params)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.metrics.speculative_decoding.num_accepted_draft_tokens > 10
+
+
+def test_static_tables_keep_as_many_continuations_as_asked(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab ac ad ae ab" * 3)
+    out = tmp_path / "t.safetensors"
+    arguments = tmp_path / "a.txt", "--tokenizer", checkpoints.target, "--out", out
+    assert train(*arguments)["continuations"] == train(*arguments)["pairs"]
+    assert train(*arguments, "--continuations", 1)["continuations"] == 6  # of a, b, c, d, e and the space
+    assert BigramTables.load(out, VOCAB_SIZE).offsets.diff().max() == 1
+    run = CliRunner().invoke(app, ["train", "static", *map(str, arguments)])
+    assert "6 kept" not in run.stderr
+    assert f"{out}: 42 tokens" in run.stderr.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "reason"),
+    [
+        (b"\xff\xfe", "a.txt", "can't be read as text"),
+        (b"", "a.txt", "no two tokens"),
+        (b"{", "a.jsonl", "1 is not JSON"),
+        (b'[1, 2]\n{"text": "a"}', "a.jsonl", "2 has no token ids"),
+        (b"[1, 264]", "a.jsonl", "the token 264 and the vocabulary has 264"),
+    ],
+)
+def test_static_refuses_files_that_teach_nothing(
+    checkpoints: Checkpoints, tmp_path: Path, content: bytes, name: str, reason: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
+        train(tmp_path / name, "--tokenizer", checkpoints.target, "--out", tmp_path / "t.safetensors")
+    assert not (tmp_path / "t.safetensors").exists()
+
+
+def test_static_refuses_folders_that_are_not_there(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        train(tmp_path / "a", "--tokenizer", checkpoints.target, "--out", tmp_path / "b" / "t.safetensors")
+    with pytest.raises(ConfigError, match="can't be read"):
+        train(tmp_path / "a", "--tokenizer", checkpoints.target, "--out", tmp_path / "t.safetensors")
+    with pytest.raises(ModelError):
+        train(tmp_path / "a", "--tokenizer", tmp_path / "nothing", "--out", tmp_path / "t.safetensors")
