@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from speculant import drafting
-from speculant.scheduling import draft_length
+from speculant import drafting, lengths
 from tests.models import checkpoints
 
 __all__ = ["checkpoints", "documented_drafter", "documented_length"]
@@ -26,7 +25,7 @@ def documented_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def documented_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Save the page's code where the package looks for draft-length policies; return the file."""
-    return install("adding-a-draft-length.md", draft_length, tmp_path, monkeypatch)
+    return install("adding-a-draft-length.md", lengths, tmp_path, monkeypatch)
 
 
 def install(page: str, package: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

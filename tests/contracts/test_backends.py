@@ -26,7 +26,7 @@ from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import ModelNeeds
 from speculant.models.config import DecoderConfig, RopeConfig
 from speculant.models.reference.decoder import Decoder
-from speculant.models.weights.load import load as loading
+from speculant.models.weights import load as loading
 from speculant.models.weights.load import load_model, tensor_shapes
 from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource
 from speculant.sampling.chance import mix

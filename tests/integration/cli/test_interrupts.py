@@ -10,8 +10,9 @@ import time
 import pytest
 
 SLOW_LOAD = """
-    import sys, threading, time
-    from speculant.models import backends, weights
+    import signal, sys, threading, time
+    from speculant.models import backends
+    from speculant.models.weights import load
     from speculant.engine import build
     from speculant.cli import main
 
@@ -21,6 +22,7 @@ SLOW_LOAD = """
         time.sleep(60)
 
     build.load_model = slow
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background inherits that it is ignored
     sys.argv[0] = "speculant"
     main.main()
 """

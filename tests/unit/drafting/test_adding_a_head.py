@@ -51,5 +51,5 @@ def test_a_head_of_another_target_is_refused(installed: None, checkpoints: Check
 
 
 def test_what_the_page_names_exists() -> None:
-    for path in re.findall(r"`((?:tests|training|drafting|models)/[\w/]+(?:\.py|/))`", PAGE):
+    for path in re.findall(r"`((?:tests|lab|drafting|models)/[\w/]+(?:\.py|/))`", PAGE):
         assert (ROOT / path).exists() or (ROOT / "src" / "speculant" / path).exists(), path

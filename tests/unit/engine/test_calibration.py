@@ -12,6 +12,7 @@ import pytest
 
 from speculant import LLM, SamplingParams, files
 from speculant.drafting.model import draft_model
+from speculant.engine import build
 from speculant.lengths import calibration
 from speculant.types import DraftTree, Request
 from tests.models import Checkpoints
@@ -120,14 +121,14 @@ def test_calibration_measures_many_rows_of_slow_models(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line through a few rows alone does not tell what a batch with drafts costs."""
-    forward, clock = calibration.forward_target, [0.0]
+    forward, clock = build.forward_target, [0.0]
 
     def slow(*arguments: Any) -> Any:
         (item,), (tree,) = arguments[2:]
         clock[0] += 0.1 + 0.01 * (item.count + tree.size)
         return forward(*arguments)
 
-    monkeypatch.setattr(calibration, "forward_target", slow)
+    monkeypatch.setattr(build, "forward_target", slow)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     engine(checkpoints)
     (file,) = kept.glob("*.json")

@@ -17,7 +17,7 @@ from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_b
 from speculant.models.backends.native import NativeBackend
 from speculant.models.native.program import linear_weights
 from speculant.models.reference.decoder import Decoder
-from speculant.models.weights.load import packings
+from speculant.models.weights import packings
 from speculant.models.weights.packings import choose, fastest_packing, kept_gains, measure_gains
 from tests.contracts.test_backends import CONFIG
 from tests.models import Checkpoints

@@ -26,11 +26,12 @@ from speculant.cli.describe import figures
 from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.models.base import SequenceInput
+from speculant.models.weights import cache as weight_cache
+from speculant.models.weights import file as weight_file
+from speculant.models.weights import tensors
 from speculant.models.weights.cache import KEPT, MAPPED, PACKED, WeightCache, cache_files
 from speculant.models.weights.file import DamagedFileError, map_weights, write_weights
-from speculant.models.weights.load import Checkpoint, load_model, tensors
-from speculant.models.weights.load import cache as weight_cache
-from speculant.models.weights.load import file as weight_file
+from speculant.models.weights.load import Checkpoint, load_model
 from speculant.tree import DraftTree
 from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from speculant import LLM, SamplingParams, plugins
+from speculant import LLM, SamplingParams, lengths, plugins
 from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.scheduling import draft_length
 from speculant.types import Request
 from tests.models import Checkpoints
 from tests.unit.scheduling.driver import Driver, slots
@@ -27,7 +26,7 @@ def policy_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (name,) = re.findall(r"Saved as `(\w+)\.py`", PAGE)
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
-    monkeypatch.setattr(draft_length, "__path__", [*draft_length.__path__, str(tmp_path)])
+    monkeypatch.setattr(lengths, "__path__", [*lengths.__path__, str(tmp_path)])
     return str(name)
 
 

@@ -16,7 +16,7 @@ from speculant.cli.train import TrainingFlags
 from speculant.lab.training import config as configuration
 from speculant.lab.training.config import TrainingConfig
 
-PAGE = (Path(__file__).parents[3] / "docs/training.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs/training.md").read_text()
 
 
 def test_python_of_the_training_page_runs(
