@@ -1,0 +1,68 @@
+"""Draw the comparison of `speculant demo` as docs/figures/demo.svg.
+
+    python tools/demo_picture.py
+
+The picture is the same on every machine: greedy texts, unrounded draft weights, a fixed draft length, no speeds.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from speculant import LLM, SamplingParams
+from speculant.cli.comparison import Run, run
+from speculant.cli.demo import ACCEPTED, CHOSEN, DTYPE, PROMPT, SPEC_LENGTH
+from speculant.engine.generation import StreamPiece
+
+PICTURE = Path(__file__).parents[1] / "docs" / "figures" / "demo.svg"
+WIDTH = 108  # columns
+PROMPTS = {"class Cache:\n    def get(self, key):\n        try:": 30, "def read(path):": 37}  # prompt -> tokens
+
+
+def draw() -> str:
+    """Return the picture."""
+    llm = LLM("demo", "demo", spec_length=SPEC_LENGTH, dtype=DTYPE, draft_quantization="none", max_num_seqs=1)
+    table = Table(box=None, padding=(0, 2, 1, 0), expand=True)
+    for way in ("plain", "speculative"):
+        table.add_column(way, ratio=1)
+    for prompt, tokens in PROMPTS.items():
+        cells = [decode(llm, prompt, tokens, drafting) for drafting in (False, True)]
+        assert cells[0][1].token_ids == cells[1][1].token_ids
+        table.add_row(*(Group(text, passes(result)) for text, result in cells))
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(table, legend())
+    picture = console.export_svg(title="speculant demo", unique_id="demo")
+    return re.sub(r" *@font-face \{.*?\}\n*", "", picture, flags=re.DOTALL)  # no fonts from other sites
+
+
+def decode(llm: LLM, prompt: str, tokens: int, drafting: bool) -> tuple[Text, Run]:
+    """Return a prompt with its answer in the demo's colours, and the run's figures."""
+    text = Text(prompt, style=PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=tokens, speculation=None if drafting else False)
+
+    def show(piece: StreamPiece) -> None:
+        colour = "" if not drafting else ACCEPTED if piece.drafted else CHOSEN
+        text.append(piece.text, style=f"not dim {colour}")
+
+    return text, run(llm, prompt, params, show)
+
+
+def passes(result: Run) -> Text:
+    """Return the line below a text."""
+    return Text(f"{len(result.token_ids)} tokens in {result.sampled_passes} passes of the target", style="bold")
+
+
+def legend() -> Text:
+    """Return the meaning of the colours."""
+    own = " tokens are the target's own. Both texts have the same tokens."
+    return Text.assemble(("Green", ACCEPTED), " tokens were drafted and accepted, ", ("yellow", CHOSEN), own)
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")
