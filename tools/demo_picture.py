@@ -15,10 +15,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from speculant import LLM, SamplingParams
-from speculant.cli.comparison import Run, run
+from speculant import LLM, RequestOutput, SamplingParams
 from speculant.cli.demo import ACCEPTED, CHOSEN, DTYPE, PROMPT, SPEC_LENGTH
-from speculant.engine.generation import StreamPiece
 
 PICTURE = Path(__file__).parents[1] / "docs" / "figures" / "demo.svg"
 WIDTH = 108  # columns
@@ -33,7 +31,8 @@ def draw() -> str:
         table.add_column(way, ratio=1)
     for prompt, tokens in PROMPTS.items():
         cells = [decode(llm, prompt, tokens, drafting) for drafting in (False, True)]
-        assert cells[0][1].token_ids == cells[1][1].token_ids
+        plain, speculative = (result.outputs[0].token_ids for _, result in cells)
+        assert plain == speculative
         table.add_row(*(Group(text, passes(result)) for text, result in cells))
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(table, legend())
@@ -41,21 +40,21 @@ def draw() -> str:
     return re.sub(r" *@font-face \{.*?\}\n*", "", picture, flags=re.DOTALL)  # no fonts from other sites
 
 
-def decode(llm: LLM, prompt: str, tokens: int, drafting: bool) -> tuple[Text, Run]:
-    """Return a prompt with its answer in the demo's colours, and the run's figures."""
+def decode(llm: LLM, prompt: str, tokens: int, drafting: bool) -> tuple[Text, RequestOutput]:
+    """Return a prompt with its answer in the demo's colours, and the result."""
     text = Text(prompt, style=PROMPT)
     params = SamplingParams(temperature=0, max_tokens=tokens, speculation=None if drafting else False)
-
-    def show(piece: StreamPiece) -> None:
+    for piece in llm.stream(prompt, params):
         colour = "" if not drafting else ACCEPTED if piece.drafted else CHOSEN
         text.append(piece.text, style=f"not dim {colour}")
+    assert piece.output is not None
+    return text, piece.output
 
-    return text, run(llm, prompt, params, show)
 
-
-def passes(result: Run) -> Text:
+def passes(result: RequestOutput) -> Text:
     """Return the line below a text."""
-    return Text(f"{len(result.token_ids)} tokens in {result.sampled_passes} passes of the target", style="bold")
+    tokens, passes = len(result.outputs[0].token_ids), result.metrics.timing.sampled_passes
+    return Text(f"{tokens} tokens in {passes} passes of the target", style="bold")
 
 
 def legend() -> Text:
