@@ -44,7 +44,7 @@ def decode(llm: LLM, prompt: str, tokens: int, drafting: bool) -> tuple[Text, Re
     """Return a prompt with its answer in the demo's colours, and the result."""
     text = Text(prompt, style=PROMPT)
     params = SamplingParams(temperature=0, max_tokens=tokens, speculation=None if drafting else False)
-    for piece in llm.stream(prompt, params):
+    for piece in llm.stream(prompt, params, cache_salt=str(drafting)):  # neither run finds its prompt in the cache
         colour = "" if not drafting else ACCEPTED if piece.drafted else CHOSEN
         text.append(piece.text, style=f"not dim {colour}")
     assert piece.output is not None
