@@ -10,12 +10,12 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t CHUNK = 4096;
-constexpr double FIRST_LOOK = 8.0;  // nats below the best: candidates of a filtered row that are examined first
+constexpr double FIRST_LOOK = 8.0;  // nats below the best: the candidates of a filtered row that are examined first
 
 static inline int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
 struct Share {  // partial results of one chunk of a row
-  float max;     // NaN if there is a score that is NaN or +infinity
+  float max;     // NaN if a score is NaN or +infinity
   int64_t at;    // index of the largest score, or of the winner of a race
   double sum, best;
 };
