@@ -1,4 +1,4 @@
-"""The structures of csrc/speculant.h for distributions and drafts."""
+"""The structures of csrc/speculant.h that distributions and drafts take."""
 
 from __future__ import annotations
 
