@@ -1,6 +1,6 @@
 // Attention over a KV cache, read through the block table. A query's scores, maximum and sum run over its own keys in order of
-// position, in tiles and spans that begin at fixed positions. So its result depends neither on the rows beside it nor on the
-// chunks of a prompt nor on the threads.
+// position, in tiles and spans that begin at fixed positions. So its result does not depend on other rows, on the chunks of a
+// prompt or on threads.
 //
 //   keys   | tile 0 | tile 1 | ...          TILE positions: one step of the online softmax (arXiv:1805.02867)
 //          |       span 0        | span 1   SPAN positions: a softmax of their own, merged in order
@@ -12,7 +12,7 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t TILE = 64, SPAN = 512, MOST_DIM = 256, BLOCK_ROWS = 8;
-constexpr int64_t MOST_PARTIAL = 1 << 24;  // floats of the softmaxes of spans, 64 MiB: a thread keeps them for its next pass
+constexpr int64_t MOST_PARTIAL = 1 << 24;  // floats of the softmaxes of spans, 64 MiB, which a thread keeps for its next pass
 constexpr int TILE_VECS = TILE / LANES;
 
 // Successive rows of one sequence, chain rows and tree nodes alike, that are computed together.
@@ -139,7 +139,7 @@ struct Keys {
     return found;
   }
 
-  // Whether row `other` also sees all keys that row r sees of the tile at `from`. Comparing the last one is enough, since a node
+  // Whether row `other` also sees all keys of the tile at `from` that row r sees. Comparing the last one is enough, because a node
   // has only one path to the root.
   bool shares(int64_t r, int64_t other, int64_t from) const {
     const int64_t last = (end[r] < from + TILE ? end[r] : from + TILE) - 1;
@@ -186,8 +186,8 @@ static inline void find_slots(const Keys &keys, int64_t r, int64_t from, TileSlo
     put(j, table[(tree_start + node) / size] * size + (tree_start + node) % size);
 }
 
-// Visits the tiles of a span in order. A tile is visited once for all rows of the block that see the same keys in it: below the
-// tree that is all rows, in the tree those of one path.
+// Visits the tiles of a span in order. A tile is visited once for all rows of the block that see the same keys in it: all rows
+// before the tree, the rows of one path in the tree.
 struct TileWalk {
   const Keys &keys;
   int64_t from, end;     // first position of the tile; end of the span
@@ -216,8 +216,8 @@ struct TileWalk {
   }
 };
 
-// Prefetches the slots of the next tile a cache line at a time, while this one is computed. The hardware prefetchers do not follow
-// one head's slots, which are too far apart, and too many prefetches at once would only queue. After the last slot it repeats that.
+// Prefetches the slots of the next tile a cache line at a time, while this tile is computed. The hardware prefetchers do not follow
+// one head's slots, which are too far apart, and many prefetches at once would queue. After the last slot it repeats that slot.
 struct Prefetcher {
   const char *line, *stop, *const *next;
   int64_t begin, bytes;  // within a slot
@@ -256,7 +256,7 @@ struct AttentionRoom {
 // The keys of a tile, transposed so that a vector holds the same dimension of several positions, and its values.
 struct KeyTile {
   float *transposed;  // [dim][TILE] float32, or [dim / 2][TILE] pairs of bfloat16
-  float *copied;      // [TILE][padded] keys, and then values, that cannot be read in place
+  float *copied;      // [TILE][padded] keys, then values, if they cannot be read in place
   const char *copies[TILE];
   const char *const *values;
   int64_t offset;      // of a head's values in a slot, in bytes
@@ -456,7 +456,7 @@ static void attend_tile(const SpOp &op, const float *queries, const KeyTile &til
 }
 
 typedef void (*AttendTile)(const SpOp &, const float *, const KeyTile &, int64_t, int64_t, int64_t, Prefetcher &, Softmax *);
-constexpr int MOST_QUERIES = TILE_VECS == 4 ? 4 : 1;  // of a call: their sums fit the registers
+constexpr int MOST_QUERIES = TILE_VECS == 4 ? 4 : 1;  // of a call, so that their sums fit in the registers
 static const AttendTile ATTEND_TILES[] = {nullptr, attend_tile<1>, attend_tile<2>, attend_tile<3>, attend_tile<4>};
 
 // Whether bfloat16 values are widened each time they are used. Many queries share a float32 copy instead.
@@ -538,7 +538,7 @@ static void attend_block(const Keys &keys, int64_t kv_head, int64_t padded) {
   for (int64_t i = 0; i < count; i++) put_attended(keys.op, keys.first_row + i / group, first_head + i % group, all(i));
 }
 
-// Work items are blocks times key heads or, where spans are split, blocks times spans.
+// Work items are blocks times key heads, or blocks times spans if spans are split.
 static inline int64_t attend_pieces(const SpOp &op, const Plan &plan) {
   return plan.blocks.size * (plan.split ? plan.most_spans : op.kv_heads);
 }
@@ -552,7 +552,7 @@ static void run_attend(const SpOp &op, const SpPass &pass, Plan &plan, int64_t i
   });
 }
 
-// Where spans are split: merge those of a row and head in order. A span without keys of the row is left out.
+// If spans are split: merge the spans of a row and head in order. A span without keys of the row is left out.
 static void run_merge(const SpOp &op, Plan &plan, int64_t item) {
   const int64_t row = item / op.heads, head = item % op.heads;
   const Softmax all = softmax_at(AttentionRoom::own().take_softmaxes(1, plan.padded), plan.padded);

@@ -1,8 +1,8 @@
-// A checksum of memory, as fast as it is read: the same on every instruction set and for any number of threads. It finds damage, not
+// A checksum of memory at the speed of reading, equal on every instruction set and for any number of threads. It finds damage, not
 // forgery.
 //
-// Memory is divided into pieces, for threads to share, and a piece into words of 64 bits, in turn for LINES sums. Each word is mixed into
-// its sum by a one-to-one function, and so are the sums in the end: a change of one word always changes the result.
+// Threads share pieces of the memory. The words of 64 bits of a piece go to LINES sums in turn. Each word is mixed into its sum by a
+// one-to-one function, and so are the sums in the end: a change of one word always changes the result.
 #pragma once
 #include "parallel.h"
 #include "reals.h"

@@ -1,20 +1,18 @@
-// bfloat16 weights in 12 bits each: the same numbers in three quarters of the bytes, so that they are read sooner.
+// bfloat16 weights in 12 bits each: the same numbers in three quarters of the bytes, which are read in less time.
 //
 // A weight's low byte (the exponent's last bit and the mantissa) is stored as it is. High bytes (the sign and the rest of the exponent)
-// have few values in a trained matrix: a panel has a table of its fifteen commonest ones, and a weight an index of four bits. Other
-// high bytes are escapes, in a list in the order of the panel.
+// have few values in a trained matrix. A panel has a table of its fifteen commonest ones, and a weight has an index of four bits into
+// it. Other high bytes are escapes, in a list in the order of the panel.
 //
 //   index     an entry for each panel: where it is, and its table
-//   panel     blocks of BLOCK_STEPS steps of a plain panel, in streams as its steps are (linear.h); a panel of which a list would be long
-//             is stored plain
-//   block     [LOW_BYTES] low bytes, [INDEX_BYTES] pairs of indices: that of byte b in the low half, of byte b + INDEX_BYTES in the high one
-//   escapes   a dword each: the weight's place in the panel, in the order of a plain one without streams, and the high byte in the last
-//             8 bits; after them END
+//   panel     blocks of BLOCK_STEPS steps of a plain panel, in streams like its steps (linear.h); a panel with many escapes is stored
+//             plain
+//   block     [LOW_BYTES] low bytes, [INDEX_BYTES] pairs of indices: byte b's in the low half, byte b + INDEX_BYTES's in the high half
+//   escapes   a dword each: the weight's place in a plain panel without streams, and the high byte in the last 8 bits; then END
 //
-// A block is decoded into plain steps, and these are multiplied as any plain steps: the bits of a result are those of plain weights. The
-// steps stay in registers if the rows are few and the block has no escape; else they are in the first-level cache, where escapes are put
-// in. In a work item of several tiles the first one keeps the decoded steps for
-// the others.
+// A block is decoded into plain steps, which are multiplied like plain weights, with the same bits. The steps stay in registers if the
+// rows are few and the block has no escape; else they go to the first-level cache, where escapes are filled in. In a work item of
+// several tiles the first tile keeps the decoded steps for the others.
 #pragma once
 #include "linear.h"
 
@@ -30,7 +28,7 @@ constexpr int COMMON = 15;                                // entries of a table;
 constexpr uint32_t END = 0xffffffff;
 constexpr int64_t MOST_WEIGHTS = (1 << 24) - LOW_BYTES;   // of a panel: a place has 24 bits
 constexpr int64_t LEAST_PER_ESCAPE = 128;                 // weights: a panel with more escapes is stored plain
-constexpr int64_t SAMPLED = 8, LEAST_SAMPLED = 512;       // steps: the table of a panel with so many is chosen from one in SAMPLED
+constexpr int64_t SAMPLED = 8, LEAST_SAMPLED = 512;       // steps: from LEAST_SAMPLED on, a table is chosen from one in SAMPLED
 
 struct CodedPanel {
   int64_t data, escapes;  // bytes from this entry to the panel, and to its escapes; escapes 0 = the panel is plain
@@ -45,7 +43,7 @@ static inline Steps blocks_of(int64_t k) {
   return Steps((steps_of(SP_BF16, k).count + BLOCK_STEPS - 1) / BLOCK_STEPS, BLOCK, BLOCK_STREAMS);
 }
 
-// Where a block has weight e's low byte. Decoding zips 8 low bytes and 8 high ones of each 16 bytes of a vector into a decoded vector.
+// The place of weight e's low byte in a block. Decoding zips 8 low and 8 high bytes of each 16 bytes of a vector into a decoded vector.
 static inline int64_t low_place(int64_t e) {
   const int64_t vector = e / (VECTOR / 2), i = e % (VECTOR / 2);
   return vector / 2 * VECTOR + i / 8 * 16 + vector % 2 * 8 + i % 8;
@@ -57,7 +55,7 @@ struct Pair {
   Ints first, second;
 };
 
-// Decode vectors 2p and 2p + 1 of a block's plain steps, escapes aside.
+// Decode vectors 2p and 2p + 1 of a block's plain steps, without escapes.
 static inline __attribute__((always_inline)) Pair decode_pair(const char *block, int64_t p, Ints table) {
   const Ints indices = load_ints(block + LOW_BYTES + p % (PAIRS / 2) * VECTOR), low = load_ints(block + p * VECTOR);
   const Ints high = look_up(table, p < PAIRS / 2 ? low_halves(indices) : high_halves(indices));
@@ -66,7 +64,7 @@ static inline __attribute__((always_inline)) Pair decode_pair(const char *block,
 
 static inline bool has_escape(const uint32_t *next, int64_t b) { return *next >> 8 < (b + 1) * LOW_BYTES; }
 
-// Decode a block into plain steps. `next` is the block's first escape, and then the one after its last.
+// Decode a block into plain steps. `next` is the block's first escape; afterwards it is the first of the following blocks.
 static inline __attribute__((always_inline)) void decode_block(const char *block, int64_t b, Ints table, const uint32_t *&next, char *steps) {
   for (int64_t p = 0; p < PAIRS; p++) {
     const Pair pair = decode_pair(block, p, table);
@@ -134,7 +132,7 @@ static void sum_coded(const char *panel, const Tile &tile, int64_t k, float *sum
   put_acc<ROWS>(acc, sums);
 }
 
-// A panel that sum_coded has decoded: all steps in one piece.
+// The same for a panel that sum_coded has decoded, with all steps in one piece.
 template <int ROWS>
 static void sum_decoded(const char *panel, const Tile &tile, int64_t k, float *sums) {
   Vec acc[ROWS][VECS];
@@ -168,11 +166,11 @@ static void read_coded_row(const CodedPanel &coded, int64_t i, int64_t width, fl
   }
 }
 
-// Take the commonest high bytes of a plain panel into a table. Those of a large panel are estimated from one step in SAMPLED.
+// Fill a table with the commonest high bytes of a plain panel. For a large panel they are estimated from one step in SAMPLED.
 static void choose_common(const char *plain, int64_t k, uint8_t *table) {
   const Steps steps = steps_of(SP_BF16, k);
   const int64_t apart = steps.count < LEAST_SAMPLED ? 1 : SAMPLED;
-  int64_t counts[4][256] = {{0}};  // four: consecutive weights often have the same high byte
+  int64_t counts[4][256] = {{0}};  // four, so that equal bytes in succession do not wait for one counter
   for (int64_t j = 0; j < steps.count; j += apart) {
     const uint8_t *bytes = (const uint8_t *)plain + steps.at(j);
     for (int64_t i = 0; i < STEP_WEIGHTS; i++) counts[i % 4][bytes[2 * i + 1]]++;
@@ -187,7 +185,7 @@ static void choose_common(const char *plain, int64_t k, uint8_t *table) {
   table[COMMON] = 0;
 }
 
-// Finds the index of high bytes, that of the first entry with their value; COMMON = an escape.
+// Finds the index of each high byte, of the first entry with its value; COMMON = an escape.
 #if defined(SP_PORTABLE)
 struct Codes {
   uint8_t first, indices[256];
@@ -199,7 +197,7 @@ struct Codes {
   inline Ints of(Ints highs) const { return map_bytes(highs, indices); }
 };
 #else
-// A byte's slot has the values that it may be, and their indices. The common exponents follow one another, so that there are one or two.
+// A byte's slot has the possible values of the byte and their indices. Common exponents follow one another, so a slot has one or two.
 struct Codes {
   uint8_t first;
   int most = 0;  // values in a slot
@@ -227,7 +225,7 @@ struct Codes {
 };
 #endif
 
-// Call work(b, its plain steps, whose number is in `some`) for all blocks of a plain panel, in order.
+// Call work(b, the plain steps of block b) for all blocks of a plain panel, in order.
 template <typename Work>
 static inline __attribute__((always_inline)) void each_plain_block(const char *plain, int64_t k, uint8_t padding, Work work) {
   const Steps steps = steps_of(SP_BF16, k), blocks = blocks_of(k);
@@ -264,8 +262,8 @@ static int64_t measure_panel(const char *plain, int64_t k, CodedPanel &entry) {
   return entry.escapes ? bytes : whole_lines(own);
 }
 
-// Make the index of some panels, whose plain ones are given. data: bytes from their first entry to where the first of them goes. Returns
-// the bytes to behind the last one.
+// Make the index of some plain panels. data: bytes from their first entry to the place of the first panel. Returns the bytes to the end
+// of the last one.
 static int64_t index_panels(int64_t panels, int64_t k, const void *plain, void *index, int64_t data, int threads) {
   CodedPanel *entries = (CodedPanel *)index;
   share_out(panels, threads, [&](int64_t p) {
@@ -310,7 +308,7 @@ static void code_panel(const char *plain, int64_t k, CodedPanel &entry) {
   *escape = END;
 }
 
-// Code plain panels to where their entries of an index say.
+// Code plain panels to the places in their index entries.
 static void code_panels(int64_t panels, int64_t k, const void *plain, void *index, int threads) {
   CodedPanel *entries = (CodedPanel *)index;
   share_out(panels, threads, [&](int64_t p) {

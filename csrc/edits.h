@@ -1,4 +1,4 @@
-// Changes to the logits of single tokens before the distribution is computed, as `edit` in kernels/reference_sampler.py defines them, in
+// Changes to the logits of single tokens before the distribution is computed, defined by `edit` in kernels/reference_sampler.py, in
 // float32 and in the same order. `known` is the number of logits; tokens outside 0 .. known - 1 are skipped.
 #pragma once
 #include <math.h>
@@ -19,7 +19,7 @@ static void forbid(const SpEdits &edits, float *scores, int64_t known) {
   }
 }
 
-// Repetition applies to tokens of prompt and output, presence and frequency to those of the output, which includes drafted tokens.
+// Repetition applies to tokens of prompt and output, presence and frequency to tokens of the output, drafted ones included.
 static inline float penalised(const SpEdits &edits, float score, int64_t count) {
   score = score > 0 ? score / edits.repetition : score * edits.repetition;
   return count ? score - (edits.presence + edits.frequency * (float)count) : score;

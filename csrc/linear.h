@@ -5,15 +5,15 @@
 //   tile      up to MOST_ROWS packed rows of x, in dwords too:                 [k][rows]         float32
 //                                                                              [k / 2][rows][2]  pairs of bfloat16
 //
-// A step of a panel is multiplied by the same step of a tile. An output has one accumulator that runs over k in order, whatever the
-// number of rows in the tile; tiles exist so that a weight is loaded once for several rows.
+// A step of a panel is multiplied by the same step of a tile. An output has one accumulator that runs over k in order, for any number
+// of rows in the tile. With tiles a weight is loaded once for several rows.
 //
 // The steps of a large panel are stored in several streams, successive steps in successive streams. Memory is then read at several
-// addresses in turn, and the hardware prefetchers follow each of them: this reads a quarter more bytes per second than one stream.
+// addresses in turn, and the hardware prefetchers follow each of them, which gives a quarter more bytes per second than one stream.
 //
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
-// x is float32, and bfloat16 weights are widened to it. Where the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
+// x is float32, and bfloat16 weights are widened to it. If the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x is
 // rounded to bfloat16 instead (tiles.h), and accumulators take k in pairs, the second of each pair first.
 #pragma once
 #include "simd.h"
@@ -32,7 +32,7 @@ constexpr int AHEAD = 4096;                      // bytes to prefetch ahead, in 
 
 static inline int64_t panels_of(int64_t n) { return (n + WIDTH - 1) / WIDTH; }
 
-// The steps of a panel and their layout. A small panel has one stream, as it is read from a processor cache.
+// The steps of a panel and their layout. A small panel has one stream, because it is read from a processor cache.
 struct Steps {
   int64_t count, streams;
   int64_t round;                 // steps that are read in turn
@@ -68,7 +68,7 @@ struct Steps {
     for (; j < some; j++, panel += stride) step(j, panel);
   }
 
-  // Call group(the first one's address) for all steps, SIZE of them at a time, `stride` bytes from one another.
+  // Call group(address of the first step) for all steps, SIZE steps at a time, `stride` bytes apart.
   template <int SIZE, typename Group>
   inline __attribute__((always_inline)) void each_group(const char *panel, Group group) const {
     static_assert(STREAMS % SIZE == 0, "a group lies within one round of the streams");
@@ -83,12 +83,12 @@ static inline Steps steps_of(int type, int64_t k) { return Steps(type == SP_F32 
 
 static inline int64_t panel_bytes(int type, int64_t k) { return steps_of(type, k).size(); }
 
-// Packed rows, converted to what the weights' type is multiplied by (tiles.h).
+// Packed rows, converted to the type that the weights are multiplied by (tiles.h).
 struct Tile {
   const void *dwords;   // [dwords of a row][rows]
   const float *scales;  // int8 and int4 weights (quantized.h): [rows]
   const int32_t *compensation;
-  char *room;           // coded weights (coded.h): memory for the decoded panel, if other tiles follow; else NULL
+  char *room;           // coded weights (coded.h): memory for the decoded panel if more tiles follow, else NULL
 };
 
 // acc[rows][VECS] += x[rows] w[VECS]
@@ -146,7 +146,7 @@ static inline __attribute__((always_inline)) void add_pair_step(const Ints pairs
   add_step<ROWS>(acc, (const float *)x + (2 * j + 1) * ROWS, w);
 }
 
-// The last step of an odd k holds one of a pair.
+// The last step of an odd k has one element of a pair.
 template <int ROWS>
 static inline __attribute__((always_inline)) void add_half_step(const char *weight, const void *x, int64_t depth, Vec acc[ROWS][VECS]) {
   if (depth % 2 == 0) return;

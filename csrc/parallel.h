@@ -35,7 +35,7 @@ struct alignas(64) WorkQueue {
   }
 };
 
-// Call work() in up to `threads` threads, this one among them: see team.h.
+// Call work() in up to `threads` threads, this one included: see team.h.
 template <typename Work>
 static inline void run_together(int threads, Work work) {
   if (threads > 1)
@@ -68,7 +68,7 @@ struct List {
     }
     size = n;
   }
-  // Like resize, but without the items so far. The room is a power of two.
+  // Like resize, but drops the items. The room is a power of two.
   void renew(int64_t n) {
     if (n > room) {
       free((void *)items);

@@ -10,12 +10,12 @@
 namespace SP_NAMESPACE {
 
 constexpr int64_t CHUNK = 4096;
-constexpr double FIRST_LOOK = 8.0;  // nats below the best: candidates of a filtered row that are examined first
+constexpr double FIRST_LOOK = 8.0;  // nats below the best: the candidates of a filtered row that are examined first
 
 static inline int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
 struct Share {  // partial results of one chunk of a row
-  float max;     // NaN if there is a score that is NaN or +infinity
+  float max;     // NaN if a score is NaN or +infinity
   int64_t at;    // index of the largest score, or of the winner of a race
   double sum, best;
 };
@@ -175,7 +175,7 @@ static void collect(const ProbsJob &job, int64_t row, double look, List<Candidat
   }
 }
 
-// Whether these candidates contain the cut of a row, so that no further ones are needed.
+// Whether these candidates contain the cut of a row, so that more are not needed.
 static bool is_enough(const SpSamplingSettings &settings, const List<Candidate> &found, double look, double all) {
   if (settings.top_k > 0) return found.size >= settings.top_k;
   if (settings.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: `least` in `collect` is rounded
@@ -184,7 +184,7 @@ static bool is_enough(const SpSamplingSettings &settings, const List<Candidate> 
   return settings.top_p < 1.0 && sum >= settings.top_p * all;
 }
 
-// Top-k, then top-p of the remainder, then min-p; of equal scores those with the lowest ids stay.
+// Top-k, then top-p of the remainder, then min-p; among equal scores the lowest ids stay.
 static void filter(const ProbsJob &job, int64_t row) {
   static thread_local List<Candidate> found;
   const SpSamplingSettings &settings = job.settings[row];

@@ -1,4 +1,4 @@
-// Runs a recorded program. Every thread goes through the same stages in order and takes pieces of each from its work queue.
+// Runs a recorded program. Every thread goes through the same stages in order and takes work items from the queue of each.
 #pragma once
 #include "attention.h"
 #include "probs.h"
@@ -72,7 +72,7 @@ struct Drafting {
   const SpPass *first;
   const SpDraft *draft;
   List<float> rows, logits, head_out;  // head_out: the logits of a head whose rows are `head_tokens`
-  List<float> partial;  // see Plan: of the step that is running, as no thread reads an earlier one's any more
+  List<float> partial;  // see Plan: of the running step; no thread reads an earlier step's
   List<double> unread;  // distributions of sequences that return none
   List<Share> shares;
   Tiles x;
@@ -114,7 +114,7 @@ struct Drafting {
     for (int64_t s = 0; s < drawing; s++) {
       const SpSegment &segment = first->segments[s];
       const int64_t token = draft->drawn[s * draft->steps + step - 1], position = segment.start + segment.rows + step - 1;
-      tokens[from + s] = 0 <= token && token < draft->num_logits ? token : 0;  // a draft may be any token, but the table has no such row
+      tokens[from + s] = 0 <= token && token < draft->num_logits ? token : 0;  // a draft may be any token, but the table has no other rows
       positions[from + s] = position;
       slots[from + s] = segment.table[position / first->block] * first->block + position % first->block;
       segments[from + s] = {s, 1, position, 1, -1, segment.table};

@@ -6,7 +6,7 @@
 //          a byte holds k + j in its low half and k + 4 + j in its high half, j = 0 .. 3
 //   tile   [k / 4][rows][4] int8
 //
-// Weights are stored as unsigned bytes, as the instruction takes them. Sums start at a compensation for the offset of 128 or 8: a
+// Weights are stored as unsigned bytes, the operand of the instruction. Sums start at a compensation for the offset of 128 or 8: a
 // multiple of the sum of x.
 #pragma once
 #include "linear.h"
@@ -15,7 +15,7 @@ namespace SP_NAMESPACE {
 
 constexpr int64_t GROUP = 32;
 constexpr int GROUP_STEPS = GROUP / 8;
-constexpr int UNROLLED = LANES == 16 ? GROUP_STEPS : 1;  // steps of a group; 16 registers hold one only
+constexpr int UNROLLED = LANES == 16 ? GROUP_STEPS : 1;  // steps of a group; 16 registers have room for one only
 
 static inline int64_t padded_depth(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
 static inline int64_t groups_of(int64_t k) { return padded_depth(k) / GROUP; }
@@ -31,7 +31,7 @@ static inline int64_t bytes_of_panel(int type, int64_t k) {
   return type == SP_F32 || type == SP_BF16 ? panel_bytes(type, k) : quantized_panel_bytes(type, k);
 }
 
-// Quantize a row to int8: x = scale * q. The compensations of its groups are `stride` apart, as a tile's rows are interleaved.
+// Quantize a row to int8: x = scale * q. The compensations of its groups are `stride` apart, because a tile's rows are interleaved.
 static void quantize_row(int type, const float *x, int64_t k, int8_t *values, float *scale, int64_t stride, int32_t *compensation) {
   float largest = 0.0f;
   bool finite = true;

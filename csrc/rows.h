@@ -55,7 +55,7 @@ static inline void *layer_of(void *storage, const SpOp &op, const SpPass &pass) 
   return (char *)storage + op.layer * pass.layer_stride;
 }
 
-// Norm (where there are scales) and rotate one row's queries and keys in place; store its keys and values in the cache.
+// Norm (if there are scales) and rotate one row's queries and keys in place; store its keys and values in the cache.
 static void run_rotate(const SpOp &op, const SpPass &pass, int64_t t) {
   const int64_t half = op.dim / 2;
   const float *cosine = pass.cosines + pass.positions[t] * half, *sine = pass.sines + pass.positions[t] * half;

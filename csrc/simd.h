@@ -54,14 +54,14 @@ static inline Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 static inline Ints low_halves(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 static inline Ints high_halves(Ints a) { return low_halves(_mm512_srli_epi16(a, 4)); }
 static inline void store_ints(void *p, Ints a) { _mm512_storeu_si512(p, a); }
-// For decoding bytes: a table in each 16 bytes, the bytes at its places `index` < 16, and the bytes of a and b in turn, those of the first
-// or of the second half of each 16 bytes.
+// For decoding bytes: a table repeated in each 16 bytes; its bytes at the places `index` < 16; and the bytes of a and b in turn, from the
+// first or the second half of each 16 bytes.
 static inline Ints load_table(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
 static inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
 static inline Ints zip_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 static inline Ints zip_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
-// For coding them: what was zipped, the number of equal bytes, a hash of each byte below 16 (the sign and the last three bits of what it has
-// of an exponent), and the bytes of `other` where a and b are equal, else those of `found`.
+// For coding bytes: the inverse of zipping; the number of equal bytes; a hash below 16 of each byte (its sign and last three bits); and the
+// bytes of `other` where a and b are equal, else those of `found`.
 static inline Ints unzip_first(Ints a, Ints b) {
   return _mm512_packus_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_and_si512(b, _mm512_set1_epi16(255)));
 }

@@ -1,13 +1,13 @@
 /* The native kernels' interface: plain C, raw pointers, no ownership. Written for Python's ctypes.
  *
- * A *program* is a list of operations over fixed buffers, recorded once for a model. A *pass* holds its arguments: the
+ * A *program* is a list of operations over fixed buffers, recorded once for a model. A *pass* has its arguments: the
  * rows of each sequence, and the addresses of keys and values. One call runs a whole forward pass.
  *
  * Every row's result depends only on that row and the keys it sees, bit for bit: sums run in one fixed order, tiles of
  * keys begin at absolute positions, and neither the number of threads nor that of rows changes a result.
  *
- * All activations are float32. They are multiplied in float32, with two exceptions: with int8 and int4 weights rows are rounded to
- * int8, and with bfloat16 weights on the set avx512bf16 they are rounded to bfloat16, the only type of its instruction.
+ * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8 for int8 and int4 weights, and
+ * to bfloat16 for bfloat16 weights on the set avx512bf16, whose instruction takes no other type.
  * T = number of rows of the pass.
  */
 #ifndef SPECULANT_H
@@ -32,7 +32,7 @@ enum SpCode {
 
 enum SpFlag {
   SP_ADD = 1,      /* SP_LINEAR: add to out (a residual) */
-  SP_SILU = 2,     /* SP_LINEAR: weight holds gate and up, interleaved by panels; out[T, n] = silu(gate) * up, each with its bias */
+  SP_SILU = 2,     /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = silu(gate) * up, each with its bias */
 };
 
 typedef struct {
@@ -98,15 +98,15 @@ typedef struct {
   const int64_t *limits;     /* [sequences] tokens to draw, 1 .. steps, in descending order */
   const SpSamplingSettings *settings;         /* [sequences] */
   const SpEdits *const *edits;    /* [sequences] or NULL; NULL = none */
-  const int64_t *noise;      /* [sequences] how each one draws: 0 and 1 as in sp_draw, 2 = the most probable token, the first among equals */
+  const int64_t *noise;      /* [sequences] kind of draw: 0 and 1 as in sp_draw, 2 = the most probable token, the first among equals */
   const uint64_t *chances;   /* [sequences, 2] a key and a count: step i's chance is the hash of the key and count + i */
   int64_t *drawn;            /* [sequences, steps]; -1 = the sequence has ended */
   double *const *out;        /* [sequences] each one's distributions [limit, width], or NULL: they are not returned */
-  double stop_below;         /* a token of a lower probability is the last of its sequence; 0 = none is */
+  double stop_below;         /* a token of a lower probability ends its sequence; 0 = none does */
   int64_t num_logits;        /* tokens of the model */
-  const int64_t *head_tokens;  /* the token of each row of the head, other tokens have the logit -infinity; NULL = row i is token i */
-  const float *carried;      /* [T, state_size] what the row that a token is drawn at hands on to the row of that token; or NULL */
-  float *states;             /* [T, state_size] where the next step's rows take it in; another memory than `carried` */
+  const int64_t *head_tokens;  /* the token of each row of the head; other tokens have the logit -infinity. NULL = row i is token i */
+  const float *carried;      /* [T, state_size] output of the row at which a token is drawn, for the row of that token; or NULL */
+  float *states;             /* [T, state_size] input of the next step's rows; not the memory of `carried` */
   int64_t state_size;
 } SpDraft;
 
@@ -118,12 +118,12 @@ int sp_usable(int set);                      /* whether this processor has it */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 /* Pack weights [n, k] in `source` (SP_F32 or SP_BF16) as `type`, into every `step`-th panel from `packed` on: 2 for gate and up,
- * which are interleaved, else 1. Each panel holds the same number of rows; the last is padded with zeros. Memory is 64-byte aligned. */
+ * which are interleaved, else 1. Each panel has the same number of rows; the last is padded with zeros. Memory is 64-byte aligned. */
 void sp_pack(int set, int threads, int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed);
-/* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or as they are where that does not fit them (coded.h).
- * It begins with an index, SP_INDEX_BYTES a panel, and may be made in parts, some panels after the others. The first function fills the
- * entries of a part from its packed panels and k. data: bytes from the part's first entry to where its first panel goes, a multiple of 64
- * behind the whole index and the parts before. It returns the bytes to behind the last panel. The second function writes the panels. */
+/* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or plain if that does not fit (coded.h). It begins with
+ * an index, SP_INDEX_BYTES a panel, and may be made in parts, some panels after others. The first function fills the entries of a part
+ * from its packed panels and k. data: bytes from the part's first entry to the place of its first panel, a multiple of 64 after the whole
+ * index and earlier parts. It returns the bytes to the end of the last panel. The second function writes the panels. */
 enum { SP_INDEX_BYTES = 32 };
 int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data);
 void sp_code_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index);
@@ -143,7 +143,7 @@ int64_t sp_draw(int set, const double *weights, int64_t n, int shared_noise, uin
 double sp_read(int set, int threads, const void *data, int64_t bytes); /* read the memory once; returns seconds */
 uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes); /* the same on every set; another word = another sum */
 
-/* A suffix automaton with counts: src/speculant/kernels/suffix_index.py says what it computes. It belongs to one thread at a time.
+/* A suffix automaton with counts, defined by src/speculant/kernels/suffix_index.py. One thread at a time may use it.
  * Token ids are below 2^31. After a call that ran out of memory (NULL or 0) an index may only be deleted. */
 typedef struct SpSuffix SpSuffix;
 SpSuffix *sp_suffix_new(int64_t depth, double factor, double min_prob);

@@ -30,8 +30,8 @@ struct Array {
 };
 
 struct State {
-  int32_t length, link;    // of its longest string; of its longest suffix that ends at further places
-  int32_t followed, best;  // how often anything followed; the most frequent edge
+  int32_t length, link;    // of its longest string; to its longest suffix that also ends at other places
+  int32_t followed, best;  // how often a token followed; the most frequent edge
   int32_t first;           // of its edges
 };
 
@@ -95,7 +95,7 @@ struct SpSuffix {
     return edge;
   }
 
-  // The state of the strings of `state` and a token; `target` has them and perhaps longer ones.
+  // The state of the strings of `state` plus a token; `target` has these and maybe longer ones.
   int32_t part(int32_t state, int32_t token, int32_t target) {
     if (states[target].length == states[state].length + 1) return target;
     const int32_t made = states.add({states[state].length + 1, states[target].link, states[target].followed, NONE, NONE});
@@ -113,7 +113,7 @@ struct SpSuffix {
     return made;
   }
 
-  // Add the strings that end with a token behind the text of a state; return the state of the longer text.
+  // Append a token to the text of a state; return the state of the longer text.
   int32_t grow(int32_t state, int32_t token) {
     const int32_t known = edge_of(state, token);
     if (known != NONE) return part(state, token, edges[known].target);  // an earlier text has it
@@ -133,7 +133,7 @@ struct SpSuffix {
     return state;
   }
 
-  // Count a token behind every suffix of the recent tokens before it.
+  // Count a token as a follower of every suffix of the recent tokens.
   void count(int32_t token) {
     for (int32_t state = recent; state != NONE; state = states[state].link) {
       State &own = states[state];
@@ -151,7 +151,7 @@ struct SpSuffix {
     recent = holder(edges[edge_of(recent, token)].target, num_recent);
   }
 
-  // The state and the length of the longest suffix of a context that is there.
+  // The state and the length of the longest suffix of a context that is in the index.
   int32_t match(const int64_t *context, int64_t n, int64_t &length) {
     int32_t state = ROOT;
     length = 0;
@@ -167,7 +167,7 @@ struct SpSuffix {
     return state;
   }
 
-  // The most tokens that a match of more than `above` and up to `length` tokens may be continued by.
+  // The most tokens of a continuation after a match of more than `above` and up to `length` tokens.
   int64_t most_tokens(int64_t above, int64_t length) const {
     int64_t most = 0;
     for (; length > above; length--) {
@@ -193,7 +193,7 @@ struct SpSuffix {
     return n;
   }
 
-  // `tokens` and `ratios` have room for twice `depth`: the best found so far, and a candidate behind it.
+  // `tokens` and `ratios` have room for twice `depth`: the best continuation so far, and a candidate after it.
   int64_t continuation(const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
                        int64_t *matched) {
     int64_t length, best = 0;

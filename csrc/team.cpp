@@ -10,9 +10,9 @@
 namespace {
 
 constexpr int64_t CLOSED = int64_t(1) << 62;
-constexpr int64_t PATIENCE = 1000000;  // ns that a helper looks for work before it sleeps: longer than the rest of a step
+constexpr int64_t PATIENCE = 1000000;  // ns that a helper looks for work before it sleeps: longer than the Python of a step
 constexpr int MOST_HELPERS = 255;
-int forks = 0;  // of this process and its ancestors: a child has none of its parent's threads
+int forks = 0;  // of this process and its ancestors; a child has no threads of its parent
 
 void relax(int64_t spins) {
   if (spins % 1024 == 1023) {
@@ -31,9 +31,9 @@ int64_t now() {
 }
 
 struct Team {
-  // The helpers that are inside a region; CLOSED is added while none may enter.
+  // The number of helpers inside a region, plus CLOSED while none may enter.
   alignas(64) int64_t gate = CLOSED;
-  alignas(64) int64_t regions = 0;  // that were opened
+  alignas(64) int64_t regions = 0;  // opened so far
   int64_t sleeping = 0, ended = 0;
   int64_t wanted = 0;  // helpers of this region
   void (*work)(void *) = nullptr;
@@ -52,7 +52,7 @@ struct Team {
 
   bool is_idle(int64_t seen) { return __atomic_load_n(&regions, __ATOMIC_SEQ_CST) == seen && !__atomic_load_n(&ended, __ATOMIC_RELAXED); }
 
-  // Return once there is another region than the first `seen`, or the end.
+  // Return when a region after the first `seen` opens, or the team ends.
   void wait(int64_t seen) {
     const int64_t begun = now();
     for (int64_t spins = 0; is_idle(seen); spins++) {
@@ -113,7 +113,7 @@ void *begin(void *given) {
   return nullptr;
 }
 
-// Start helpers until there are `count`. A system that refuses a thread gets fewer: the work is done all the same.
+// Start helpers until there are `count`. If the system refuses a thread there are fewer, and the work is done all the same.
 void Team::grow(int count) {
   if (count > MOST_HELPERS) count = MOST_HELPERS;
   if (helpers >= count) return;
@@ -138,7 +138,7 @@ struct Owner {
   Team *team = nullptr;
 
   Team &get() {
-    if (team && team->made_after != forks) team = nullptr;  // its memory may be in any state, and stays
+    if (team && team->made_after != forks) team = nullptr;  // its memory may be in any state and is not freed
     if (!team) team = new Team;
     return *team;
   }

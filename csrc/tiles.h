@@ -1,8 +1,8 @@
-// Packs the rows of a linear layer into tiles, and runs the layer over them. A stage before the layer converts each row to what its
-// weights are multiplied by:
+// Packs the rows of a linear layer into tiles, and runs the layer over them. A stage before the layer converts each row to the type
+// that its weights are multiplied by:
 //
 //   float32, bfloat16       float32; a single row is read in place
-//   bfloat16 in pairs       bfloat16, where the processor multiplies pairs of them (linear.h)
+//   bfloat16 in pairs       bfloat16, if the processor multiplies pairs of them (linear.h)
 //   int8, int4              int8 (quantized.h)
 #pragma once
 #include "coded.h"
@@ -42,7 +42,7 @@ static void make_room(const SpOp *ops, int count, int64_t rows, Tiles &x) {
 static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 static inline int64_t rows_at(int64_t first, int64_t rows) { return rows - first < MOST_ROWS ? rows - first : MOST_ROWS; }
 
-// A work item packs a part of a tile, or a whole tile where rows are converted to a narrower type.
+// A work item packs a part of a tile, or a whole tile if rows are converted to a narrower type.
 static inline int64_t parts_of(const SpOp &op) { return is_float(op) ? (op.k + PART - 1) / PART : 1; }
 static inline int64_t packing_pieces(const SpOp &op, int64_t rows) { return is_packed(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
@@ -102,7 +102,7 @@ static inline Tile tile_at(const SpOp &op, int64_t rows, Tiles &x, int64_t first
   return {x.dwords.items + first * dwords_of(op), x.scales.items + first, x.compensation.items + first * compensations_of(op), nullptr};
 }
 
-// A work item of a layer is a panel (gate and up, if it is gated) for SHARE rows.
+// A work item of a layer is a panel (gate and up for a gated layer) for SHARE rows.
 static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panels_of(op.n) * ((rows + SHARE - 1) / SHARE); }
 
 struct Panel {
@@ -110,7 +110,7 @@ struct Panel {
   const SumTile *sums;
   char *room;  // for its decoded steps, or NULL
 
-  // Sum a tile of rows. Several tiles take the steps of a coded panel as the first one has decoded them.
+  // Sum a tile of rows. Of several tiles, the first decodes a coded panel for all.
   void sum(Tile tile, int64_t rows, int64_t k, float *out) {
     tile.room = room;
     sums[rows](at, tile, k, out);

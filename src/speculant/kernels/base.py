@@ -1,4 +1,4 @@
-"""The sampler protocol: distributions from logits, and draws from them, on every device."""
+"""The sampler protocol: distributions from logits, and draws from them, for every device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Sampler(Protocol):
     def draw(self, weights: Tensor, shared_noise: bool, key: int) -> int:
         """Return a token drawn with probability proportional to weights [V].
 
-        key has 64 random bits. With shared_noise it keys Gumbel noise for every token id, and the token is the argmax
-        of log weight + noise. Otherwise it is a share of the sum, and the token is where the cumulative sum exceeds it.
+        key has 64 random bits. With shared_noise they key Gumbel noise for every token id, and the token is the argmax
+        of log weight + noise. Otherwise they select a share of the sum, and the token is the first whose cumulative sum
+        exceeds it.
         """
         ...

@@ -1,8 +1,7 @@
-"""Memory for native kernels: aligned for weights, and used again for large tensors that every step makes anew.
+"""Memory for native kernels: aligned memory for weights, and reused memory for large tensors of every step.
 
-These are logits, and the distributions of drafts and target. The C library gives such memory back to the system when it
-is freed, and each step then takes new pages, which have to be cleared: a tenth of the time of a small model with 8
-sequences.
+The latter are logits and distributions. The C library would return such memory to the system when it is freed, and the
+system would clear new pages for each step: a tenth of the time of a small model with 8 sequences.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from torch import Tensor
 
 ALIGNMENT = 64  # bytes
 LEAST_BYTES = 2**20  # smaller tensors are made as usual
-MOST_BYTES = 2**28  # that are kept
+MOST_BYTES = 2**28  # kept in all
 MOST_SLAB = 2**28  # bytes that an arena takes from the system at once, unless one piece is larger
-AHEAD_PER_TAKEN = 4  # so much more than was taken is got at once: the largest piece is soon known
-HUGE_BYTES = 2**22  # a slab of so many has huge pages: the system hands those out several times as fast
+AHEAD_PER_TAKEN = 4  # pages touched ahead, as a multiple of the bytes taken so far
+HUGE_BYTES = 2**22  # slabs of at least this size have huge pages, which the system provides several times as fast
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -35,11 +34,11 @@ def aligned(size: int) -> Tensor:
 
 
 class Arena:
-    """Memory for the weights of a model, whose sizes are known once they were written.
+    """Memory for the weights of a model; the size of each weight is known only after it was written.
 
-    Pages that nothing was written to take no memory. A slab lives as long as a tensor in it. touch: gets the pages of
-    some bytes from the system. It is called for as many at once as will be used, which threads can share evenly.
-    expected: about so many bytes are taken in all; 0 = unknown.
+    Pages take memory once they are written to. A slab lives as long as a tensor in it. touch: gets the pages of some
+    bytes from the system, for many bytes at once so that threads can share them evenly. expected: about how many bytes
+    are taken in all; 0 = unknown.
     """
 
     def __init__(self, touch: Callable[[Tensor], None], expected: int = 0) -> None:
@@ -49,9 +48,9 @@ class Arena:
         self._scratch = _map(0)
 
     def take(self, size: int, likely: int) -> Tensor:
-        """Return `size` aligned bytes; `keep` says how many of them are used, before the next ones are taken.
+        """Return `size` aligned bytes. Call `keep` with the number of used bytes before taking more.
 
-        likely: how many that will be, about: their pages are there.
+        likely: about how many bytes will be used; the pages of these are touched.
         """
         self._largest = max(self._largest, size)
         if size > len(self._slab) - self._used:
@@ -59,17 +58,17 @@ class Arena:
             self._slab, self._used, self._touched = _map(max(size, min(usual, MOST_SLAB))), 0, 0
         if self._used + likely > self._touched:
             ahead = min(self._expected - self._taken, AHEAD_PER_TAKEN * self._taken)
-            most = len(self._slab) - self._largest - self._used  # behind it the next piece may not fit
+            most = len(self._slab) - self._largest - self._used  # further pieces may not fit in this slab
             end = self._used + max(likely, min(ahead, most))
             self._touch(self._slab[self._touched : end])
             self._touched = end
         return self._slab[self._used : self._used + size]
 
     def keep(self, memory: Tensor, size: int) -> Tensor:
-        """Keep the first `size` bytes of what was taken last."""
+        """Keep the first `size` bytes of the memory that was taken last."""
         whole = -(-size // ALIGNMENT) * ALIGNMENT
         self._used, self._taken = self._used + whole, self._taken + whole
-        self._touched = max(self._touched, self._used)  # what is written must not be touched
+        self._touched = max(self._touched, self._used)  # touching would overwrite bytes
         return memory[:size]
 
     def scratch(self, size: int) -> Tensor:
@@ -80,7 +79,7 @@ class Arena:
 
 
 def _map(size: int) -> Tensor:
-    """Return zeroed pages, which are taken from the system when they are written to."""
+    """Return zeroed pages, which the system provides when they are written to."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -91,7 +90,7 @@ def _map(size: int) -> Tensor:
 
 
 class Scratch:
-    """Blocks of memory by size, a power of two. One is free as soon as no tensor that lies in it is left."""
+    """Blocks of memory by size, a power of two. A block is free as soon as no tensor uses it."""
 
     def __init__(self) -> None:
         self._blocks: defaultdict[int, list[np.ndarray]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h).
 
-It is loaded at its first use with the best instruction set that the processor has; SPECULANT_ISA names
-another one. Without the library everything runs on `reference`.
+It is loaded at its first use with the best instruction set of the processor; SPECULANT_ISA names another one. Without
+the library everything runs on `reference`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Weight:
 
     @property
     def address(self) -> int:
-        """The address of the first panel, or of the index of panels that are coded."""
+        """The address of the first panel, or of the index if the panels are coded."""
         return self.memory.data_ptr()
 
 
@@ -134,13 +134,13 @@ class Kernels:
         return Weight(memory[:used].clone(), Type.BF12, plain.n, plain.k)
 
     def most_coded_bytes(self, panels: int, k: int) -> int:
-        """Return the most bytes that so many panels of bfloat16 take in 12 bits a weight, the index included."""
+        """Return the most bytes that panels of bfloat16 take in 12 bits a weight, the index included."""
         return -(-INDEX_BYTES * panels // 64) * 64 + panels * -(-self.packed_bytes(Type.BF16, 1, k) // 64) * 64
 
     def code_panels(self, plain: int, panels: int, k: int, index: int, data: int) -> int:
         """Code packed panels of bfloat16 and fill their entries of an index; `plain` and `index` are addresses.
 
-        data: bytes from the first entry to where the first panel goes. Returns the bytes to behind the last one.
+        data: bytes from the first entry to the place of the first panel. Returns the bytes to the end of the last one.
         """
         job = self.index, self.threads, panels, k, plain, index
         end = int(self.library.sp_index_panels(*job, data))
@@ -169,7 +169,7 @@ class Kernels:
         self.library.sp_run(self.index, self.threads, ops, len(ops), ctypes.byref(pass_))
 
     def draft(self, ops: ctypes.Array[Op], head: Op, pass_: Pass, draft: Draft) -> None:
-        """Run a program and draw a token per sequence, in steps; everything that is pointed to must be alive."""
+        """Run a program and draw a token per sequence, in steps; everything that it points to must be alive."""
         byref = ctypes.byref
         self.library.sp_draft(self.index, self.threads, ops, len(ops), byref(head), byref(pass_), byref(draft))
 
@@ -210,8 +210,7 @@ def address(items: array[int] | array[float]) -> int:
 def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels | None:
     """Return the native kernels; None if the library was not built.
 
-    isa None = that of SPECULANT_ISA, else the best one. Raises ConfigError for an instruction set that
-    this processor does not have.
+    isa None = SPECULANT_ISA, else the best set. Raises ConfigError for a set that this processor lacks.
     """
     library = load_library()
     if library is None:
@@ -240,13 +239,13 @@ def _names(library: ctypes.CDLL) -> Iterator[str]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the library once; None if it was not built. Raises ConfigError if it is not the one of this version."""
+    """Load the library once; None if it was not built. Raises ConfigError for a library of another version."""
     path = library_path()
     if path is None:
         return None
     with Converts(ConfigError, f"{path} can't be loaded as the native kernels", _REINSTALL):
         library = ctypes.CDLL(str(path))
-        _check_version(library, path)  # first: another version has other functions
+        _check_version(library, path)  # before the rest, because another version has other functions
         for name, result, arguments in _FUNCTIONS:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

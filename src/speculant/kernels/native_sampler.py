@@ -1,4 +1,4 @@
-"""Distributions and draws by the native kernels, equal to the reference's bit for bit where that is possible."""
+"""Distributions and draws by the native kernels, equal to those of the reference bit for bit if possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
 @dataclass(frozen=True)
 class NativeSampler:
-    """See `Sampler`. The kernels take logits in float32 and weights in float64; the reference takes all others."""
+    """See `Sampler`. The kernels take logits in float32 and weights in float64; the reference takes other types."""
 
     kernels: Kernels
 
@@ -44,7 +44,7 @@ class NativeSampler:
 class NativeEdits:
     """The edits of rows in the native kernels' layout. They point to memory that this object owns.
 
-    `address` is that of an array with one pointer per row; 0 if no row is edited.
+    address: of an array with one pointer per row; 0 if no row is edited.
     """
 
     def __init__(self, edits: Sequence[Edits | None]) -> None:

@@ -1,4 +1,4 @@
-"""The suffix automaton of the native library, with the results of the reference (csrc/suffix.cpp)."""
+"""The suffix automaton of the native library (csrc/suffix.cpp); its results equal those of the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 
 
 class NativeSuffixIndex:
-    """See `SuffixIndex`. The library owns the memory until this object is gone."""
+    """See `SuffixIndex`. The library owns the memory for the life of this object."""
 
     def __init__(self, library: ctypes.CDLL, settings: SuffixSettings) -> None:
         self._library, self._depth = library, settings.depth

@@ -2,7 +2,7 @@
 
 panels of a matrix      [ 0 ][ 1 ][ 2 ][ 3 ] ...          each panel holds the same number of rows
 interleaved matrices    [ 0 ][ 0'][ 1 ][ 1'] ...          gate and up: a lane each
-in 12 bits a weight     index, [ 0 ][ 1 ] ...             plain panels are in a window, and coded as soon as it is full
+in 12 bits a weight     index, [ 0 ][ 1 ] ...             plain panels fill a window, then all of them are coded
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from speculant.kernels.memory import Arena, aligned
 from speculant.kernels.native import INDEX_BYTES, Kernels, Type, Weight
 
-CHUNK_BYTES = 2**22  # of rows that are converted at once; a chunk has at least one panel per thread
-WINDOW_BYTES = 2**23  # of plain panels that are coded at once: they stay in the processor's caches
+CHUNK_BYTES = 2**22  # of rows converted at once; a chunk has at least one panel per thread
+WINDOW_BYTES = 2**23  # of plain panels coded at once, so that they stay in the processor's caches
 LIKELY_CODED = 0.755  # of the bytes of plain panels
 LEAST_SHARE = 4  # panels of a window for each thread
 
@@ -26,14 +26,14 @@ Read = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs matrices [n, k] as `type_`, rounded to `dtype` before: float32 or bfloat16. Weights lie in the arena."""
+    """Packs matrices [n, k] as `type_` after rounding to `dtype`, float32 or bfloat16. Weights lie in the arena."""
 
     kernels: Kernels
     dtype: torch.dtype
     arena: Arena
 
     def pack(self, type_: Type, n: int, k: int, lanes: Sequence[Sequence[Read]]) -> Weight:
-        """Pack a matrix for each lane, interleaved panel by panel; the reads of a lane give its rows, part by part.
+        """Pack a matrix for each lane, interleaved panel by panel; the reads of a lane return its rows in parts.
 
         Plain lanes are read one after the other, coded ones at the same time.
         """
@@ -78,19 +78,19 @@ class Coder:
         self._done, self._used = 0, -(-INDEX_BYTES * panels // 64) * 64  # panels, and bytes
 
     def code(self, rows: int) -> None:
-        """Code the window, of which so many rows of each lane are filled."""
+        """Code the first `rows` rows of each lane of the window."""
         panels, entry = -(-rows // self._height) * self._lanes, INDEX_BYTES * self._done
         index = self._memory.data_ptr() + entry
         end = self._kernels.code_panels(self.window.address, panels, self._k, index, self._used - entry)
         self._done, self._used = self._done + panels, end + entry
 
     def weight(self) -> Weight:
-        """Return the coded matrix once all rows were coded."""
+        """Return the coded matrix. Call it after all rows were coded."""
         return Weight(self._arena.keep(self._memory, self._used), Type.BF12, self._n, self._k)
 
 
 def _blocks(reads: Sequence[Read], count: int) -> Iterator[list[Tensor]]:
-    """Yield `count` rows at a time, in parts; the last ones may be fewer."""
+    """Yield blocks of `count` rows, each as a list of parts; the last block may have fewer rows."""
     block, missing = list[Tensor](), count
     for read in reads:
         rows = read()
@@ -164,7 +164,7 @@ class Lane:
 
 
 def copy_rows(rows: Tensor, out: Tensor) -> None:
-    """Copy rows; in this thread, if their type stays, as torch's own threads would be in the way of the kernels'."""
+    """Copy rows. Without a change of type only this thread works: torch's threads would disturb the kernels'."""
     if rows.dtype != out.dtype:
         out.copy_(rows)
         return
@@ -173,14 +173,14 @@ def copy_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def likely_bytes(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1) -> int:
-    """Return about how many bytes `lanes` matrices [n, k] take; seldom more than they take."""
+    """Estimate the bytes of `lanes` matrices [n, k], seldom too high."""
     if type_ == Type.BF12:
         return int(LIKELY_CODED * kernels.packed_bytes(Type.BF16, n, k)) * lanes
     return kernels.packed_bytes(type_, n, k) * lanes
 
 
 def panel_rows(kernels: Kernels) -> int:
-    """Return the number of rows in a panel: the most that take no more bytes than one row."""
+    """Return the number of rows in a panel: the most rows that take the bytes of one row."""
     rows, panel = 1, kernels.packed_bytes(Type.F32, 1, 1)
     while kernels.packed_bytes(Type.F32, rows + 1, 1) == panel:
         rows += 1

@@ -1,4 +1,4 @@
-"""Plain PyTorch operations: the definition of correct that every other backend is tested against."""
+"""Plain PyTorch operations: the definition that every other backend is tested against."""
 
 from __future__ import annotations
 

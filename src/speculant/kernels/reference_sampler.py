@@ -12,8 +12,8 @@ from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.tree import ids
 
 _GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64, as in `sampling.chance.mix_in`
-_FIRST_LOOK = 64  # candidates of top-p and min-p rows that are examined first
-_WIDEN = 8  # factor of candidates while these are too few
+_FIRST_LOOK = 64  # candidates of top-p and min-p rows examined first
+_WIDEN = 8  # factor of more candidates if these are too few
 
 
 class ReferenceSampler:
@@ -62,7 +62,7 @@ def edit(row: Tensor, edits: Edits) -> None:
 
 
 def _penalise(row: Tensor, edits: Edits, tokens: Tensor, counts: Tensor) -> None:
-    """Apply repetition to tokens of prompt and output; presence and frequency to those of the output only."""
+    """Apply repetition to tokens of prompt and output, presence and frequency to tokens of the output only."""
     if edits.repetition != 1:
         scores = row[tokens]
         row[tokens] = torch.where(scores > 0, scores / edits.repetition, scores * edits.repetition)
@@ -72,7 +72,7 @@ def _penalise(row: Tensor, edits: Edits, tokens: Tensor, counts: Tensor) -> None
 
 
 def _of_sound_rows(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    """Return the distributions of scores [r, V] that are finite or -infinity; each row has a finite one."""
+    """Return the distributions of scores [r, V], which are finite or -infinity; each row has a finite one."""
     probs = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
     for make, indices in _by_kind(settings):
         if len(indices) == len(settings):
@@ -138,7 +138,7 @@ def _plain(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
 
 
 def _filtered(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    """Apply top-k, top-p and min-p to the likeliest tokens of each row; widen the search while they are too few."""
+    """Apply top-k, top-p and min-p to the likeliest tokens of each row; take more tokens while they are too few."""
     look, vocab_size = max(p.top_k or _FIRST_LOOK for p in settings), scores.shape[-1]
     while True:
         best, tokens = scores.topk(min(look, vocab_size), dim=-1)
@@ -153,10 +153,10 @@ def _filtered(scores: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
 
 
 def _keep(best: Tensor, scores: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
-    """Return the tempered weights [r, m] of a row's best in order, the first being 1, and how many are kept [r].
+    """Return the tempered weights [r, m] of each row's best tokens in order, the first 1, and how many are kept [r].
 
     top-p applies after top-k and keeps the fewest tokens that reach it; min-p is relative to the best.
-    Sums run along the row one by one, so they have the same bits for any other rows and any m.
+    Sums run along the row one by one, so other rows and m do not change their bits.
     """
     distance = best.to(torch.float64) - best[:, :1].to(torch.float64)
     weights = (distance / _column([p.temperature for p in settings], scores)).exp()
@@ -182,7 +182,7 @@ def _last(columns: Tensor) -> Tensor:
 
 
 def _break_ties(scores: Tensor, best: Tensor, tokens: Tensor, kept: Tensor) -> None:
-    """Of equal scores at the cut keep the lowest token ids (in place)."""
+    """Keep the lowest token ids among equal scores at the cut, in place."""
     border = best.gather(1, kept[:, None] - 1)
     cut = (scores >= border).sum(-1) > kept
     for row in cut.nonzero().flatten().tolist():

@@ -1,12 +1,12 @@
-"""Counts of what followed each string of tokens: the index protocol, and its reference, a suffix automaton.
+"""Counts of the tokens that followed each string: the index protocol, and its reference, a suffix automaton.
 
-An index of depth D takes texts and knows, for every string of up to D - 1 tokens in them, which tokens followed it and
-how often. A continuation follows the most frequent token as long as match and draft together have at most D tokens.
+An index of depth D counts, for every string of up to D - 1 tokens in its texts, the tokens that followed it. A
+continuation takes the most frequent token again and again, until match and draft together have D tokens.
 
 The automaton (Blumer et al.; docs/references.md, suffix automaton) has one state for all strings that end at the same
-places, at most 2n states and 3n edges for n tokens. A state's link leads to the longest of its suffixes that ends at
-further places, so the suffixes of a text are the states on the links from its end. A new token adds one to an edge of
-each suffix of up to D - 1 tokens. An update takes amortised O(1) for the automaton and at most D - 1 steps for counts.
+places, at most 2n states and 3n edges for n tokens. A state's link leads to its longest suffix that also ends at other
+places, so the links from a text's end visit all of its suffixes. A new token adds one to an edge of each suffix of up
+to D - 1 tokens. An update takes amortised O(1) for the automaton and at most D - 1 steps for counts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Protocol
 NONE = -1  # no state, or no edge
 ROOT = 0  # the state of the empty string
 TOKEN_BITS = 32  # an edge's key is state << TOKEN_BITS | token
-STATE_BYTES, EDGE_BYTES = 22, 18 + 150  # at most; an edge is in a dict too, with a key and a value
+STATE_BYTES, EDGE_BYTES = 22, 18 + 150  # at most; 150 for an edge's key and value in the dict
 
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """What an index counts, and how far a continuation goes.
+    """The depth of an index, and the limits of continuations.
 
     depth: the most tokens of match and continuation together, at least 2. factor: a match of L tokens is continued by
-    at most floor(factor * L). min_prob: a continuation ends where the product of its ratios falls below.
+    at most floor(factor * L). min_prob: a continuation ends before the product of its ratios is below it.
     """
 
     depth: int = 24
@@ -37,9 +37,9 @@ class SuffixSettings:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Tokens that followed a match, which has `length` tokens; 0 = there is none.
+    """Tokens that followed a match of `length` tokens; 0 = no match.
 
-    ratios: for each token, how often it came, of all times that anything followed.
+    ratios: for each token, its count / the count of all tokens that followed the same string.
     """
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class Continuation:
 
     @property
     def score(self) -> float:
-        """The sum of the products of ratios: the expected accepted tokens, if ratios were probabilities."""
+        """The sum of the products of ratios: the expected accepted tokens if ratios were probabilities."""
         product, total = 1.0, 0.0
         for ratio in self.ratios:
             product *= ratio
@@ -57,10 +57,10 @@ class Continuation:
 
 
 class SuffixIndex(Protocol):
-    """Texts, indexed by what followed their substrings."""
+    """Texts, indexed by the tokens that followed their substrings."""
 
     def begin(self) -> None:
-        """Let the next tokens begin another text."""
+        """Begin another text with the next tokens."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -70,18 +70,18 @@ class SuffixIndex(Protocol):
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
         """Return the continuation of a suffix of `context` with the best score; on a tie, of the longest suffix.
 
-        It has at most `limit` tokens. Of equally frequent tokens the one that was counted last is followed.
+        It has at most `limit` tokens. Among equally frequent tokens it takes the one that was counted last.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, in bytes."""
+        """The memory of the index, in bytes."""
         ...
 
 
 def lengths_of_continuations(settings: SuffixSettings) -> list[int]:
-    """Return the most tokens that a match of 0, 1, ... depth - 1 tokens may be continued by."""
+    """Return the most tokens of a continuation after a match of 0, 1, ... depth - 1 tokens."""
     return [min(int(settings.factor * length), settings.depth - length) for length in range(settings.depth)]
 
 
@@ -91,8 +91,11 @@ class SuffixAutomaton:
     def __init__(self, settings: SuffixSettings) -> None:
         self._most_recent, self._min_prob = settings.depth - 1, settings.min_prob
         self._most_tokens = lengths_of_continuations(settings)
-        self._lengths, self._links = array("i"), array("i")  # of each state: of its longest string; its link
-        self._followed, self._best = array("i"), array("i")  # how often anything followed; its most frequent edge
+        self._lengths, self._links = array("i"), array("i")  # of each state: the length of its longest string; its link
+        self._followed, self._best = (
+            array("i"),
+            array("i"),
+        )  # of each state: how often a token followed; its most frequent edge
         self._first = array("i")  # of each state: the first of its edges
         self._tokens, self._targets = array("i"), array("i")  # of each edge
         self._counts, self._next = array("i"), array("i")  # of each edge; the state's next one
@@ -135,7 +138,7 @@ class SuffixAutomaton:
         return STATE_BYTES * len(self._lengths) + EDGE_BYTES * len(self._tokens)
 
     def _grow(self, end: int, token: int) -> int:
-        """Add the strings that end with a token behind the text of a state; return the state of the longer text."""
+        """Append a token to the text of the state `end`; return the state of the longer text."""
         known = self._edges.get(end << TOKEN_BITS | token)
         if known is not None:  # an earlier text has it
             return self._part(end, token, self._targets[known])
@@ -151,7 +154,7 @@ class SuffixAutomaton:
         return made
 
     def _part(self, state: int, token: int, target: int) -> int:
-        """Return the state of the strings of `state` and a token; `target` has them and perhaps longer ones."""
+        """Return the state of the strings of `state` plus a token; `target` has these and maybe longer ones."""
         if self._lengths[target] == self._lengths[state] + 1:
             return target
         part = self._add_state(self._lengths[state] + 1)
@@ -172,7 +175,7 @@ class SuffixAutomaton:
         return part
 
     def _count(self, token: int) -> None:
-        """Count a token behind every suffix of the recent tokens before it."""
+        """Count a token as a follower of every suffix of the recent tokens."""
         state = self._recent
         while state != NONE:
             edge, best = self._edges[state << TOKEN_BITS | token], self._best[state]
@@ -189,7 +192,7 @@ class SuffixAutomaton:
         return state
 
     def _match(self, context: Sequence[int]) -> tuple[int, int]:
-        """Return the state and the length of the longest suffix of a context that is there."""
+        """Return the state and the length of the longest suffix of a context that is in the index."""
         state, length = ROOT, 0
         for token in context:
             while (edge := self._edges.get(state << TOKEN_BITS | token)) is None and state != ROOT:

@@ -1,4 +1,4 @@
-"""Makes suffix indexes: native ones where the library was built, else the reference, which has equal results."""
+"""Makes suffix indexes: native ones if the library was built, else the reference. Results are equal."""
 
 from __future__ import annotations
 
