@@ -17,7 +17,7 @@ from typing import Any
 from measuring import Clock, spread, write
 
 from speculant import LLM, SamplingParams
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.kernels.native import Kernels
 from speculant.models.reference.decoder import Decoder
 

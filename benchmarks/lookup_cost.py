@@ -44,9 +44,9 @@ PREDICTED = (
 
 def subjects(stocked: SuffixDrafter) -> dict[str, tuple[Callable[[], Drafter], int]]:
     """Return what is measured, and the tokens that each drafts."""
-    options = suffix.Options()
+    options = suffix.SuffixOptions()
     return {
-        "ngram": (lambda: NgramDrafter(ngram.Options()), ngram.METHOD.default_length),
+        "ngram": (lambda: NgramDrafter(ngram.NgramOptions()), ngram.METHOD.default_length),
         "prompt_lookup": (lambda: LookupDrafter(LookupOptions()), prompt_lookup.METHOD.default_length),
         "suffix": (lambda: SuffixDrafter(options), suffix.METHOD.default_length),
         "suffix, full store": (lambda: stocked, suffix.METHOD.default_length),
@@ -130,7 +130,7 @@ def stock(drafter: SuffixDrafter, tokens: Sequence[int], requests: int) -> dict[
         "requests_held": drafter.store.num_texts,
         "tokens_held": drafter.store.num_tokens,
         "most_bytes": most,
-        "bound_bytes": 190 * suffix.Options().suffix_decoding_corpus_tokens,
+        "bound_bytes": 190 * suffix.SuffixOptions().suffix_decoding_corpus_tokens,
         "resident_bytes_more": resident_bytes() - before,
         "end_of_a_request_us": {**spread(ends), "most": max(ends)},
     }
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds, a small store; nothing is written")
     arguments = parser.parse_args()
     texts = make_texts(4 * HISTORIES[-1])
-    stocked = SuffixDrafter(suffix.Options())
+    stocked = SuffixDrafter(suffix.SuffixOptions())
     store = stock(stocked, texts["code"], 1000 if arguments.quick else REQUESTS)
     seen = {"store": store, **run_all(stocked, texts, 2 if arguments.quick else arguments.rounds)}
     if arguments.quick:

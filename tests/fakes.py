@@ -13,7 +13,8 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import TreeTopology
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
@@ -245,5 +246,5 @@ def model_drafter(
 ) -> ModelDrafter:
     """Make the real drafter around a table model, with a cache of its own; topology None = chains."""
     made, chances = cache(draft.cache_shape, limits), chances or KeyedChances()
-    budget = limits.max_num_batched_tokens
-    return ModelDrafter(draft, made, chances, vocab_size, budget, topology=topology, stop_below=stop_below)
+    runner = DraftModelRunner(draft, made, chances, limits.max_num_batched_tokens, stop_below)
+    return ModelDrafter(runner, vocab_size, topology=topology)

@@ -17,6 +17,7 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.cache.storage import TensorStorage
 from speculant.drafting.base import Drafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
@@ -165,7 +166,8 @@ class Machine:
         setup = self.setup
         if setup.kind.drafter == "model":
             cache = self._make_cache(setup.spare_blocks[1])
-            return WatchedDrafter(self.draft, cache, PlainChances(), V, setup.limits.max_num_batched_tokens)
+            runner = DraftModelRunner(self.draft, cache, PlainChances(), setup.limits.max_num_batched_tokens)
+            return WatchedDrafter(runner, V)
         return None if setup.kind.drafter == "none" else Guesser(setup.kind.drafter == "tree")
 
     def act(self, digits: Digits) -> None:

@@ -11,7 +11,7 @@ import torch
 from speculant.cache.base import KVStorage, Moves, Slots
 from speculant.cache.paged import PagedBlockManager
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import Batch, Hidden
 from speculant.types import DraftTree, Request
 from tests.oracle import OracleModel, V, extended, likeliest, prefix_hashes, require, scrambled

@@ -1,4 +1,4 @@
-"""A drafter's name stands in its own file alone: what the engine must know, the drafter announces as data."""
+"""A drafter's name stands in its own file and in the table of roles alone; the drafter announces everything else."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ FOREIGN_WORDS = {
     ("text.length_bounds", "suffix"),  # a key of tokenizer.json
     ("serving.sampling", "suffix"),  # a field of OpenAI's requests
 }
+
+
+ROLES = "drafting.methods"  # the table of the methods' roles, the only other file that may name drafters, as strings
 
 
 def drafter_names(modules: Iterable[Module]) -> set[str]:
@@ -34,7 +37,7 @@ def leaks(module: Module, names: set[str]) -> list[str]:
     """Say where a module names a drafter that is not itself, as a string or as an import."""
     own = _last(module.name) if module.name.startswith("drafting.") else ""
     others = names - {own}
-    return [*_strings(module, others), *_imports(module, others)]
+    return [*(_strings(module, others) if module.name != ROLES else []), *_imports(module, others)]
 
 
 def _strings(module: Module, names: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""No drafter's name outside its own file."""
+"""No drafter's name outside its own file and the table of roles."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def test_no_module_names_a_drafter() -> None:
     modules = load_package()
     names = drafter_names(modules)
     assert [leak for module in modules for leak in leaks(module, names)] == []
+
+
+def test_the_table_of_roles_names_drafters_and_imports_none() -> None:
+    assert leaks(Module("drafting.methods", "DEFAULT = 'lookahead'\n"), {"lookahead"}) == []
+    assert leaks(Module("drafting.methods", "from speculant.drafting.room import lookahead\n"), {"lookahead"})
+    assert leaks(Module("drafting.combine.methods", "DEFAULT = 'lookahead'\n"), {"lookahead"})
 
 
 def test_drafters_are_found_in_the_package() -> None:

@@ -16,7 +16,8 @@ from speculant.cache.slotted import SlottedBlockManager
 from speculant.cache.storage import TensorStorage
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
@@ -74,10 +75,8 @@ class Site:
         caches = [self._cache(MANAGERS[kind](), model.cache_shape) for model in (self.target, self.draft)]
         drafter: Drafter | None = None
         if drafts != "none":
-            drafter = ModelDrafter(
-                self.draft, caches[1], KeyedChances(sampler), self.target.vocab_size, LIMITS.max_num_batched_tokens,
-                sampler, TOPOLOGIES[drafts],
-            )  # fmt: skip
+            runner = DraftModelRunner(self.draft, caches[1], KeyedChances(sampler), LIMITS.max_num_batched_tokens)
+            drafter = ModelDrafter(runner, self.target.vocab_size, sampler, TOPOLOGIES[drafts])
         engine = Engine(
             EngineOptions(LIMITS, 0, frozenset(), sampler=sampler), self.target, caches[0], KeyedChances(sampler),
             known_verifiers(), Fixed(SPEC_LENGTH), Drafters.of(drafter),

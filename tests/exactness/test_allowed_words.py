@@ -11,7 +11,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.topology import ParallelChains, StaticTree
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import History, TableModel
@@ -64,7 +64,7 @@ def assert_exact(case: Case) -> float:
 
 
 def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(Options())
+    return NgramDrafter(NgramOptions())
 
 
 @pytest.mark.parametrize("rule", RULES)

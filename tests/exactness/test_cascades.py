@@ -12,9 +12,10 @@ import torch
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds
-from speculant.drafting.combine.composite import Member, build_member
+from speculant.drafting.combine.composite import SubDrafter, build_sub_drafter
 from speculant.drafting.model.cascade import CascadeDrafter
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
 from speculant.kernels.base import Sampler
 from speculant.kernels.native_sampler import NativeSampler
@@ -71,7 +72,8 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
 
 def model_alone(model: Any, kind: str, topology: StaticTree | None = None, budget: int = 256) -> ModelDrafter:
     chances, cache = KeyedChances(sampler_of(make_model(model.name))), cache_of(model.cache_shape, kind)
-    return ModelDrafter(model, cache, chances, TARGET_V, budget, sampler_of(make_model(model.name)), topology)
+    runner = DraftModelRunner(model, cache, chances, budget)
+    return ModelDrafter(runner, TARGET_V, sampler_of(make_model(model.name)), topology)
 
 
 def counted(name: str, at_once: bool = True) -> Any:
@@ -107,7 +109,7 @@ def pseudo_random(request: Request) -> DraftTree | Sequence[int]:
 
 
 def lookup(name: str) -> Drafter:
-    return build_member(context_of(name, 256), None).drafter
+    return build_sub_drafter(context_of(name, 256), None).drafter
 
 
 INNERS: dict[str, Callable[[str], Drafter]] = {
@@ -121,8 +123,9 @@ INNERS: dict[str, Callable[[str], Drafter]] = {
 
 
 def cascade_of(name: str, inner: Drafter, kind: str = "paged", budget: int = 256) -> CascadeDrafter:
-    model = counted(name)
-    return CascadeDrafter(model, cache_of(model.cache_shape, kind), Member("inner", inner, 4), context_of(name, budget))
+    model, context = counted(name), context_of(name, budget)
+    runner = DraftModelRunner(model, cache_of(model.cache_shape, kind), context.chances, budget)
+    return CascadeDrafter(runner, SubDrafter("inner", inner, 4), context)
 
 
 def requests_of(constrained: bool = True) -> list[Request]:

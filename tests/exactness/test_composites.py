@@ -83,8 +83,8 @@ def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
         )
 
 
-class FickleJudge:
-    """Takes a looked-up draft now and then, by what was committed; the model's drafts are as long as it says."""
+class FickleSelector:
+    """Prefers a looked-up draft or the model's, and bounds the model's, by the committed tokens."""
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         return (sum(request.tokens) + len(scores)) % 2 == 0
@@ -94,12 +94,12 @@ class FickleJudge:
 
 
 def judged(config: dict[str, Any]) -> MakeDrafter:
-    """Return a maker of a fallback whose judge is fickle."""
+    """Return a maker of a fallback whose selection is fickle."""
 
     def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
         drafter = made_by(config)(pair, chances, limits)
         assert isinstance(drafter, FallbackDrafter)
-        drafter._arms.judge = FickleJudge()
+        drafter._selection.selector = FickleSelector()
         return drafter
 
     return make

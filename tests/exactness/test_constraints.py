@@ -11,9 +11,9 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, Options
-from speculant.drafting.lookup.synthetic import Options as Rate
+from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.lookup.synthetic import SyntheticDrafter
+from speculant.drafting.lookup.synthetic import SyntheticOptions as Rate
 from speculant.drafting.topology import ParallelChains, StaticTree
 from speculant.lab.exactness import speculation
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
@@ -95,7 +95,7 @@ def scripted(*tokens: int) -> MakeDrafter:
 
 
 def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(Options())
+    return NgramDrafter(NgramOptions())
 
 
 def synthetic(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
@@ -208,7 +208,7 @@ DRAFTERS: dict[str, Callable[[Pair], Drafter | None]] = {
     "none": lambda pair: None,
     "model": lambda pair: model_drafter(TableModel(pair.draft, 4), 4),
     "tree": lambda pair: model_drafter(TableModel(pair.draft, 4), 4, topology=StaticTree.of_widths([2, 2])),
-    "ngram": lambda pair: NgramDrafter(Options()),
+    "ngram": lambda pair: NgramDrafter(NgramOptions()),
 }
 
 

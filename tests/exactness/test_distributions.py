@@ -17,11 +17,10 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
-from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
-from speculant.drafting.lookup.suffix import Options as SuffixOptions
-from speculant.drafting.lookup.suffix import SuffixDrafter
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
@@ -199,7 +198,7 @@ def test_max_tokens_within_a_draft() -> None:
 
 
 def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(Options())
+    return NgramDrafter(NgramOptions())
 
 
 @pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])

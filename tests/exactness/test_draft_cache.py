@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams

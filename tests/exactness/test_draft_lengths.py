@@ -13,10 +13,10 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.combine.composite import Member
+from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.drafting.judge import Arms
-from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
+from speculant.drafting.selection import Selection
 from speculant.lab.exactness.distributions import EXACT, Pair
 from speculant.lengths import adaptive as adaptive_length
 from speculant.lengths.adaptive import Adaptive
@@ -83,7 +83,7 @@ def adaptive(token_s: float) -> Adaptive:
 
 def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     """Make a drafter of deterministic drafts with scores."""
-    return NgramDrafter(Options(max_order=2))
+    return NgramDrafter(NgramOptions(max_order=2))
 
 
 def check(case: Case, make: Callable[[], Policy]) -> tuple[Counter[int], Counter[bool]]:
@@ -119,20 +119,21 @@ def test_cut_drafts_keep_the_distribution(make: Callable[[], Policy], verifier: 
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
-def test_arms_keep_the_distribution(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_keeps_the_distribution(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked-up and drawn drafts compete in every step, by what was accepted in the branch."""
     monkeypatch.setattr(adaptive_length, "HOLDS", 1)
     preferred = Counter[bool]()
-    arms = Arms()
+    selection = Selection()
 
     def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
         looked_up, drawn = ngram(pair, chances, limits), draft_model(pair, chances, limits)
-        return FallbackDrafter([Member("ngram", looked_up, 3), Member("model", drawn, 3)], pair.vocab_size, arms)
+        sub_drafters = [SubDrafter("ngram", looked_up, 3), SubDrafter("model", drawn, 3)]
+        return FallbackDrafter(sub_drafters, pair.vocab_size, selection)
 
     def policy() -> Apart:
-        judge = Apart(lambda: adaptive(0.05), Counter[int](), Counter[bool]())
-        arms.judge, judge.preferred = judge, preferred
-        return judge
+        selector = Apart(lambda: adaptive(0.05), Counter[int](), Counter[bool]())
+        selection.selector, selector.preferred = selector, preferred
+        return selector
 
     case = Case(
         Pair(0, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 2, 0, 1), steps=2, idle=1, width=8,

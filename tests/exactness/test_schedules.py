@@ -22,7 +22,7 @@ from speculant.cache.base import NO_MOVES, Moves
 from speculant.cache.blocks import BlockPool
 from speculant.cache.factory import paged_cache
 from speculant.cache.paged import PagedBlockManager
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.models.base import SequenceInput, build_batch
 from speculant.types import DraftTree, Request
 from tests.machine import run_schedule

@@ -8,7 +8,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, Options
+from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.params import SamplingParams
@@ -22,7 +22,7 @@ DRAFTERS: dict[str, Callable[[Limits], Drafter | None]] = {
     "none": lambda limits: None,
     "model": lambda limits: model_drafter(TableModel(PAIR.draft, V), V, limits=limits),
     "target": lambda limits: model_drafter(TableModel(PAIR.target, V), V, limits=limits),
-    "ngram": lambda limits: NgramDrafter(Options()),
+    "ngram": lambda limits: NgramDrafter(NgramOptions()),
     "scripted": lambda limits: ScriptedDrafter(lambda request: [request.num_output % V, 1, 2, 3, 0]),
 }
 DISTRIBUTIONS: dict[str, dict[str, float]] = {

@@ -12,8 +12,9 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.model.draft_model import ModelDrafter
-from speculant.drafting.tree_option import read_tree
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.topology import read_tree
 from speculant.kernels.native import usable_sets
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, MIXED, Pair
 from speculant.models.base import CausalLM
@@ -51,7 +52,7 @@ def draft_of(name: str, kernels: str) -> CausalLM:
 def make(name: str, kernels: str, tree: Any, pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     model = draft_of(name, kernels)
     cache, most = slotted(model.cache_shape, limits), limits.max_num_batched_tokens
-    return ModelDrafter(model, cache, chances, pair.vocab_size, most, topology=read_tree(tree))
+    return ModelDrafter(DraftModelRunner(model, cache, chances, most), pair.vocab_size, topology=read_tree(tree))
 
 
 def assert_exact(name: str, kernels: str, tree: Any, verifier: str, length: int) -> None:

@@ -78,7 +78,8 @@ def demo(
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
     """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
-    from speculant.engine.drafters import head_parts, uses_model
+    from speculant.drafting.methods import method_facts
+    from speculant.engine.drafters import head_parts
     from speculant.engine.llm import LLM
     from speculant.lab.inflation.pair import inflated_head, inflated_pair
 
@@ -87,7 +88,7 @@ def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM
     if method is None:
         return LLM(target, draft, spec_length=spec_length or SPEC_LENGTH, dtype=dtype, max_num_seqs=1)
     config = {"method": method, "draft_length": "fixed"}
-    model = draft if uses_model(method) else None
+    model = draft if method_facts(method).uses_model else None
     if shape is not None and head_parts(method) is not None:
         model = str(inflated_head(method, shape))
     return LLM(target, model, spec_length=spec_length, speculative_config=config, dtype=dtype, max_num_seqs=1)

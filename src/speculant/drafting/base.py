@@ -1,7 +1,7 @@
 """The drafter protocol, and the context that a drafter is built from.
 
-A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, if it
-takes options of its own, a frozen dataclass `Options`. State is keyed by `request.seq_id` and may lag
+A drafter is one module with a function `build(context) -> Drafter`, a constant `METHOD` and, for options of
+its own, a frozen dataclass (`read_options`). State is keyed by `request.seq_id` and may lag
 `request.tokens`: a drafter catches up in the next `propose`, so there is no special case for a first round, a
 round without drafting, or one in which everything was accepted.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from speculant.cache.base import CacheShape, KVCache
-from speculant.drafting.judge import Arms
+from speculant.drafting.selection import Selection
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -29,31 +29,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Method:
-    """Facts about a drafting method, known before anything is built.
+    """Facts about a drafting method that are needed before anything is built.
 
     default_length: draft tokens per step unless the user sets a number.
-    uses_model: the method needs a draft model; any other method refuses one.
-    default: the method that is used if none is named. preferred: the one that drafts with a model alone, which it and
-    other methods use.
+    uses_model: the method needs a draft model. accepts_model: a draft model may be named and need not be. A method with
+    neither refuses one.
     learns: earlier requests make its later drafts better.
-    on_request: a request may name it although the configuration does not; it then keeps nothing across requests, or
+    on_request: a request may name it although the configuration does not. It then keeps nothing across requests, or
     keeps it apart by cache salt and within a bound.
-    accepts_model: a draft model may be named, and need not be.
-    lookup_rank: a method that looks drafts up in text and needs no model has one. Methods that combine others take all
-    of these unless the user names some, in ascending order; None = not among them.
-    reads_prediction: it drafts from the request's own prediction and nothing else.
-    varies: how many tokens it drafts depends on what it finds, not only on how many are asked for.
+    varies: the length of its drafts depends on what it finds, not only on the limit.
+
+    The roles of methods (which one is the default, which look drafts up in text) are in drafting/methods.py.
     """
 
     default_length: int
     uses_model: bool = False
-    default: bool = False
-    preferred: bool = False
+    accepts_model: bool = False
     learns: bool = False
     on_request: bool = True
-    accepts_model: bool = False
-    lookup_rank: int | None = None
-    reads_prediction: bool = False
     varies: bool = False
 
 
@@ -70,15 +63,15 @@ class DrafterNeeds:
     own_cache: it owns KV caches; they are its `caches`.
     hidden_layers: target layers whose input hidden states `observe` receives; the number of layers means the
     last layer's output, one more that output after the final norm.
-    target_inputs: it adds rows of its own to the target's pass (`DraftTree.ahead`): up to so many below the root and
-    each node, and no more than it was asked for nodes. It can't be used within another drafter.
+    target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
+    (`DraftTree.ahead`); it adds at most as many as its limit on nodes. It can't be a sub-drafter.
     max_positions: the longest sequence it can draft for; None = any.
     target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
     reads_prediction: it drafts from `Request.prediction`; a request with a prediction and another drafter is refused.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
-    asks_judge: it asks a judge, the draft-length policy, which of several drafters' drafts to take (arms.py).
+    selects: the draft-length policy selects between its sub-drafters' drafts (drafting/selection.py).
     """
 
     max_nodes: int | None = None
@@ -93,7 +86,7 @@ class DrafterNeeds:
     target_top_k: int = 0
     reads_prediction: bool = False
     nodes_per_beam: int | None = None
-    asks_judge: bool = False
+    selects: bool = False
 
 
 class Drafter(Protocol):
@@ -112,7 +105,7 @@ class Drafter(Protocol):
 
     @property
     def errors(self) -> int:
-        """How many errors of drafters within it have cost drafts so far, without an error of its own."""
+        """How many errors of its sub-drafters have cost drafts so far."""
         ...
 
     def begin(self, request: Request) -> None:
@@ -140,7 +133,7 @@ class Drafter(Protocol):
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """Forget the tokens `dropped`, which were the last of `request.tokens` and are no longer there.
 
-        Only another drafter calls it: in the requests that it passes on, drafted tokens follow the committed ones.
+        Only another drafter calls it, whose requests have drafted tokens after the committed ones.
         """
         ...
 
@@ -186,7 +179,7 @@ class StatelessDrafter:
 
 
 def listens(drafter: Drafter) -> bool:
-    """Whether a drafter does anything in `observe`."""
+    """Whether a drafter has an `observe` of its own."""
     return getattr(drafter.observe, "__func__", None) is not StatelessDrafter.observe
 
 
@@ -202,7 +195,7 @@ _CALLS = ("caches", "errors", "begin", "propose", "catch_up", "observe", "roll_b
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
     """Return a drafter whose missing calls are those of `StatelessDrafter`; `propose` and `needs` must exist.
 
-    Raises ConfigError for needs that a target of `num_layers` layers can't meet (None = unknown).
+    Raises ConfigError for needs that a target of `num_layers` layers (None = unknown) can't meet.
     """
     name = type(drafter).__name__
     needs = getattr(drafter, "needs", None)
@@ -210,8 +203,8 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
         raise ConfigError(f"drafter {name} lacks `propose` or `needs`", "define both; see docs/adding-a-drafter.md.")
     if num_layers is not None and any(not 0 <= layer <= num_layers + 1 for layer in needs.hidden_layers):
         raise ConfigError(
-            f"drafter {name} asks for hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",
-            f"use layers from 0 to {num_layers}, or {num_layers + 1} for what the output head reads.",
+            f"drafter {name} needs hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",
+            f"use layers from 0 to {num_layers}, or {num_layers + 1} for the states that the output head reads.",
         )
     if getattr(drafter, "caches", ()) and not needs.own_cache:
         raise ConfigError(f"drafter {name} has caches and does not announce them", "set own_cache in its needs.")
@@ -234,14 +227,14 @@ class LoadDraft(Protocol):
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is built from.
+    """Everything that a drafter is built from.
 
     load_draft: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
-    target: the model that is drafted for; None = it is not at hand.
-    arms: for drafters that combine others: which draft to take.
+    target: the target model; None = there is none.
+    selection: selects a draft, for drafters that combine others.
     """
 
     options: Mapping[str, Any]
@@ -254,7 +247,7 @@ class DrafterContext:
     make_cache: Callable[[CacheShape], KVCache]
     sampler: Sampler = REFERENCE
     stop_below: float = 0.0
-    arms: Arms = field(default_factory=Arms)
+    selection: Selection = field(default_factory=Selection)
     target: CausalLM | None = None
 
 

@@ -1,4 +1,4 @@
-"""Chains of tokens that are drawn without a model or a cache: a function gives the distribution at each node."""
+"""Chains and trees that are drawn without a cache: a function gives the distribution at each node."""
 
 from __future__ import annotations
 

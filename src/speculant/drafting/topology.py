@@ -1,4 +1,4 @@
-"""Topologies of draft trees: a static tree, or parallel chains that share their common prefixes."""
+"""Topologies of draft trees: a static tree, or parallel chains that share their common prefixes; the option `tree`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from speculant.drafting.base import DrafterContext, require_no_stop
+from speculant.errors import ConfigError
 
 Pick = Callable[[Tensor], int]  # weights [V] -> a token
 Distributions = Sequence[Tensor | None]  # by source, the next token's distribution [V]; None = a source with a backlog
@@ -33,7 +36,7 @@ class TreeTopology(Protocol):
         ...
 
     def within(self, size: int) -> TreeTopology:
-        """Return the topology for a tree of at most `size` nodes: the best ones, by what is known before any draw."""
+        """Return the topology for a tree of at most `size` nodes: the best ones, chosen before any draw."""
         ...
 
     def children(self, node: Any, probs: Distributions, pick: Pick, distinct: bool) -> list[Child]:
@@ -157,3 +160,35 @@ def without(token_probs: Tensor, *tokens: int) -> Tensor:
     rest = token_probs.clone()
     rest[list(tokens)] = 0.0
     return rest
+
+
+def tree_option(context: DrafterContext, given: object) -> StaticTree | None:
+    """Read the option `tree` of a drafter of chains or trees; None = chains. Raises ConfigError."""
+    topology = read_tree(given)
+    if topology is not None:
+        require_no_stop(context)
+    return topology
+
+
+def read_tree(given: Any) -> StaticTree | None:
+    """Read a tree's shape; None stays None. Raises ConfigError."""
+    if given is None:
+        return None
+    error = ConfigError(
+        f"tree={given!r} is not the shape of a tree",
+        "give children per node at each depth, as [3, 2, 1], or every node's ranks, parents among them: [[0], [0, 0]].",
+    )
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise error
+    if all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in given):
+        return StaticTree.of_widths(given)
+    if not all(isinstance(path, list | tuple) and path and all(_is_rank(rank) for rank in path) for path in given):
+        raise error
+    shape = StaticTree(frozenset(tuple(path) for path in given))
+    if not shape.is_whole():
+        raise error
+    return shape
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

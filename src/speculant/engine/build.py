@@ -14,9 +14,20 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext, Method, complete
-from speculant.drafting.heads.folder import REFUSED, check_kind
-from speculant.drafting.judge import Arms, Judge
+from speculant.drafting.base import Drafter, DrafterContext
+from speculant.drafting.heads.folder import check_kind
+from speculant.drafting.methods import (
+    DEFAULT,
+    KIND,
+    LOOKUPS,
+    PREDICTION,
+    WITH_MODEL,
+    first_installed,
+    installed,
+    method_facts,
+    takes_model,
+)
+from speculant.drafting.selection import Selection, Selector
 from speculant.engine.draft_precision import AUTO, choose_precision, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
@@ -39,8 +50,7 @@ from speculant.verification.base import Verifier
 
 logger = logging.getLogger(__name__)
 
-_DRAFTERS, _VERIFIERS = "speculant.drafting", "speculant.verification"
-_LENGTHS = "speculant.lengths"
+_VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,8 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     scratch = scratch_of(target.model, limits.max_num_batched_tokens, limits.max_model_len)
     memory = CacheMemory.of(config, limits, target.model.cache_shape, target.mapped_bytes, scratch)
     verifiers, _ = build_verifiers(spec)
-    arms = Arms()
-    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, arms)
+    selection = Selection()
+    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, selection)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     limits, context = memory.limits, memory.context(longest)
@@ -98,7 +108,7 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
     identity = (facts, target.kernels, str(target.folder), notes)
     measured = Calibration(target.model, cache, sampler, drafters.known, limits, identity, forward_target)
     policy = _draft_length(spec, length, drafters, measured)
-    arms.judge = policy if isinstance(policy, Judge) else None
+    selection.selector = policy if isinstance(policy, Selector) else None
     engine = Engine(
         EngineOptions(limits, _seed(config), target.eos_token_ids, _verification(config, spec), sampler),
         target.model,
@@ -114,8 +124,8 @@ def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
         says += f", {spec.verification} and so NOT LOSSLESS"
     logger.info("speculation is %s: %s", "on" if drafter else "off", says)
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
-    predicts = _prediction_method() if config.use_speculative_decoding is not False else None
-    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, predicts)
+    predicts = installed(PREDICTION)[:1] if config.use_speculative_decoding is not False else []
+    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, *predicts)
 
 
 def _seed(config: EngineConfig) -> int:
@@ -180,35 +190,24 @@ def _verification(config: EngineConfig, spec: SpeculativeConfig | None) -> str:
 def method_name(spec: SpeculativeConfig) -> str:
     """Return the method's name and check that a model is named just when it uses one."""
     name = spec.method or _usual_method(spec)
-    if _method(name).uses_model and spec.model is None:
+    if method_facts(name).uses_model and spec.model is None:
         raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")
-    if spec.model is not None and not (_method(name).uses_model or _method(name).accepts_model):
+    if spec.model is not None and not takes_model(name):
         raise ConfigError(
             f"method {name!r} uses no model, but draft model {spec.model!r} is named", "leave out one of the two."
         )
     return name
 
 
-def _method(name: str) -> Method:
-    if name in REFUSED:
-        raise ConfigError(
-            f"method {name!r} ({REFUSED[name]}) is not supported", "docs/drafters.md lists those that are."
-        )
-    method: Method = plugins.load(_DRAFTERS, name).METHOD
-    return method
-
-
 def _usual_method(spec: SpeculativeConfig) -> str:
-    """Return the method that is used if none is named: with settings for a model's drafts, the one that makes them."""
+    """Return the method that is used if none is named.
+
+    With a model and settings for its drafts that is the method that drafts with a model alone.
+    """
+    if spec.model is None:
+        return first_installed(DEFAULT, *LOOKUPS)
     settings = spec.num_speculative_tokens is not None or spec.options or spec.policy["policy"] != DEFAULT_POLICY
-    with_model_alone = spec.model is not None and settings
-    methods = {name: _method(name) for name in plugins.names(_DRAFTERS)}
-    return next(name for name, each in methods.items() if (each.preferred if with_model_alone else each.default))
-
-
-def _prediction_method() -> str | None:
-    methods = {name: _method(name) for name in plugins.names(_DRAFTERS)}
-    return next((name for name, each in methods.items() if each.reads_prediction), None)
+    return first_installed(WITH_MODEL) if settings else first_installed(DEFAULT, WITH_MODEL)
 
 
 def _policy(spec: SpeculativeConfig | None) -> tuple[Any, dict[str, Any]]:
@@ -227,7 +226,7 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    own = drafters.tree, drafters.own_rows, drafters.asks_judge
+    own = drafters.tree, drafters.look_ahead_rows, drafters.selects
     policy: DraftLength = plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own))
     return policy
 
@@ -238,21 +237,23 @@ def build_drafters(
     target: Checkpoint,
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
-    arms: Arms | None = None,
+    selection: Selection | None = None,
 ) -> tuple[Drafters, str]:
-    """Make what drafts for a target: the configured method, and those of its `methods` that requests may name.
+    """Make the drafters for a target: the configured method's, and those of its `methods` that requests may name.
 
-    A method without a model need not be listed: it is made when a request names it. arms: gets its judge later. Returns
-    the drafters, and what was chosen for them.
+    A method without a model need not be listed: it is made when a request names it. selection: gets its selector later.
+    Returns the drafters, and notes for the user on their draft models.
     """
-    workshop = _Workshop(config, spec, target, tokenizer, make_cache, arms or Arms())
+    workshop = _Workshop(config, spec, target, tokenizer, make_cache, selection or Selection())
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
         drafters |= {method: workshop.build(method, {}) for method in spec.methods if method not in drafters}
     name = method_name(spec) if spec else None
-    absence = describe(config, None, 0)
-    made = Drafters(drafters, name, workshop.on_request, usual_length(drafters), absence)
+    made = Drafters(
+        drafters, name, workshop.on_request, lambda method: method_facts(method).default_length,
+        absence=describe(config, None, 0), num_layers=target.model.num_layers,
+    )  # fmt: skip
     return made, "".join(workshop.notes)
 
 
@@ -265,8 +266,8 @@ class _Workshop:
     target: Checkpoint
     tokenizer: Tokenizer
     make_cache: Callable[[CacheShape], KVCache]
-    arms: Arms
-    notes: list[str] = field(default_factory=list)  # what was chosen
+    selection: Selection
+    notes: list[str] = field(default_factory=list)  # for the user, on draft models
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
         """Make a drafter, with the configured draft model."""
@@ -275,8 +276,11 @@ class _Workshop:
     def on_request(self, method: str) -> Drafter:
         """Make a drafter that a request names; it can't load a model."""
         if self.config.use_speculative_decoding is False:
-            raise ConfigError(f"a request asks for {method!r} drafts", "use_speculative_decoding is False; change it.")
-        if method in plugins.names(_DRAFTERS) and (_method(method).uses_model or not _method(method).on_request):
+            raise ConfigError(
+                f"a request names the drafting method {method!r}", "use_speculative_decoding is False; change it."
+            )
+        facts = method_facts(method)
+        if facts.uses_model or not facts.on_request:
             raise ConfigError(
                 f"method {method!r} was not loaded with the engine, and a request can't load it",
                 'name it in speculative_config, as "method" or in the list "methods".',
@@ -296,10 +300,11 @@ class _Workshop:
             load_draft=self._load_draft,
             make_cache=self.make_cache,
             stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
-            arms=self.arms,
+            selection=self.selection,
             target=self.target.model,
         )
-        return complete(plugins.load(_DRAFTERS, method).build(context), self.target.model.num_layers)
+        drafter: Drafter = plugins.load(KIND, method).build(context)
+        return drafter
 
     def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
@@ -330,13 +335,3 @@ class _Workshop:
             weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
             download_dir=config.download_dir,
         )  # fmt: skip
-
-
-def usual_length(drafters: Mapping[str, Drafter]) -> Callable[[str], int]:
-    """Return a function of a method: how many tokens it drafts by default."""
-
-    def of(method: str) -> int:
-        own = drafters[method].needs.usual_nodes if method in drafters else None
-        return own or _method(method).default_length
-
-    return of

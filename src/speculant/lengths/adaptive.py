@@ -126,7 +126,7 @@ class Adaptive:
         return counts
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
-        """See `Judge.prefers`: the draft with the more expected tokens per second is taken."""
+        """See `Selector.prefers`: the draft with the more expected tokens per second is taken."""
         method, tokens = str(request.drafter), len(self._held.lengths)
         self._arm(method)
         if asked_length(request) is not None:
@@ -147,7 +147,7 @@ class Adaptive:
             self._held.left = 0
 
     def longest_unscored(self, request: Request) -> int | None:
-        """See `Judge.longest_unscored`."""
+        """See `Selector.longest_unscored`."""
         return self._unscored_lengths.get(request.seq_id)
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:

@@ -12,7 +12,8 @@ import torch
 from speculant.cache.base import KVStorage
 from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.drafting.model.chains import fit_vocabulary
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.models.base import Batch, CausalLM, Hidden
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
@@ -28,7 +29,7 @@ def drafter_of(model: CausalLM, budget: int = 256, num_blocks: int | None = None
     """Make a drafter over slots, or over so many blocks of four positions."""
     shape = model.cache_shape
     cache = paged_cache(shape, num_blocks, 4) if num_blocks else slotted_cache(shape, 4, 64)
-    return ModelDrafter(model, cache, KeyedChances(), VOCAB_SIZE, budget)
+    return ModelDrafter(DraftModelRunner(model, cache, KeyedChances(), budget), VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.combine.composite import Member
+from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.combine.fallback import FallbackDrafter
-from speculant.drafting.judge import Arms
+from speculant.drafting.selection import Selection
 from speculant.types import DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request
@@ -28,7 +28,7 @@ class Knowing(ScriptedDrafter):
 
 
 def fallback(*members: ScriptedDrafter) -> FallbackDrafter:
-    return FallbackDrafter([Member("scripted", each, 4) for each in members], V)
+    return FallbackDrafter([SubDrafter("scripted", each, 4) for each in members], V)
 
 
 def proposed(drafter: FallbackDrafter, limits: Sequence[int]) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_fallback_leaves_trees_as_they_are() -> None:
 
 
 class Scripted:
-    """A judge that takes the drafts whose first score is at least so high, and bounds the model's."""
+    """Prefers drafts whose first score is at least `least`, and bounds the model's drafts."""
 
     def __init__(self, least: float, longest: int | None) -> None:
         self.least, self.longest = least, longest
@@ -88,33 +88,33 @@ def lookup(scores: Sequence[float], needs: DrafterNeeds | None = None) -> Script
     return ScriptedDrafter(lambda request: tree, needs)
 
 
-def judged(judge: Scripted, *members: ScriptedDrafter) -> FallbackDrafter:
-    return FallbackDrafter([Member("scripted", each, 4) for each in members], V, Arms(judge))
+def selecting(selector: Scripted, *sub_drafters: ScriptedDrafter) -> FallbackDrafter:
+    return FallbackDrafter([SubDrafter("scripted", each, 4) for each in sub_drafters], V, Selection(selector))
 
 
-def test_fallback_asks_a_model_where_the_judge_prefers_it() -> None:
+def test_fallback_uses_a_model_where_the_selector_prefers_it() -> None:
     model = Knowing({1: [8, 9]}, MODEL)
-    assert proposed(judged(Scripted(0.5, 2), lookup([0.4, 0.4]), model), [4]) == [[8, 9]]
-    assert model.asked == [[(1, 2)]], "as long as the judge says"
-    assert proposed(judged(Scripted(0.4, 2), lookup([0.4, 0.4]), model), [4]) == [[5, 5]]
-    assert proposed(judged(Scripted(0.5, 0), lookup([0.4, 0.4]), model), [4]) == [[]], "the judge wants no draft"
+    assert proposed(selecting(Scripted(0.5, 2), lookup([0.4, 0.4]), model), [4]) == [[8, 9]]
+    assert model.asked == [[(1, 2)]], "the selector bounds it"
+    assert proposed(selecting(Scripted(0.4, 2), lookup([0.4, 0.4]), model), [4]) == [[5, 5]]
+    assert proposed(selecting(Scripted(0.5, 0), lookup([0.4, 0.4]), model), [4]) == [[]], "the selector wants no draft"
 
 
-def test_fallback_asks_the_judge_only_before_a_model() -> None:
-    """Among drafts that cost next to nothing the first one wins, and so does the last one."""
+def test_fallback_selects_only_before_a_model() -> None:
+    """The first draft is taken where no model follows."""
     first, second = lookup([0.1]), lookup([0.9])
-    assert proposed(judged(Scripted(0.5, 0), first, second), [4]) == [[5]]
+    assert proposed(selecting(Scripted(0.5, 0), first, second), [4]) == [[5]]
     model = Knowing({}, MODEL)
-    assert proposed(judged(Scripted(0.5, 0), model, first), [4]) == [[5]]
+    assert proposed(selecting(Scripted(0.5, 0), model, first), [4]) == [[5]]
 
 
-def test_fallback_announces_that_it_asks_the_judge() -> None:
+def test_fallback_announces_that_the_policy_selects() -> None:
     model = Knowing({}, MODEL)
-    assert judged(Scripted(0.5, 0), lookup([0.1]), model).needs.asks_judge
-    assert not judged(Scripted(0.5, 0), model, lookup([0.1])).needs.asks_judge
-    assert not judged(Scripted(0.5, 0), lookup([0.1]), lookup([0.9])).needs.asks_judge
+    assert selecting(Scripted(0.5, 0), lookup([0.1]), model).needs.selects
+    assert not selecting(Scripted(0.5, 0), model, lookup([0.1])).needs.selects
+    assert not selecting(Scripted(0.5, 0), lookup([0.1]), lookup([0.9])).needs.selects
 
 
-def test_fallback_takes_drafts_without_scores_unasked() -> None:
+def test_fallback_takes_drafts_without_scores() -> None:
     first = Knowing({1: [6]})
-    assert proposed(judged(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)), [4]) == [[6]]
+    assert proposed(selecting(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)), [4]) == [[6]]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.drafting.base import DrafterNeeds
-from speculant.drafting.combine.composite import Member
+from speculant.drafting.combine.composite import SubDrafter
 from speculant.drafting.combine.merge import Merge, MergeDrafter
 from speculant.types import DraftTree
 from tests.fakes import ScriptedDrafter
@@ -78,7 +78,7 @@ def test_merge_is_a_legal_tree_of_its_drafts(given_chains: list[list[tuple[int, 
 
 
 def merge_of(*members: ScriptedDrafter) -> MergeDrafter:
-    return MergeDrafter([Member("scripted", each, 4) for each in members], V)
+    return MergeDrafter([SubDrafter("scripted", each, 4) for each in members], V)
 
 
 def test_merge_announces_a_tree_without_probs() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from speculant.cache.base import CacheShape
 from speculant.cache.factory import paged_cache
-from speculant.drafting.lookup.ngram import METHOD, NgramDrafter, Options, Predictor, context_hash
+from speculant.drafting.lookup.ngram import METHOD, NgramDrafter, NgramOptions, Predictor, context_hash
 from speculant.drafting.lookup.reading import match_score
 from speculant.errors import ConfigError
 from speculant.models.base import SequenceInput, build_batch
@@ -73,7 +73,7 @@ class LiteralPredictor:
     history=st.sampled_from([4, 6, 512]),
 )
 def test_it_predicts_what_the_description_says(chunks: list[list[int]], limit: int, history: int) -> None:
-    ours, literal = Predictor(Options(history=history)), LiteralPredictor(history)
+    ours, literal = Predictor(NgramOptions(history=history)), LiteralPredictor(history)
     for chunk in chunks:
         ours.update(chunk)
         for token in chunk:
@@ -98,19 +98,19 @@ def test_the_whole_id_goes_into_the_hash() -> None:
 
 
 def test_the_longest_context_wins_over_a_more_frequent_one() -> None:
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([1, 2, 3, 9, 0, 3, 4, 0, 3, 4, 0, 3, 4, 0, 1, 2, 3])
     assert predictor.predict(1) == [9]  # 1 2 3 -> 9 once, though 3 -> 4 three times
-    shorter = Predictor(Options(max_order=2))
+    shorter = Predictor(NgramOptions(max_order=2))
     shorter.update([1, 2, 3, 9, 0, 3, 4, 0, 3, 4, 0, 3, 4, 0, 1, 2, 3])
     assert shorter.predict(1) == [4]
 
 
 def test_predictions_chain_and_stop_at_an_unknown_context() -> None:
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([5, 6, 7, 8, 5])
     assert predictor.predict(4) == [6, 7, 8, 5]
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([1, 2, 3, 1])
     predictor.update([4, 2])
     assert predictor.predict(9) == [3, 1, 4, 2, 3, 1, 4, 2, 3]
@@ -119,10 +119,10 @@ def test_predictions_chain_and_stop_at_an_unknown_context() -> None:
 
 
 def test_the_most_frequent_wins_and_the_first_seen_on_a_tie() -> None:
-    predictor = Predictor(Options(max_order=2))
+    predictor = Predictor(NgramOptions(max_order=2))
     predictor.update([1, 7, 1, 8, 1, 8, 1])
     assert predictor.predict(1) == [8]
-    predictor = Predictor(Options(max_order=2))
+    predictor = Predictor(NgramOptions(max_order=2))
     predictor.update([1, 8, 1, 7, 1])
     assert predictor.predict(1) == [8]
 
@@ -130,20 +130,20 @@ def test_the_most_frequent_wins_and_the_first_seen_on_a_tie() -> None:
 def test_min_order_leaves_out_short_contexts() -> None:
     tokens = [1, 2, 3, 9, 2, 3]
     for min_order, expected in ((2, [9]), (3, [9]), (4, [])):
-        predictor = Predictor(Options(min_order=min_order, max_order=4))
+        predictor = Predictor(NgramOptions(min_order=min_order, max_order=4))
         predictor.update(tokens)
         assert predictor.predict(1) == expected
 
 
 def test_the_tables_keep_what_left_the_window() -> None:
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     filler = list(range(1000, 1600))
     predictor.update([1, 2, 3, 4, *filler, 1, 2, 3])
     assert predictor.predict(1) == [4]
 
 
 def test_nothing_is_predicted_from_nothing() -> None:
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     assert predictor.predict(4) == []
     predictor.update([1])
     assert predictor.predict(4) == []
@@ -151,14 +151,14 @@ def test_nothing_is_predicted_from_nothing() -> None:
 
 
 def test_the_seed_s_numbers_are_the_defaults() -> None:
-    assert (Options().min_order, Options().max_order, Options().history) == (2, 4, 512)
+    assert (NgramOptions().min_order, NgramOptions().max_order, NgramOptions().history) == (2, 4, 512)
     assert METHOD.default_length == 4
 
 
 @pytest.mark.parametrize("values", [{"min_order": 1}, {"min_order": 5}, {"max_order": 1}, {"history": 3}])
 def test_impossible_options_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Fix"):
-        Options(**values)
+        NgramOptions(**values)
 
 
 # The worked examples of docs/references.md, n-gram tables.
@@ -167,7 +167,7 @@ THE, CAT, SAT, ON, DOWN, AND, MAT, STOP = range(8)
 
 def example(*counted: tuple[list[int], int, int]) -> Predictor:
     """Return a predictor whose tables have counts of (context, token, count), at the end of "the cat sat"."""
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([THE, CAT, SAT])
     for context, token, count in counted:
         table = predictor._tables[len(context) - 1]
@@ -178,7 +178,7 @@ def example(*counted: tuple[list[int], int, int]) -> Predictor:
 
 def test_ngram_tables_count_each_order() -> None:
     """One token is counted behind one, two and three tokens of context."""
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([THE, CAT, SAT, ON])
     for context in ([SAT], [CAT, SAT], [THE, CAT, SAT]):
         assert predictor.count(context, ON) == 1
@@ -213,7 +213,7 @@ def test_ngram_backs_off_to_one_token_and_then_stops() -> None:
 
 
 def test_ngram_score_is_the_share_of_the_context() -> None:
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([1, 2, 0, 1, 3, 0, 1, 2, 4, 1])
     tree = predictor.draft(1)
     assert tree.token_list == [2]
@@ -224,7 +224,7 @@ def test_ngram_draft_is_packed_behind_its_token() -> None:
     """The known token and four drafts are five rows; three drafts stand, so that one pass gives four tokens."""
     known, quick, brown, fox, jumps, jumped, over = range(50, 57)
     cache = paged_cache(CacheShape(1, 1, 2, torch.float32, torch.device("cpu")), 16, 4)
-    predictor = Predictor(Options())
+    predictor = Predictor(NgramOptions())
     predictor.update([known, quick, brown, fox, jumps, *range(36), known])
     tree = predictor.draft(4)
     cache.reserve(1, 42)
@@ -240,7 +240,7 @@ def test_ngram_draft_is_packed_behind_its_token() -> None:
 
 def test_ngram_window_bounds_contexts_and_not_counts() -> None:
     """The last 512 tokens are all that contexts can be of; three of them ever are."""
-    predictor = Predictor(Options(history=512))
+    predictor = Predictor(NgramOptions(history=512))
     predictor.update([1, 2, 3, 4])
     predictor.update(range(1000, 1600))
     assert predictor.count([1, 2, 3], 4) == 1
@@ -249,7 +249,7 @@ def test_ngram_window_bounds_contexts_and_not_counts() -> None:
 
 @given(tokens=st.lists(st.integers(0, 3), max_size=40))
 def test_ngram_ties_go_to_the_first_seen(tokens: list[int]) -> None:
-    predictor, counts = Predictor(Options(max_order=2)), dict[int, dict[int, int]]()
+    predictor, counts = Predictor(NgramOptions(max_order=2)), dict[int, dict[int, int]]()
     for before, token in pairwise(tokens):
         behind = counts.setdefault(before, {})
         behind[token] = behind.get(token, 0) + 1
@@ -259,7 +259,7 @@ def test_ngram_ties_go_to_the_first_seen(tokens: list[int]) -> None:
 
 
 def test_ngram_reads_what_is_observed_before_it_drafts() -> None:
-    drafter, request = NgramDrafter(Options()), make_request([5, 6, 7, 5])
+    drafter, request = NgramDrafter(NgramOptions()), make_request([5, 6, 7, 5])
     drafter.begin(request)
     drafter.observe(request, CommittedRows(0, [5, 6]))
     assert drafter._readers[request.seq_id].seen == 2

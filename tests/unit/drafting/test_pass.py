@@ -1,4 +1,4 @@
-"""PaSS: drafts from the target's own rows, against passes that are written out; what it takes of a pass."""
+"""PaSS: drafts from look-ahead rows of the target's pass, compared with passes that are written out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speculant import LLM
 from speculant.drafting.base import Drafter, DrafterNeeds, StatelessDrafter
-from speculant.drafting.checks import check_ahead, checked_drafts
+from speculant.drafting.guard import Proposals, check_ahead, propose_checked
 from speculant.errors import ConfigError, DraftError, PairError
 from speculant.kernels.native import usable_sets
 from speculant.models.base import CausalLM
@@ -87,7 +87,7 @@ def ahead_of(tree: DraftTree) -> Tensor:
     return tree.ahead
 
 
-def test_own_rows_are_chains_below_each_node() -> None:
+def test_look_ahead_rows_are_chains_below_each_node() -> None:
     """Nodes first, then the chain of the root, of node 0, and so on."""
     tree = DraftTree.of([5, 6, 7], [-1, -1, 1]).looking_ahead(torch.zeros(2, 4))
     whole = tree.with_own_rows()
@@ -95,7 +95,7 @@ def test_own_rows_are_chains_below_each_node() -> None:
     assert whole.parent_list == [-1, -1, 1, -1, 3, 0, 5, 1, 7, 2, 9]
     assert depths_of(whole.parent_list) == [1, 1, 2, 1, 2, 2, 3, 2, 3, 3, 4]
     assert whole.token_list[:3] == [5, 6, 7]
-    assert tree.size == 3, "own rows are no nodes"
+    assert tree.size == 3, "look-ahead rows are no nodes"
     assert tree.first(1).num_rows == 1 + 2 * 2
     alone = DraftTree.empty().looking_ahead(torch.zeros(2, 4))
     assert alone.with_own_rows().parent_list == [-1, 0]
@@ -105,7 +105,7 @@ def test_own_rows_are_chains_below_each_node() -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("cache", ["paged", "slotted"])
 def test_texts_are_those_of_plain_decoding(tmp_path: Path, checkpoints: Checkpoints, cache: str, kernels: str) -> None:
-    """Greedy and seeded, to the end of the context, where there is less and less room for own rows."""
+    """Greedy and seeded, to the end of the context, where there is less and less room for look-ahead rows."""
     common = {"dtype": "float32", "kernels": kernels, "max_model_len": 72, "kv_cache_backend": cache}
     target = load_model(checkpoints.target, "float32", kernels=kernels).model
     config = {"method": "pass", "model": tokens_as_inputs(tmp_path / "head", target), "num_speculative_tokens": 3}
@@ -163,11 +163,13 @@ class Overdoing(StatelessDrafter):
         return [DraftTree.empty().looking_ahead(torch.zeros(2, 4)) for _ in requests]
 
 
-def test_more_own_rows_than_allowed_are_refused() -> None:
+def test_more_look_ahead_rows_than_allowed_are_refused() -> None:
     request = make_request(TEXT, params=GREEDY)
-    assert checked_drafts(Overdoing(), [(request, 2)], V)[request.seq_id].num_own_rows == 2
+    drafts = Proposals()
+    propose_checked(Overdoing(), [(request, 2)], V, drafts)
+    assert drafts[request.seq_id].num_own_rows == 2
     with pytest.raises(DraftError, match="1 are allowed"):
-        checked_drafts(Overdoing(), [(request, 1)], V)
+        propose_checked(Overdoing(), [(request, 1)], V, drafts)
     for wrong in (torch.zeros(0, 4), torch.zeros(4), torch.zeros(3, 4)):
-        with pytest.raises(DraftError, match="own rows of shape"):
+        with pytest.raises(DraftError, match="look-ahead rows of shape"):
             check_ahead(DraftTree.empty().looking_ahead(wrong), 2)

@@ -1,4 +1,4 @@
-"""What all readers of a text do: drafted tokens may stand at its end, and are not read."""
+"""All readers of a text: drafted tokens may follow the committed ones, and are not read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from speculant.drafting.lookup import ngram, recent_match, suffix
-from speculant.drafting.lookup.reading import Reader
+from speculant.drafting.lookup.reading import SequenceReader
 from tests.models import make_request
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2]
-READERS: dict[str, Callable[[], Reader]] = {
-    "ngram": lambda: ngram.Predictor(ngram.Options()),
+READERS: dict[str, Callable[[], SequenceReader]] = {
+    "ngram": lambda: ngram.Predictor(ngram.NgramOptions()),
     "recent match": lambda: recent_match.RecentMatches(recent_match.LookupOptions()),
-    "suffix": lambda: suffix.SuffixDrafter(suffix.Options())._make(make_request([1])),
+    "suffix": lambda: suffix.SuffixDrafter(suffix.SuffixOptions())._make(make_request([1])),
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from speculant.config import Limits
 from speculant.drafting.lookup.reading import match_score
-from speculant.drafting.lookup.suffix import Options, SuffixDrafter
+from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions
 from speculant.drafting.lookup.suffix_store import SuffixStore
 from speculant.errors import ConfigError
 from speculant.kernels.native_suffix_index import NativeSuffixIndex
@@ -62,19 +62,19 @@ def asked(drafter: SuffixDrafter, prompt: Sequence[int], salt: str = "", seq_id:
 
 
 def test_suffix_drafts_from_its_own_text() -> None:
-    assert asked(SuffixDrafter(Options()), [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
-    assert asked(SuffixDrafter(Options()), [1, 2, 3, 4, 5]) == []
+    assert asked(SuffixDrafter(SuffixOptions()), [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
+    assert asked(SuffixDrafter(SuffixOptions()), [1, 2, 3, 4, 5]) == []
 
 
 def test_suffix_drafts_from_finished_requests() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1))
     assert asked(drafter, [9, 8, 30, 31]) == [32, 33]
     assert asked(drafter, [1, 2]) == [30, 31], "the end of the prompt leads to the output"
 
 
 def test_suffix_match_with_the_largest_sum_wins() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     serve(drafter, make_request([5], [1, 2, 3, 4, 7, 8, 9], seq_id=1))
     prompt = [3, 4, 6, 6, 0, 1, 2, 3, 4]
     assert asked(drafter, prompt) == [7, 8, 9], "four tokens match in the store, two in the own text"
@@ -82,7 +82,7 @@ def test_suffix_match_with_the_largest_sum_wins() -> None:
 
 
 def test_suffix_scores_are_ratios_times_match_scores() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     request = make_request([1, 2, 5, 0, 1, 2, 5, 0, 0, 1, 2, 6, 0, 3, 1, 2])
     drafter.begin(request)
     tree = draft(drafter, request)
@@ -92,26 +92,26 @@ def test_suffix_scores_are_ratios_times_match_scores() -> None:
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.5, 1), (1.0, 3), (2.0, 6), (0.0, 0)])
 def test_suffix_factor_bounds_the_draft(factor: float, expected: int) -> None:
-    drafter = SuffixDrafter(Options(suffix_decoding_max_spec_factor=factor))
+    drafter = SuffixDrafter(SuffixOptions(suffix_decoding_max_spec_factor=factor))
     assert asked(drafter, [1, 2, 3, 10, 11, 12, 13, 14, 15, 16, 17, 0, 1, 2, 3]) == list(range(10, 10 + expected))
 
 
 def test_suffix_min_prob_ends_the_draft() -> None:
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 0, 1, 2, 6, 7, 1, 2]
     for least, expected in ((0.1, [3, 5]), (0.5, [3]), (0.7, [])):
-        assert asked(SuffixDrafter(Options(suffix_decoding_min_token_prob=least)), prompt) == expected
+        assert asked(SuffixDrafter(SuffixOptions(suffix_decoding_min_token_prob=least)), prompt) == expected
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
 def test_suffix_learns_only_what_finished(reason: str | None) -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1), reason)
     assert drafter.store.num_texts == drafter.store.num_tokens == 0
     assert asked(drafter, [1, 2, 30, 31]) == []
 
 
 def test_suffix_learns_a_preempted_request_once() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     request = make_request([1, 2], [30, 31])
     serve(drafter, request, None)
     request.extend([32, 33])
@@ -122,7 +122,7 @@ def test_suffix_learns_a_preempted_request_once() -> None:
 
 
 def test_suffix_sequence_that_begins_anew_forgets() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     request = make_request([1, 2, 3, 1])
     drafter.begin(request)
     assert draft(drafter, request).token_list == [2]
@@ -133,7 +133,7 @@ def test_suffix_sequence_that_begins_anew_forgets() -> None:
 
 
 def test_suffix_samples_do_not_see_one_another() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     samples = [make_request([1, 2], [8, index, 9, 8], seq_id=index) for index in (3, 4)]
     for sample in samples:
         drafter.begin(sample)
@@ -141,7 +141,7 @@ def test_suffix_samples_do_not_see_one_another() -> None:
 
 
 def test_suffix_salts_share_nothing() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1, cache_salt="a"))
     serve(drafter, make_request([1, 2], [30, 41, 42, 43], seq_id=2, cache_salt="b"))
     assert asked(drafter, [0, 1, 2, 30], "a") == [31, 32, 33]
@@ -150,7 +150,7 @@ def test_suffix_salts_share_nothing() -> None:
 
 
 def test_suffix_reads_a_prompt_with_its_chunks() -> None:
-    drafter, request = SuffixDrafter(Options()), make_request(range(100))
+    drafter, request = SuffixDrafter(SuffixOptions()), make_request(range(100))
     drafter.begin(request)
     for start in (0, 40):
         drafter.observe(request, CommittedRows(start, range(start, start + 40)))
@@ -161,7 +161,7 @@ def test_suffix_reads_a_prompt_with_its_chunks() -> None:
 
 def test_engine_leaves_only_finished_texts_in_the_store() -> None:
     """Preempted, forked and aborted requests on the real engine, with memory for two sequences of four."""
-    limits, drafter = Limits(28, 4, 16), SuffixDrafter(Options())
+    limits, drafter = Limits(28, 4, 16), SuffixDrafter(SuffixOptions())
     rig = build_rig(TARGET, drafter, length=5, limits=limits, cache=few_blocks(8))
     params: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
     requests = rig.add((1,) * 9, SamplingParams(temperature=0, **params), "one", cache_salt="x")
@@ -205,7 +205,7 @@ def test_store_drops_the_oldest_texts_first() -> None:
 
 
 def test_store_of_ten_thousand_requests_is_bounded() -> None:
-    drafter = SuffixDrafter(Options(suffix_decoding_corpus_tokens=100_000))
+    drafter = SuffixDrafter(SuffixOptions(suffix_decoding_corpus_tokens=100_000))
     for number in range(12_000):
         prompt, output = [number % 50, 7], [(number * each) % 997 for each in range(1, 16)]
         serve(drafter, make_request(prompt, output, seq_id=number, cache_salt=str(number % 10)))
@@ -218,7 +218,7 @@ def test_store_of_ten_thousand_requests_is_bounded() -> None:
 
 
 def test_store_of_many_requests_counts_requests() -> None:
-    drafter = SuffixDrafter(Options())
+    drafter = SuffixDrafter(SuffixOptions())
     for number in range(11_000):
         serve(drafter, make_request([1], [number, number + 1], seq_id=number))
     assert 5000 <= drafter.store.num_texts <= 10_000
@@ -229,14 +229,14 @@ def test_store_of_many_requests_counts_requests() -> None:
 @pytest.mark.parametrize("name", ["suffix_decoding_max_cached_requests", "suffix_decoding_corpus_tokens"])
 def test_store_of_no_size_learns_nothing(name: str) -> None:
     options: dict[str, Any] = {name: 0}
-    drafter = SuffixDrafter(Options(**options))
+    drafter = SuffixDrafter(SuffixOptions(**options))
     serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1))
     assert drafter.store.num_texts == 0
     assert asked(drafter, [0, 30, 31]) == []
 
 
 def test_suffix_defaults_are_those_of_vllm() -> None:
-    options = Options()
+    options = SuffixOptions()
     assert options.suffix_decoding_max_tree_depth == 24
     assert options.suffix_decoding_max_cached_requests == 10_000
     assert options.suffix_decoding_max_spec_factor == 1.0
@@ -259,4 +259,4 @@ def test_suffix_defaults_are_those_of_vllm() -> None:
 def test_impossible_suffix_options_are_refused(name: str, value: float) -> None:
     options: dict[str, Any] = {f"suffix_decoding_{name}": value}
     with pytest.raises(ConfigError, match=name):
-        Options(**options)
+        SuffixOptions(**options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.drafting.lookup.synthetic import Options, SyntheticDrafter
+from speculant.drafting.lookup.synthetic import SyntheticDrafter, SyntheticOptions
 from speculant.errors import ConfigError
 from speculant.types import CommittedRows
 from tests.models import make_request
@@ -13,7 +13,7 @@ SCRIPT = [token % 50 for token in range(400)]
 
 
 def taught(rate: float, script: list[int] = SCRIPT, vocab_size: int = 50) -> SyntheticDrafter:
-    drafter = SyntheticDrafter(Options(acceptance_rate=rate), vocab_size)
+    drafter = SyntheticDrafter(SyntheticOptions(acceptance_rate=rate), vocab_size)
     drafter.observe(make_request([1, 2], script, finish_reason="length"), CommittedRows(0, [], script))
     return drafter
 
@@ -58,4 +58,4 @@ def test_the_longest_finished_continuation_is_remembered() -> None:
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_a_rate_is_a_probability(rate: float) -> None:
     with pytest.raises(ConfigError, match="acceptance_rate"):
-        Options(acceptance_rate=rate)
+        SyntheticOptions(acceptance_rate=rate)

@@ -9,8 +9,8 @@ import pytest
 from speculant.drafting.lookup.token_recycling import (
     METHOD,
     PRIOR,
-    Acceptance,
-    Options,
+    NodeAcceptance,
+    RecyclingOptions,
     TokenRecycling,
     grow,
     tree_shape,
@@ -24,7 +24,7 @@ V = 50
 
 
 def drafter_of(**options: int) -> TokenRecycling:
-    return TokenRecycling(Options(**{"successors": 3, **options}), V)
+    return TokenRecycling(RecyclingOptions(**{"successors": 3, **options}), V)
 
 
 def begun(drafter: TokenRecycling, tokens: Sequence[int], seq_id: int = 1, cache_salt: str = "") -> Request:
@@ -128,7 +128,7 @@ def test_nodes_below_a_gap_are_left_out() -> None:
 
 
 def test_acceptance_is_learned_by_depth_and_rank() -> None:
-    acceptance, draft = Acceptance(), DraftTree.of([5, 6, 7, 8], [-1, -1, 1, 1])
+    acceptance, draft = NodeAcceptance(), DraftTree.of([5, 6, 7, 8], [-1, -1, 1, 1])
     assert acceptance.rate(1, 0) == PRIOR
     assert acceptance.rate(2, 1) == PRIOR**3
     for _ in range(2000):
@@ -142,7 +142,7 @@ def test_acceptance_is_learned_by_depth_and_rank() -> None:
 
 
 def test_nodes_behind_a_rejected_one_teach_nothing() -> None:
-    acceptance = Acceptance()
+    acceptance = NodeAcceptance()
     acceptance.learn(DraftTree.of([5, 6], [-1, 0]), [0, 0], [9])
     assert acceptance.rate(1, 0) < PRIOR
     assert acceptance.rate(2, 0) == PRIOR
@@ -165,4 +165,4 @@ def test_scores_are_the_learned_rates() -> None:
 @pytest.mark.parametrize("options", [{"successors": 0}, {"successors": 65}, {"matrices": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="is not from 1"):
-        Options(**options)
+        RecyclingOptions(**options)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams, files
-from speculant.drafting.model import draft_model
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.engine import build
 from speculant.lengths import calibration
 from speculant.types import DraftTree, Request
@@ -93,7 +93,7 @@ def test_calibration_measures_what_a_drafter_reads(
         clock[0] += sum(1e-5 * length + 1e-6 * length**2 / 2 for length in map(len, (each.tokens for each in requests)))
         return [DraftTree.chain([1] * limit) for limit in limits]
 
-    monkeypatch.setattr(draft_model.ModelDrafter, "propose", propose)
+    monkeypatch.setattr(ModelDrafter, "propose", propose)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(calibration, "SHORT_TEXT", 50)
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ def test_calibration_that_is_damaged_is_made_again(checkpoints: Checkpoints, kep
 def test_calibration_survives_a_drafter_that_fails(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_model.ModelDrafter, "propose", _fail)
+    monkeypatch.setattr(ModelDrafter, "propose", _fail)
     llm = engine(checkpoints)
     assert llm.generate("def f", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].finish_reason == "length"
 

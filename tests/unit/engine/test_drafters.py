@@ -10,7 +10,8 @@ import torch
 
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds, StatelessDrafter, complete
-from speculant.engine.drafters import Drafters, check_draft, check_extends
+from speculant.drafting.guard import check_draft, check_extends
+from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError, DraftError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel

@@ -11,8 +11,9 @@ from speculant.cache.base import KVCache, KVStorage
 from speculant.cache.factory import paged_cache
 from speculant.config import Limits
 from speculant.drafting.base import Drafter
-from speculant.drafting.lookup.ngram import NgramDrafter, Options
-from speculant.drafting.model.draft_model import ModelDrafter
+from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
+from speculant.drafting.model.drafter import ModelDrafter
+from speculant.drafting.model.runner import DraftModelRunner
 from speculant.engine.build import load_verifiers
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
@@ -66,7 +67,8 @@ def engine_of(target: Any, drafter: Drafter | None = None, verification: str = "
 
 
 def model_drafter(draft: CausalLM) -> ModelDrafter:
-    return ModelDrafter(draft, cache_of(draft), KeyedChances(), VOCAB_SIZE, LIMITS.max_num_batched_tokens)
+    runner = DraftModelRunner(draft, cache_of(draft), KeyedChances(), LIMITS.max_num_batched_tokens)
+    return ModelDrafter(runner, VOCAB_SIZE)
 
 
 def run(engine: Engine) -> dict[str, list[int | None]]:
@@ -140,7 +142,7 @@ def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
     with pytest.raises(ConfigError, match=r"'rejektion'(?s:.*)did you mean 'rejection'"):
         engine_of(target, verification="rejektion")
     params = SamplingParams(speculation={"verification": "mach"})
-    for drafter in (None, NgramDrafter(Options())):
+    for drafter in (None, NgramDrafter(NgramOptions())):
         engine = engine_of(target, drafter)
         with pytest.raises(ConfigError, match="did you mean 'match'"):
             engine.add_request(PROMPT, params, "a")
@@ -174,7 +176,7 @@ def test_a_request_gets_the_rule_that_fits_it(
 
 
 def test_deterministic_drafts_are_matched(target: CausalLM) -> None:
-    engine = engine_of(target, NgramDrafter(Options()))
+    engine = engine_of(target, NgramDrafter(NgramOptions()))
     (request,) = engine.add_request(PROMPT, SamplingParams(), "a")
     assert (request.verifier, request.metrics.verification) == ("match", "match")
 

@@ -1,4 +1,4 @@
-"""Drafters within a drafter: how a user names them, and how they are built, bounded and called."""
+"""Sub-drafters: how a user names them, and how they are built, bounded and called."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculant import plugins
-from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, Method, StatelessDrafter, complete
-from speculant.drafting.checks import Proposals
-from speculant.drafting.guarded import GuardedDrafter
+from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, StatelessDrafter, complete
+from speculant.drafting.guard import GuardedDrafter, Proposals
+from speculant.drafting.methods import KIND, WITH_MODEL, installed, lookup_methods, method_facts, takes_model
 from speculant.errors import ConfigError, Guard
 from speculant.types import CommittedRows, Request
 
 logger = logging.getLogger(__name__)
 
-KIND = "speculant.drafting"
-
 
 @dataclass(frozen=True)
-class Member:
+class SubDrafter:
     """A drafter within another one. usual_nodes: nodes that it proposes unless the user sets a number."""
 
     method: str
@@ -29,73 +27,72 @@ class Member:
 
 
 class CompositeDrafter(StatelessDrafter):
-    """Passes every call but `propose` to its members. An error of one costs its own drafts and counts in `errors`.
+    """Passes every call but `propose` to its sub-drafters. An error of one costs its own drafts and counts in `errors`.
 
-    vocab_size: the target's; members' drafts are checked as the engine checks drafts. count: receives numbers of errors
-    too.
+    vocab_size: the target's. count: receives numbers of errors too.
     """
 
     def __init__(
-        self, members: Sequence[Member], vocab_size: int, count: Callable[[int], None] = lambda errors: None
+        self, sub_drafters: Sequence[SubDrafter], vocab_size: int, count: Callable[[int], None] = lambda errors: None
     ) -> None:
         guard = Guard(logger, "and the step goes on without its draft")
-        self.members = [GuardedDrafter(each.method, each.drafter, guard, self._count) for each in members]
+        self.guarded = [GuardedDrafter(each.method, each.drafter, guard, self._count) for each in sub_drafters]
         self._report = count
-        self.needs = combine(members)
-        self.caches = tuple(cache for each in members for cache in each.drafter.caches)
+        self.needs = combine(sub_drafters)
+        self.caches = tuple(cache for each in self.guarded for cache in each.drafter.caches)
         self._vocab_size = vocab_size
 
-    def ask(self, member: GuardedDrafter, pairs: Iterable[tuple[Request, int]]) -> Proposals:
-        """Return a member's non-empty drafts for pairs (request, limit), within its own limits too."""
-        bounded = [(request, bound(member.needs, request, limit)) for request, limit in pairs]
+    def propose_with(self, guarded: GuardedDrafter, pairs: Iterable[tuple[Request, int]]) -> Proposals:
+        """Return a sub-drafter's non-empty drafts for pairs (request, limit), within its own limits too."""
+        bounded = [(request, bound(guarded.drafter.needs, request, limit)) for request, limit in pairs]
         wanted = [(request, limit) for request, limit in bounded if limit > 0]
         for request, _ in wanted:
-            member.begin(request)  # one that failed has ended
-        return {seq_id: tree for seq_id, tree in member.propose(wanted, self._vocab_size).items() if tree.size}
+            guarded.begin(request)  # one that failed has ended
+        return {seq_id: tree for seq_id, tree in guarded.propose(wanted, self._vocab_size).items() if tree.size}
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
-        for member in self.members:
-            member.begin(request)
+        for each in self.guarded:
+            each.begin(request)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""
-        for member in self.members:
-            member.catch_up(requests)
+        for each in self.guarded:
+            each.catch_up(requests)
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`; each member gets the hidden states of its own layers."""
-        for member in self.members:
-            if member.listens:
-                member.observe(request, lambda: rows, self.needs.hidden_layers)
+        """See `Drafter.observe`; each sub-drafter gets the hidden states of its own layers."""
+        for each in self.guarded:
+            if each.listens:
+                each.observe(request, lambda: rows, self.needs.hidden_layers)
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`."""
-        for member in self.members:
-            member.roll_back(request, dropped)
+        for each in self.guarded:
+            each.roll_back(request, dropped)
 
     def match_prefix(self, request: Request) -> int:
-        """See `Drafter.match_prefix`: the least of the members'."""
-        return min(member.match_prefix(request) for member in self.members)
+        """See `Drafter.match_prefix`: the least of the sub-drafters'."""
+        return min(each.match_prefix(request) for each in self.guarded)
 
     def end(self, request: Request) -> None:
         """See `Drafter.end`."""
-        for member in self.members:
-            member.end(request)
+        for each in self.guarded:
+            each.end(request)
 
     def _count(self, errors: int) -> None:
         self.errors += errors
         self._report(errors)
 
 
-def combine(members: Sequence[Member]) -> DrafterNeeds:
-    """Return the needs of a drafter that proposes one of its members' drafts at a time."""
-    needs = [member.drafter.needs for member in members]
+def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
+    """Return the needs of a drafter that proposes one of its sub-drafters' drafts at a time."""
+    needs = [each.drafter.needs for each in sub_drafters]
     return DrafterNeeds(
         max_nodes=_largest([each.max_nodes for each in needs]),
         emits_probs=any(each.emits_probs for each in needs),
         emits_tree=any(each.emits_tree for each in needs),
-        usual_nodes=max(member.usual_nodes for member in members),
+        usual_nodes=max(each.usual_nodes for each in sub_drafters),
         own_cache=any(each.own_cache for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         target_top_k=max(each.target_top_k for each in needs),
@@ -112,9 +109,9 @@ def _largest(values: Sequence[int | None]) -> int | None:
 
 
 def bound(needs: DrafterNeeds, request: Request, limit: int) -> int:
-    """Return a limit cut to what a drafter with these needs can draft for a sequence.
+    """Return a limit cut to the number of nodes that a drafter with these needs can draft for a sequence.
 
-    In a beam search it counts the nodes behind the live hypotheses: so many per beam and round.
+    In a beam search the limit counts the nodes after the live hypotheses.
     """
     room = limit if needs.max_positions is None else needs.max_positions - request.num_positions - 1
     if request.search is not None:
@@ -123,7 +120,7 @@ def bound(needs: DrafterNeeds, request: Request, limit: int) -> int:
     return max(0, min(limit, room, limit if needs.max_nodes is None else needs.max_nodes))
 
 
-def build_members(context: DrafterContext, given: object) -> list[Member]:
+def build_sub_drafters(context: DrafterContext, given: object) -> list[SubDrafter]:
     """Build the drafters that an option lists; None = those of `usual_methods`.
 
     Each is a method's name, or a mapping with the key `method`, the method's own options and, for one that drafts with
@@ -132,8 +129,8 @@ def build_members(context: DrafterContext, given: object) -> list[Member]:
     listed = usual_methods(context.model is not None) if given is None else given
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ConfigError(f"{given!r} is not a list of drafting methods", 'give names, or mappings {"method": name}.')
-    read = [read_member(each) for each in listed]
-    if context.model is not None and not any(_drafts_with_model(method) for method, _ in read):
+    read = [read_method(each) for each in listed]
+    if context.model is not None and not any(takes_model(method) for method, _ in read):
         raise ConfigError(
             f"draft model {context.model!r} is named and none of the listed methods drafts with a model",
             "leave out the model, or list a method that uses it.",
@@ -141,22 +138,17 @@ def build_members(context: DrafterContext, given: object) -> list[Member]:
     return [_build(context, method, options) for method, options in read]
 
 
-def build_member(context: DrafterContext, given: object) -> Member:
-    """Build one such drafter; None = the first of `usual_methods` without a model. Raises ConfigError."""
-    return _build(context, *read_member(usual_methods(with_model=False)[0] if given is None else given))
+def build_sub_drafter(context: DrafterContext, given: object) -> SubDrafter:
+    """Build one such drafter; None = the first of the methods that look drafts up in text. Raises ConfigError."""
+    return _build(context, *read_method(lookup_methods()[0] if given is None else given))
 
 
 def usual_methods(with_model: bool) -> list[str]:
-    """Return the methods with a `lookup_rank` in its order, then the preferred one if there is a model for it."""
-    methods = {name: _method(name) for name in plugins.names(KIND)}
-    ranked = sorted((each.lookup_rank, name) for name, each in methods.items() if each.lookup_rank is not None)
-    if not ranked:
-        raise ConfigError("no installed drafting method looks drafts up in text", "name the methods to use.")
-    preferred = [name for name, each in methods.items() if each.preferred and with_model]
-    return [*(name for _, name in ranked), *preferred]
+    """Return the methods that look drafts up in text, then the one that drafts with a model if there is a model."""
+    return [*lookup_methods(), *(installed(WITH_MODEL) if with_model else [])]
 
 
-def read_member(given: object) -> tuple[str, dict[str, Any]]:
+def read_method(given: object) -> tuple[str, dict[str, Any]]:
     """Read a method's name, or a mapping with the key `method`; return the name and the other keys."""
     options = dict(given) if isinstance(given, Mapping) else {"method": given}
     method = options.pop("method", None)
@@ -165,9 +157,9 @@ def read_member(given: object) -> tuple[str, dict[str, Any]]:
     return method, options
 
 
-def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> Member:
-    facts, options = _method(method), dict(options)
-    model = options.pop("model", context.model) if _drafts_with_model(method) else None
+def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> SubDrafter:
+    facts, options = method_facts(method), dict(options)
+    model = options.pop("model", context.model) if takes_model(method) else None
     if facts.uses_model and model is None:
         raise ConfigError(f"method {method!r} drafts with a model and none is named", 'give "model" too.')
     build: Callable[[DrafterContext], object] = plugins.load(KIND, method).build
@@ -177,13 +169,4 @@ def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> 
             f"method {method!r} drafts in the target's own pass and can't be used within another method",
             "use it alone.",
         )
-    return Member(method, drafter, drafter.needs.usual_nodes or facts.default_length)
-
-
-def _drafts_with_model(method: str) -> bool:
-    return _method(method).uses_model or _method(method).accepts_model
-
-
-def _method(name: str) -> Method:
-    method: Method = plugins.load(KIND, name).METHOD
-    return method
+    return SubDrafter(method, drafter, drafter.needs.usual_nodes or facts.default_length)

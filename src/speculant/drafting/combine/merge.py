@@ -1,13 +1,13 @@
 """Several drafters' proposals in one tree, verified in one pass.
 
 Common prefixes are shared. A draft's nodes are likeliest first: the limit keeps the nodes with the highest estimated
-survival, which is the product of the scores on the way to a node. Where members agree the highest score counts, and a
-draft without scores has 0.5 everywhere. So drafts without scores are cut level by level, in the order of the members.
-Siblings are in the order of the members.
+survival, which is the product of the scores down to a node. Where sub-drafters agree the highest score counts, and a
+draft without scores has 0.5 everywhere. So drafts without scores are cut level by level, in the order of the
+sub-drafters. Siblings are in the order of the sub-drafters.
 
 Verification stays exact because only drafts that are deterministic under the request's rule are merged. A merged tree
 has no probs, so requests are verified by `match`, under which any draft is deterministic given the shared noise, also
-those of draft models. Under a ratio rule that the user asks for, members that emit probs are left out.
+those of draft models. Under a ratio rule that the user names, sub-drafters that emit probs are left out.
 
 Memory: that of the drafters. Cost: that of all drafters, 10 microseconds per sequence and drafter, and 4 per node.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.combine.composite import CompositeDrafter, Member, build_members
+from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafters
 from speculant.tree import depths_of
 from speculant.types import DraftTree, Request
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
-    """members: methods in order, by name or as mappings with `method` and its options.
+class MergeOptions:
+    """members: the sub-drafters in order, by name or as mappings with `method` and its options.
 
-    None = every method that looks drafts up in text, and the preferred draft-model method if a model is named.
+    None = every method that looks drafts up in text, and the one that drafts with a model if a model is named.
     """
 
     members: Any = None
@@ -42,15 +42,15 @@ class Options:
 class MergeDrafter(CompositeDrafter):
     """See the module's docstring."""
 
-    def __init__(self, members: Sequence[Member], vocab_size: int) -> None:
-        super().__init__(members, vocab_size)
-        most = [member.drafter.needs.max_nodes for member in members]
+    def __init__(self, sub_drafters: Sequence[SubDrafter], vocab_size: int) -> None:
+        super().__init__(sub_drafters, vocab_size)
+        most = [each.drafter.needs.max_nodes for each in sub_drafters]
         self.needs = replace(
             self.needs,
             max_nodes=None if None in most else sum(each or 0 for each in most),
-            usual_nodes=sum(member.usual_nodes for member in members),
+            usual_nodes=sum(each.usual_nodes for each in sub_drafters),
             emits_probs=False,
-            emits_tree=self.needs.emits_tree or len(members) > 1,
+            emits_tree=self.needs.emits_tree or len(sub_drafters) > 1,
             nodes_per_beam=None,
         )
         self._warned = False
@@ -59,23 +59,23 @@ class MergeDrafter(CompositeDrafter):
         """See `Drafter.propose`."""
         merges = {request.seq_id: Merge() for request in requests}
         pairs = list(zip(requests, limits, strict=True))
-        for member in self.members:
-            own = [
-                (request, limit) for request, limit in pairs if not self._is_drawn(member.needs.emits_probs, request)
-            ]
-            for seq_id, tree in self.ask(member, own).items():
+        for guarded in self.guarded:
+            draws = guarded.drafter.needs.emits_probs
+            merged = [(request, limit) for request, limit in pairs if not (draws and self._needs_probs(request))]
+            for seq_id, tree in self.propose_with(guarded, merged).items():
                 merges[seq_id].add(tree)
         return [merges[request.seq_id].tree(limit) for request, limit in pairs]
 
-    def _is_drawn(self, emits_probs: bool, request: Request) -> bool:
-        """Whether a member's draft for a request would be a draw that a ratio rule has to know about; warns once."""
-        drawn = emits_probs and not request.shared_noise
-        if drawn and not self._warned:
+    def _needs_probs(self, request: Request) -> bool:
+        """Whether a ratio rule would need the probs of a request's drawn drafts; warns once."""
+        if request.shared_noise:
+            return False
+        if not self._warned:
             self._warned = True
             logger.warning(
                 'drafts that are drawn are not merged under verification %r; use "match" for them', request.verifier
             )
-        return drawn
+        return True
 
 
 @dataclass
@@ -130,5 +130,5 @@ def best_nodes(parents: Sequence[int], scores: Sequence[float], limit: int) -> l
 
 
 def build(context: DrafterContext) -> MergeDrafter:
-    """Build the members."""
-    return MergeDrafter(build_members(context, read_options(context, Options).members), context.vocab_size)
+    """Build the sub-drafters."""
+    return MergeDrafter(build_sub_drafters(context, read_options(context, MergeOptions).members), context.vocab_size)

@@ -34,7 +34,7 @@ HEAD = HeadParts({
 
 
 @dataclass(frozen=True)
-class Options:
+class BlockwiseOptions:
     """head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens."""
 
     head_tokens: Any = None
@@ -42,7 +42,7 @@ class Options:
 
 def build(context: DrafterContext) -> FutureDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
-    options = read_options(context, Options)
+    options = read_options(context, BlockwiseOptions)
     require_no_stop(context)
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
@@ -57,7 +57,7 @@ def load(folder: HeadFolder, target: CausalLM) -> PlacedHeads:
     folder.check_size(folder.config.get("hidden_size"), target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
     num_heads, inner = count(folder.config, "num_heads", most=MOST_HEADS), count(folder.config, "inner_size")
-    with torch.device("meta"):  # what does not fit takes no memory
+    with torch.device("meta"):  # heads that do not fit take no memory
         heads = FeedForwardHeads(FutureShape(num_heads, target.hidden_size, inner=inner))
     Renamed(folder, {name: name for name in folder.names()}).check(heads.stored(), KIND)
     heads.to_empty(device="cpu")

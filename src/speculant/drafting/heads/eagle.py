@@ -1,7 +1,7 @@
 """EAGLE: a decoder layer that continues the target's hidden states (arXiv 2401.15077).
 
-Each row of the layer is made of the state of one token and of the embedding of the next; what leaves it stands for that
-next token's state, from which the target's output head predicts. Drafts are chains, or trees of a configured shape.
+Each row of the layer takes the state of one token and the embedding of the next. Its output approximates the state of
+that next token, from which the target's output head predicts. Drafts are chains, or trees of a configured shape.
 
 The head's folder has config.json and safetensors, as on the hub or as the `speculators` package or vLLM's conversion
 writes them. Embedding and output head are the target's.
@@ -21,7 +21,7 @@ from torch import Tensor
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
-from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
+from speculant.drafting.heads.layers import load_layers, make_head_drafter, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.drafting.heads.short import WithRows, output_rows, short_tokens
 from speculant.models.base import CausalLM
@@ -35,7 +35,7 @@ NORMS = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip
 
 
 @dataclass(frozen=True)
-class Options:
+class EagleOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
     head_tokens: the file of a short output head, see drafting/heads/short.py; None = the folder's, or all tokens.
@@ -47,11 +47,11 @@ class Options:
 
 def build(context: DrafterContext) -> HiddenDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
-    options = read_options(context, Options)
+    options = read_options(context, EagleOptions)
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
     model = load(folder, target, short_tokens(options.head_tokens, folder, target))
-    return make_drafter(context, model, (target.num_layers + 1,), newest, options.tree)
+    return make_head_drafter(context, model, (target.num_layers + 1,), newest, options.tree)
 
 
 def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> CausalLM:
@@ -70,9 +70,9 @@ def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> 
 
 
 def _without_unused_norms(weights: Renamed) -> Renamed:
-    """Leave out the norms that files in vLLM's form have, as its layer is a whole one, and that its head skips.
+    """Leave out the norms that vLLM's files have, as their layer is a complete one, and that its head skips.
 
-    config.json of this form has the layer's own one as `model`, which says so if a norm is not skipped.
+    The layer's config is `model` in config.json of this form; it has a key with False for a norm that is used.
     """
     inner = weights.source.config.get("model")
     if not isinstance(inner, dict):
@@ -100,7 +100,7 @@ def rename(name: str) -> str | None:
 
 
 def newest(hidden: Sequence[Tensor]) -> Tensor:
-    """Return what the head takes in: the states after the target's final norm."""
+    """Return the head's input: the states after the target's final norm."""
     return hidden[0]
 
 

@@ -1,9 +1,9 @@
 """EAGLE-3: a decoder layer over the states of three of the target's layers (arXiv 2503.01840).
 
-The three states of a token are mapped to one, g, perhaps behind a norm of all three or of each. The layer attends over
-[norm(embedding of the next token); norm(g)]; behind the first drafted token it takes its own output in g's place. Its
-output head knows `draft_vocab_size` tokens where the file has d2t, an offset for each of them: token i of the head is
-token i + d2t[i] of the target.
+The three states of a token are mapped to one, g, in some files after a norm of all three or of each. The layer attends
+over [norm(embedding of the next token); norm(g)]; after the first drafted token it takes its own output in place of g.
+If the file has d2t, the output head predicts `draft_vocab_size` tokens: token i of the head is token i + d2t[i] of the
+target.
 
 The head's folder has config.json and safetensors, as on the hub or as the `speculators` package writes them. Embedding
 and output head are the target's where the file has none.
@@ -25,7 +25,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.hidden_runner import Encode
-from speculant.drafting.heads.layers import load_layers, make_drafter, read_sizes, renamed
+from speculant.drafting.heads.layers import load_layers, make_head_drafter, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.errors import ModelError, PairError
 from speculant.kernels.reference import rms_norm
@@ -44,7 +44,7 @@ TOKEN_MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)
-class Options:
+class Eagle3Options:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain."""
 
     tree: Any = None
@@ -52,12 +52,12 @@ class Options:
 
 def build(context: DrafterContext) -> HiddenDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
-    options = read_options(context, Options)
+    options = read_options(context, Eagle3Options)
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
     layers = read_layers(folder, target)
     model, encode = load(folder, target)
-    return make_drafter(context, model, layers, encode, options.tree)
+    return make_head_drafter(context, model, layers, encode, options.tree)
 
 
 def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def require_named_layers(folder: HeadFolder) -> None:
 
 
 def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
-    """Read the head, and what maps three states to one."""
+    """Read the head, and its map from three states to one."""
     weights = renamed(folder, rename)
     names = weights.names()
     sizes = replace(read_sizes(folder.config, names, target), head_tokens=read_tokens(folder, target))
@@ -138,7 +138,7 @@ def check_shared(folder: HeadFolder, config: HeadConfig, target: CausalLM) -> No
 
 
 def encoder(weights: Renamed, target: CausalLM, norms: Sequence[str], eps: float) -> Encode:
-    """Return what maps the states of three layers, [n, hidden] each, to one; norms: none, that of all, or of each."""
+    """Return the map from the states of three layers, [n, hidden] each, to one; norms: none, one of all, or of each."""
     of = target.cache_shape
     matrix, *scales = (weights.read(name).to(of.device, of.dtype) for name in (ENCODER, *norms))
     multiply = linears_of(target, [matrix])
@@ -154,7 +154,7 @@ def encoder(weights: Renamed, target: CausalLM, norms: Sequence[str], eps: float
 
 
 def read_tokens(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
-    """Return the target's id of each token of the head's output head; () = it knows all, in order. Raises PairError."""
+    """Return the target's id of each token of the head's output head; () = all, in order. Raises PairError."""
     if "d2t" not in folder.names():
         return ()
     offsets = folder.read("d2t").long()

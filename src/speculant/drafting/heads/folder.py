@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from speculant import plugins
+from speculant.drafting.methods import KIND as DRAFTERS
+from speculant.drafting.methods import REFUSED
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
@@ -23,11 +25,6 @@ from speculant.models.weights.tensors import TensorFiles
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
 SPECULATORS = "speculators_model_type"  # that of the `speculators` package
 PARALLEL, PARALLEL_TOKEN, MASK_STATE = "peagle", "ptd_token_id", "mask_hidden"
-REFUSED = {
-    "mlp_speculator": "perceptrons over a state and the last token",
-    PARALLEL: "a layer that drafts several tokens in one pass",
-    "pard2": "a draft model that reads the target's states",
-}
 _PREFIX = re.compile(r"^(model\.)+")
 _SHOWN = 6
 _OTHER = "use a head that was trained for this target: `speculant train head --target ...` makes one."
@@ -44,9 +41,9 @@ class HeadFolder:
 
     @classmethod
     def open(cls, source: str, kind: str) -> HeadFolder:
-        """Open a head by folder, hub id or "demo"; `kind` is the method that it has to be made for.
+        """Open a head by folder, hub id or "demo"; `kind` is the method that it must be made for.
 
-        Raises ModelError for a folder without safetensors, PairError for one that says that it is of another kind.
+        Raises ModelError for a folder without safetensors, PairError for one that names another kind.
         """
         folder = resolve_source(source, f"heads/{kind}")
         config = read_json(folder / "config.json")
@@ -60,7 +57,7 @@ class HeadFolder:
     def stored(self) -> Mapping[str, str]:
         """The file's name of each tensor. The own name is without `model.`, as some files have the head in a model.
 
-        Tables of rotary frequencies are left out: they can be computed. Raises ModelError for a name that is there
+        Tables of rotary frequencies are left out: they can be computed. Raises ModelError for a name that occurs
         twice.
         """
         found = dict[str, str]()
@@ -109,7 +106,7 @@ class HeadFolder:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A `WeightSource` whose tensors have the names that a model asks for: `stored` maps these to the file's."""
+    """A `WeightSource` whose tensors have a model's names: `stored` maps these to the file's."""
 
     source: HeadFolder
     stored: Mapping[str, str]
@@ -129,7 +126,7 @@ class Renamed:
     def check(self, wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:
         """Compare names and shapes with those of a head of this kind for this target.
 
-        Raises ModelError for other names, PairError for other shapes, each with what was found and expected.
+        Raises ModelError for other names, PairError for other shapes, each with the found and the expected ones.
         """
         missing, unexpected = sorted(wanted.keys() - self.stored.keys()), sorted(self.stored.keys() - wanted.keys())
         if missing or unexpected:
@@ -161,14 +158,14 @@ def check_kind(folder: Path, config: Mapping[str, Any], kind: str | None = None)
     named = named_kind(config)
     if named is None or named == kind:
         return
-    if named in REFUSED or named not in plugins.names("speculant.drafting"):
+    if named in REFUSED or named not in plugins.names(DRAFTERS):
         raise _refused(folder, named)
     used = f"the method is {kind!r}" if kind else "not a draft model"
     raise PairError(f"{folder} is a head of the kind {named!r} and {used}", f'use "method": "{named}".')
 
 
 def named_kind(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of head that a config.json names, in one of the ways of those who publish heads; None = none."""
+    """Return the kind of head that a config.json names, by the key of any publisher of heads; None = none."""
     if PARALLEL_TOKEN in config:
         return PARALLEL
     names = [config.get(KIND), config.get(SPECULATORS), config.get("spd_type"), config.get("model_type")]

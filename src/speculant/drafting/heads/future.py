@@ -1,7 +1,7 @@
 """A drafter whose heads predict several tokens from one hidden state of the target, without a pass of their own.
 
-A node's distribution depends on its depth alone, but for edits such as penalties. So a tree of drafts is the product of
-what the heads think likely, or of what is drawn from them.
+A node's distribution depends on its depth alone, except for edits such as penalties. So a tree of drafts is the product
+of each head's likeliest tokens, or of tokens drawn from each head.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FutureDrafter(StatelessDrafter):
         if drawn:
             rows = {ready[row][0].seq_id: row for row in drawn}
             own = [ready[row] for row in drawn]
-            trees = draw_trees(own, self._chances, self._topology, Laws(logits, rows, self._sampler))
+            trees = draw_trees(own, self._chances, self._topology, DepthProbs(logits, rows, self._sampler))
             made |= {request.seq_id: tree for (request, _), tree in zip(own, trees, strict=True)}
         return made
 
@@ -154,8 +154,8 @@ class FutureDrafter(StatelessDrafter):
 
 
 @dataclass
-class Laws:
-    """The distributions of nodes, from logits [depth, r, V]; rows: those of the sequences. Equal ones are made once."""
+class DepthProbs:
+    """The distributions of nodes, from logits [depth, r, V]; rows: by sequence. Equal ones are computed once."""
 
     logits: Tensor
     rows: dict[int, int]

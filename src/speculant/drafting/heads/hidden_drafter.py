@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from speculant.drafting.heads.hidden_runner import HiddenStateRunner
-from speculant.drafting.model.tree_drafter import TreeDrafter
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.topology import TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
@@ -17,7 +17,7 @@ from speculant.types import CommittedRows, Request
 MOST_PENDING = 512  # states of a sequence that wait for its next draft
 
 
-class HiddenDrafter(TreeDrafter):
+class HiddenDrafter(ModelDrafter):
     """Drafts with the head of `runner`; layers: those whose states it reads.
 
     Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/layers.py.

@@ -4,7 +4,7 @@ Row i of the cache is made of the target's state of token i and of token i + 1 (
 
     tokens     t0 t1 t2 t3 t4         t4 = the newest token, not in the target's cache yet
     states     h0 h1 h2 h3            observed from the target's passes
-    rows       (t1, h0) (t2, h1) (t3, h2) (t4, h3)         the last one predicts what follows t4
+    rows       (t1, h0) (t2, h1) (t3, h2) (t4, h3)         the last one predicts the token after t4
 
 Rows of drafted tokens are made of the head's own states. They are dropped after each draft, and their tokens, if they
 were accepted, get rows of the target's states. A sequence whose first states were not observed begins with the first
@@ -25,10 +25,10 @@ from speculant.models.base import CausalLM, Hidden, SequenceInput
 from speculant.sampling.chance import Chances
 from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
-PROBE = -(2**62)  # the sequence with which the prefix index is asked
+PROBE = -(2**62)  # the sequence id for queries of the prefix index
 
 
-Encode = Callable[[Sequence[Tensor]], Tensor]  # what layers told, [n, hidden] each -> what the head takes in
+Encode = Callable[[Sequence[Tensor]], Tensor]  # states of layers, [n, hidden] each -> the head's input states
 
 
 class Pending:
@@ -69,12 +69,12 @@ class Pending:
 
 @dataclass
 class _Followed:
-    """What is known of one sequence.
+    """The state of one sequence.
 
     first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
     pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
     was observed.
-    carried [1 + n, hidden]: in a round, what the root and each node of the tree so far hand on.
+    carried [1 + n, hidden]: in a round, the states that the root and each node of the tree so far hand on.
     """
 
     request: Request
@@ -90,12 +90,12 @@ class _Followed:
 
     @property
     def end(self) -> int:
-        """The target's position behind the last one whose state is known."""
+        """The target's position after the last one whose state is known."""
         return self.first + self.length + self.num_pending
 
 
 class HiddenStateRunner(DraftModelRunner):
-    """See the module's docstring. `observe` receives what layers told; `encode` makes of it what the head takes in."""
+    """See the module's docstring. `encode` maps the states that `observe` receives to the head's input states."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class HiddenStateRunner(DraftModelRunner):
         self.cache.release(request.seq_id)
 
     def observe(self, request: Request, rows: CommittedRows) -> int:
-        """Take what layers told of committed tokens. Returns how many observed states have no row yet."""
+        """Take the states of committed tokens. Returns how many observed states have no row yet."""
         followed, start, count = self._followed[request.seq_id], rows.start, len(rows.tokens)
         pending = followed.pending
         if pending is not None and start == followed.first + followed.length + pending.count:  # as nearly always
@@ -167,7 +167,7 @@ class HiddenStateRunner(DraftModelRunner):
         self.cache.truncate_to(request.seq_id, followed.length)
 
     def tree_input(self, request: Request, tree: DraftTree) -> SequenceInput:
-        """See the base: each node takes in what its parent handed on."""
+        """See the base: each node takes in the state that its parent handed on."""
         followed = self._followed[request.seq_id]
         assert followed.pending is not None
         assert followed.carried is not None

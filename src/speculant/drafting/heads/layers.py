@@ -1,4 +1,4 @@
-"""Loads heads that are decoders (models/heads.py): their configuration, the names of their tensors, what must fit."""
+"""Loads heads that are decoder layers (models/heads.py): reads sizes, renames tensors and checks that they fit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from speculant.drafting.base import DrafterContext, require_no_stop
+from speculant.drafting.base import DrafterContext
 from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.drafting.heads.hidden_drafter import HiddenDrafter
 from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
-from speculant.drafting.tree_option import read_tree
+from speculant.drafting.topology import tree_option
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import DecoderConfig, read_decoder, read_windows
@@ -24,7 +24,7 @@ Rename = Callable[[str], str | None]  # a name in the file -> the model's name; 
 
 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
-    """Read the layers' sizes; which biases there are, the tensors' names tell. The vocabulary is the target's."""
+    """Read the layers' sizes. The tensors' names show which biases there are; the vocabulary is the target's."""
     inner = next((config[key] for key in LAYER_KEYS if key in config), config)
     if not isinstance(inner, dict):
         raise ModelError(
@@ -48,8 +48,8 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
 def _windows(own: Sequence[int | None], trained: int, needed: int) -> tuple[int | None, ...]:
     """Return the sliding windows of a head's layers that was trained for fewer positions than the target has.
 
-    Rotary positions are relative. So a row that sees the last `trained` ones alone is computed as if the text began
-    with the first of these, and a head also drafts beyond the positions that it was trained for.
+    Rotary positions are relative. So a row that attends to the last `trained` rows alone is computed as if the text
+    began with the first of them, and a head also drafts beyond the positions that it was trained for.
     """
     if trained >= needed:
         return tuple(own)
@@ -75,14 +75,9 @@ def load_layers(
     return attach(target, config, replace(weights, stored=own))
 
 
-def make_drafter(
+def make_head_drafter(
     context: DrafterContext, model: CausalLM, layers: tuple[int, ...], encode: Encode, tree: Any
 ) -> HiddenDrafter:
-    """Return the drafter of a head, with a cache of its own."""
-    topology = read_tree(tree)
-    if topology is not None:
-        require_no_stop(context)
-    cache = context.make_cache(model.cache_shape)
-    most, stop_below = context.max_num_batched_tokens, context.stop_below
-    runner = HiddenStateRunner(model, cache, context.chances, most, stop_below, encode)
+    """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
+    runner, topology = HiddenStateRunner.of(context, model, encode=encode), tree_option(context, tree)
     return HiddenDrafter(runner, layers, context.vocab_size, context.sampler, topology)

@@ -24,8 +24,7 @@ from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, 
 from speculant.drafting.heads.parts import HeadParts, Part, Role
 from speculant.drafting.heads.residual_names import read_token_map, residual_names
 from speculant.drafting.heads.short import short_heads, short_tokens, spread_heads
-from speculant.drafting.topology import StaticTree
-from speculant.drafting.tree_option import read_tree
+from speculant.drafting.topology import StaticTree, read_tree
 from speculant.errors import ConfigError, ModelError
 from speculant.models.base import CausalLM
 from speculant.models.fields import is_whole, show
@@ -43,7 +42,7 @@ HEAD = HeadParts({
 
 
 @dataclass(frozen=True)
-class Options:
+class MedusaOptions:
     """tree: "chain", children per node at each depth as [3, 2, 1], or the ranks on the way to every node.
 
     None = the nodes that were right most often in training.
@@ -56,7 +55,7 @@ class Options:
 
 def build(context: DrafterContext) -> FutureDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
-    options = read_options(context, Options)
+    options = read_options(context, MedusaOptions)
     require_no_stop(context)
     target = require_target(context.target)
     folder = HeadFolder.open(str(context.model), KIND)
@@ -77,7 +76,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | 
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
     weights = Renamed(folder, residual_names(folder))
     tokens = read_token_map(folder, target)
-    with torch.device("meta"):  # what does not fit takes no memory
+    with torch.device("meta"):  # heads that do not fit take no memory
         found = ResidualHeads(_shape_in(weights, target, tokens))
     weights.check(found.stored(), KIND)
     shape = found.shape
@@ -88,7 +87,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | 
 
 
 def _own_heads(weights: Renamed, own: Sequence[str], target: CausalLM, tokens: tuple[int, ...]) -> OwnHeads | None:
-    """Return what applies the heads' own output heads; tokens: those of a short one, or of the target's rows."""
+    """Return the function of the heads' own output heads; tokens: those of a short one, or of the target's rows."""
     if not own:
         return short_heads(target, sorted(tokens)) if tokens else None
     of = target.cache_shape
@@ -100,7 +99,7 @@ def _own_heads(weights: Renamed, own: Sequence[str], target: CausalLM, tokens: t
 
 
 def _shape_in(weights: Renamed, target: CausalLM, tokens: tuple[int, ...]) -> FutureShape:
-    """Return the sizes that the files' names have. Raises ModelError if they are of no head, or config.json has more.
+    """Return the sizes by the tensors' names. Raises ModelError for no head, or fewer than in config.json.
 
     Published configs name fewer heads than their files have.
     """

@@ -1,4 +1,4 @@
-"""What the tensors of a head do with hidden states, as data, for what works on heads of any kind."""
+"""The roles of a head's tensors, as data for code that works on heads of any kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeadParts:
 
     parts: by patterns of names, of which the first that matches counts; the first of all reads the target's states.
     rename: from a file's name to that name; None = the tensor is one of the target's. check: raises ModelError for a
-    head whose config.json says nothing of what the head reads, which then follows from the target's number of layers.
+    head whose config.json does not name the layers that it reads, which then depend on the target's number of layers.
     """
 
     parts: Mapping[str, Part]

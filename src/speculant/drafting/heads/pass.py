@@ -1,17 +1,17 @@
 # ruff: noqa: N999 - the method's name
-"""PaSS: look-ahead embeddings draft in the target's own pass, the same one that verifies (arXiv 2311.13581).
+"""PaSS: look-ahead embeddings draft in the target's own pass, which also verifies (arXiv 2311.13581).
 
 Below the root and below each drafted node the pass has a chain of rows whose inputs are trained embeddings instead of
 tokens:
 
-    pass i          root - d1 - d2              d1 is accepted, d2 is not: the token c is committed behind d1
+    pass i          root - d1 - d2              d1 is accepted, d2 is not: the token c is committed after d1
                     |     |     |
                     A     A     A    A = a1 - a2 - a3, the look-ahead rows
     pass i + 1      c - e1 - e2                 e1 is drawn from the state of a1 below d1, e2 from that of a2
 
-So drafting takes no pass of its own. State t of a chain predicts the token t + 1 places behind the row that it hangs
-below, for t from 1; the next token itself is the target's. The rows that are not needed are dropped with the rejected
-drafts. Where the pass before had no such rows, as after a prompt, a pass has them and no draft.
+So drafting takes no pass of its own. State t of a chain, from t = 1, predicts the token t + 1 places after the row
+above the chain; the target predicts the next token. Look-ahead rows are dropped with the rejected drafts. If the last
+pass had none, as after a prompt, a pass has look-ahead rows and no draft.
 
 The head's folder has config.json and one tensor, look_ahead.weight [T, hidden].
 
@@ -44,7 +44,7 @@ METHOD = Method(default_length=2, uses_model=True)
 HEAD = HeadParts({r"look_ahead\.weight": Part(Role.TABLE)})
 
 
-class OwnStates:
+class LookAheadStates:
     """`FutureHeads` whose input [r, T, hidden] already is a state for each further token."""
 
     def states(self, hidden: Tensor, count: int) -> Tensor:
@@ -53,17 +53,17 @@ class OwnStates:
 
 
 class LookAheadDrafter(FutureDrafter):
-    """Drafts chains from the states of its own rows; `inputs` [T, hidden] are their input embeddings."""
+    """Drafts chains from the states of its look-ahead rows; `inputs` [T, hidden] are their input embeddings."""
 
     def __init__(self, inputs: Tensor, target: CausalLM, chances: Chances, sampler: Sampler = REFERENCE) -> None:
         chain = StaticTree.of_widths([1] * len(inputs))
-        super().__init__(OwnStates(), target, chances, chain, sampler, usual_nodes=METHOD.default_length)
+        super().__init__(LookAheadStates(), target, chances, chain, sampler, usual_nodes=METHOD.default_length)
         self.needs = replace(self.needs, hidden_layers=(), target_inputs=len(inputs))
         self.inputs = inputs
         self._counts: dict[int, int] = {}  # of known states by sequence; the others are zero
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`: the states of the own rows are kept, if the pass had some."""
+        """See `Drafter.observe`: the states of look-ahead rows are kept, if the pass had some."""
         if rows.ahead is None:
             self.end(request)
             return
@@ -78,7 +78,7 @@ class LookAheadDrafter(FutureDrafter):
         self._counts.pop(request.seq_id, None)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`: as many tokens as there are states, and rows for as many as are asked for."""
+        """See `Drafter.propose`: at most as many tokens as there are states, and `limit` look-ahead rows."""
         known = [
             min(limit, self._counts.get(request.seq_id, 0)) for request, limit in zip(requests, limits, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Names of the tensors of heads of residual blocks, in the forms that files have them in.
+"""The names of residual heads' tensors, in the forms of the files.
 
     {head}.{layer}.linear.{weight, bias}, {head}.{layers}.weight     ours and the hub's, possibly below medusa_head.
     blocks.{head}.layers.{layer}.{weight, bias}, lm_heads.{head}.weight, lm_head.weight, token_map     vLLM's

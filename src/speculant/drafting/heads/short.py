@@ -1,8 +1,8 @@
 """Short output heads: a head predicts some of the target's tokens, by their rows of the target's output head.
 
-Which tokens, the option `head_tokens` says, or the file head_tokens.json in the head's folder; both are files of
-`speculant train head-tokens` (drafting/model/head_tokens.py). Reading the rows costs as much as a pass of the output
-head with a row for each dimension of the hidden states.
+The option `head_tokens` names a file of these tokens; the usual one is head_tokens.json in the head's folder. Both are
+made by `speculant train head-tokens` (drafting/model/head_tokens.py). Reading the rows costs as much as a pass of the
+output head with a row for each dimension of the hidden states.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
 
 
 def short_heads(target: CausalLM, tokens: Sequence[int]) -> OwnHeads:
-    """Return what computes the logits of these tokens; all others have -inf."""
+    """Return the function that computes the logits of these tokens; all others have -inf."""
     rows, index = output_rows(target, tokens), torch.tensor(tokens, device=target.cache_shape.device)
     multiply = linears_of(target, [rows])
 

@@ -25,11 +25,11 @@ METHOD = Method(default_length=4, varies=True)  # docs/references.md, n-gram tab
 _FNV_OFFSET = 14695981039346656037
 _FNV_PRIME = 1099511628211
 _MASK = (1 << 64) - 1
-ONCE = 1 << 40  # of a rank: what one occurrence adds; less than that is its first place
+ONCE = 1 << 40  # one occurrence adds this to a rank; the remainder is the first place
 
 
 @dataclass(frozen=True)
-class Options:
+class NgramOptions:
     """min_order and max_order count the predicted token: order 4 looks at three tokens of context.
 
     history is the window of tokens that contexts are taken from, at least max_order; counts stay when tokens leave it.
@@ -52,7 +52,7 @@ class Options:
 
 
 class Table:
-    """What followed each context of `length` tokens, and how often."""
+    """The tokens that followed each context of `length` tokens, with counts."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -61,7 +61,7 @@ class Table:
         self._totals: dict[int, int] = {}  # by the hash of a context: how often anything followed
 
     def add(self, context: int, token: int, place: int) -> None:
-        """Count a token, at some place of the text, behind the context with this hash."""
+        """Count a token, at some place of the text, after the context with this hash."""
         key = _extended(context, token)
         rank = self._ranks[key] = self._ranks.get(key, -place) + ONCE
         self._totals[context] = self._totals.get(context, 0) + 1
@@ -74,15 +74,15 @@ class Table:
         return -(-self._ranks.get(_extended(context, token), 0) // ONCE)
 
     def best(self, context: int) -> tuple[int, float] | None:
-        """Return the most frequent token behind a context, and its share; None if nothing followed."""
+        """Return the most frequent token after a context, and its share; None if nothing followed."""
         token = self._best.get(context)
         return None if token is None else (token, self.count(context, token) / self._totals[context])
 
 
 class Predictor:
-    """The tables of one sequence: a `Reader`."""
+    """The tables of one sequence: a `SequenceReader`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: NgramOptions) -> None:
         self._longest = options.max_order - 1
         self._history: deque[int] = deque(maxlen=min(options.history, self._longest))
         self._tables = [Table(order - 1) for order in range(options.min_order, options.max_order + 1)]
@@ -107,7 +107,7 @@ class Predictor:
         return [token for token, _ in self._predict(limit)]
 
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
-        """See `Reader.draft`."""
+        """See `SequenceReader.draft`."""
         predicted = self._predict(limit, ahead)
         return DraftTree.chain([token for token, _ in predicted], scores=[score for _, score in predicted])
 
@@ -144,15 +144,15 @@ def _extended(state: int, token: int) -> int:
 class NgramDrafter(ReadingDrafter):
     """One `Predictor` per sequence, over prompt and output."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: NgramOptions) -> None:
         super().__init__(lambda request: Predictor(options))
 
 
 def build(context: DrafterContext) -> ReadingDrafter:
-    """Make the drafter; it needs no model. vLLM's keys of this method ask for prompt lookup instead of tables."""
+    """Make the drafter; it needs no model. With vLLM's keys of this method it looks up the prompt instead."""
     given = context.options
     names = {"prompt_lookup_min": "prompt_lookup_max", "prompt_lookup_max": "prompt_lookup_min"}
     alone = {other: given[name] for name, other in names.items() if name in given and other not in given}
     if not given.keys() & names:
-        return NgramDrafter(read_options(context, Options))
+        return NgramDrafter(read_options(context, NgramOptions))
     return LookupDrafter(read_options(replace(context, options={**given, **alone}), LookupOptions))

@@ -1,12 +1,13 @@
-"""The caller's own guess of the output: an edited file, a form letter, an earlier answer (arXiv 2304.04487).
+"""The user's own guess of the output: an edited file, a form letter, an earlier answer (arXiv 2304.04487).
 
-A request brings it as `SamplingParams(speculation={"prediction": text or token ids})`. The drafter proposes its tokens
-in order. Where the output departs from it, the place to go on is the one behind the longest end of the output that the
-prediction has too, of up to 16 tokens: the next such place behind the last one used, else the last before it. A single
-token decides only forwards. Until there is a place, and without a prediction, nothing is proposed.
+A request has it as `SamplingParams(speculation={"prediction": text or token ids})`. The drafter proposes its tokens in
+order. After a departure of the output from the prediction, the drafter searches the prediction for the longest end of
+the output, of up to 16 tokens, and continues after it. Of several such places it takes the next one after the last
+place used, or else the last one before. A match of a single token counts only after the last place used. Without a
+place, or without a prediction, nothing is proposed.
 
 Memory: 44 bytes for each token of a running request's prediction, which has at most 131,072. Cost: 0.2 microseconds for
-a token that was predicted; for each token behind a departure 7 to 55 with a prediction of 1000 tokens, 40 to 130 with
+a token that was predicted; for each token after a departure 7 to 55 with a prediction of 1000 tokens, 40 to 130 with
 the longest, and 2300 at the first one.
 """
 
@@ -21,15 +22,15 @@ from numpy.typing import NDArray
 from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=8, reads_prediction=True, varies=True)
+METHOD = Method(default_length=8, varies=True)
 LONGEST_MATCH = 16
 
 
 class Alignment:
-    """Where one text stands in a prediction of what follows its first `seen` tokens.
+    """The place of a text in a prediction of the tokens after its first `seen` ones.
 
     `place` is the predicted token that comes next; None = the text has departed. `run` is how many tokens have agreed
-    since then.
+    since the last departure.
     """
 
     def __init__(self, prediction: Sequence[int], seen: int) -> None:
@@ -58,7 +59,7 @@ class Alignment:
             self.place, self.run = self._find(tokens[max(self._start, end - LONGEST_MATCH) : end])
 
     def _find(self, ending: Sequence[int]) -> tuple[int | None, int]:
-        """Return the place behind the longest match of the end of the text, and the length of the match."""
+        """Return the place after the longest match of the end of the text, and the length of the match."""
         places, length = np.flatnonzero(self._array == ending[-1]) + 1, 1
         while length < len(ending):
             longer = places[places > length]
@@ -70,8 +71,8 @@ class Alignment:
             places = places[places > self._last_used]
         if not len(places):
             return None, 0
-        behind = int(np.searchsorted(places, self._last_used, side="right"))
-        return int(places[min(behind, len(places) - 1)]), length
+        following = int(np.searchsorted(places, self._last_used, side="right"))
+        return int(places[min(following, len(places) - 1)]), length
 
     @cached_property
     def _array(self) -> NDArray[np.int64]:

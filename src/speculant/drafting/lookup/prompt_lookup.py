@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the same tokens earlier in the prompt or the output (arXiv 2211.17192, 3.6).
+"""Prompt lookup: tokens that followed the same tokens earlier in the prompt or the output (arXiv 2211.17192, 3.6).
 
-The longest match of up to `prompt_lookup_max` tokens is used, the latest of equally long ones; what followed is copied.
+The tokens after the longest match of up to `prompt_lookup_max` tokens are copied; the latest of equal matches counts.
 The tables of a sequence (recent_match.py) take at most 220 bytes per token of its prompt and output. Proposing and
 observing take 3 to 13 microseconds a token, whatever the history (benchmarks/lookup_cost.py).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
 
-METHOD = Method(default_length=5, lookup_rank=20, varies=True)
+METHOD = Method(default_length=5, varies=True)
 
 
 def build(context: DrafterContext) -> LookupDrafter:

@@ -1,4 +1,4 @@
-"""Uniform tokens (arXiv 2211.17192, section 3.6): the least that a drafter can be worth, and a test of the others.
+"""Uniform tokens (arXiv 2211.17192, section 3.6): a lower bound for the worth of other drafters.
 
 A token is accepted about once in V times, so drafts cost a longer pass and save next to nothing. Where a ratio rule
 verifies, each node's `probs` are the uniform distribution that it was drawn from; with shared noise the draws use the

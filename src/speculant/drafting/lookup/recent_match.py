@@ -1,9 +1,9 @@
-"""Where the end of a text occurred last, for drafters that copy what followed.
+"""The last place where the end of a text occurred, for drafters that copy the tokens after it.
 
 For each length from `prompt_lookup_min` to `prompt_lookup_max` a table holds the latest places of strings of tokens. A
 place moves on to the next table when a later one takes its entry. So every place is in one table at most, and a token
 moves at most one place in each table. The latest longest match of the text's end is an entry of its own end in one of
-the tables: a place behind L matching tokens leaves the first L tables only for a later one behind the same L tokens.
+the tables: a place after L matching tokens leaves the first L tables only for a later one after the same L tokens.
 A token takes at most 220 bytes (110 to 130 on random tokens and on code).
 """
 
@@ -38,14 +38,14 @@ class LookupOptions:
 
 
 class RecentMatches:
-    """The `Reader` of one sequence. A place is the position of the token that followed a string."""
+    """The `SequenceReader` of one sequence. A place is the position of the token that followed a string."""
 
     def __init__(self, options: LookupOptions) -> None:
         lengths = range(options.prompt_lookup_min, options.prompt_lookup_max + 1)
         self._longest = options.prompt_lookup_max
         self._tables: list[tuple[int, dict[bytes, int]]] = [(length, {}) for length in lengths]
         self._tokens: list[int] = []
-        self._packed = bytearray()  # the tokens again: the keys are cut out of them
+        self._packed = bytearray()  # the tokens as bytes, of which keys are slices
 
     @property
     def seen(self) -> int:
@@ -53,14 +53,14 @@ class RecentMatches:
         return len(self._tokens)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """See `Reader.update`."""
+        """See `SequenceReader.update`."""
         self._packed += array("i", tokens).tobytes()
         for token in tokens:
             self._enter(len(self._tokens))
             self._tokens.append(token)
 
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
-        """See `Reader.draft`. A copy that reaches the end of the text goes on with its own tokens."""
+        """See `SequenceReader.draft`. A copy that reaches the end of the text goes on with its own tokens."""
         end = len(self._tokens)
         self._append(ahead)  # and entered in no table
         try:
@@ -116,7 +116,7 @@ class RecentMatches:
 
 
 class LookupDrafter(ReadingDrafter):
-    """Copies what followed the longest match of the text's end, the latest of equally long ones."""
+    """Copies the tokens after the longest match of the text's end; the latest of equal matches counts."""
 
     def __init__(self, options: LookupOptions) -> None:
         super().__init__(lambda request: RecentMatches(options))

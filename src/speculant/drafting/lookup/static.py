@@ -1,7 +1,7 @@
 """Unigram and bigram tables of a corpus, with their probabilities as q (arXiv 2211.17192, section 4.2).
 
 `speculant train static FILES --tokenizer MODEL --out FILE.safetensors` counts and smooths them (tables.py).
-A chain is drawn token by token from the row of the token before it, with the request's sampling parameters applied as
+Each token of a chain is drawn from the row of the token before it, with the request's sampling parameters applied as
 for a draft model: temperature, filters, penalties, bias and constraint. A greedy request drafts the likeliest token.
 
 Memory: 16 bytes for each token of the vocabulary and 12 for each continuation that the file keeps, shared by all
@@ -32,7 +32,7 @@ METHOD = Method(default_length=2)  # a bigram hardly ever guesses three tokens
 
 
 @dataclass(frozen=True)
-class Options:
+class StaticOptions:
     """tables: the file that `speculant train static` wrote, as text or a Path."""
 
     tables: Any = None
@@ -56,7 +56,7 @@ class StaticDrafter(StatelessDrafter):
         return distribution(self._tables.log_probs(previous), nodes, self._sampler)
 
     def _scored(self, request: Request, draft: DraftTree) -> DraftTree:
-        """Add the tables' probabilities to a greedy draft; those of drawn tokens must not decide on its length."""
+        """Add the tables' probabilities to a greedy draft; the length of a draft must not depend on drawn tokens."""
         if not draft.size or not request.params.greedy:
             return draft
         pairs = zip([request.tokens[-1], *draft.token_list], draft.token_list, strict=False)
@@ -66,7 +66,7 @@ class StaticDrafter(StatelessDrafter):
 
 def build(context: DrafterContext) -> StaticDrafter:
     """Load the tables; raises ConfigError for a file that does not fit the target."""
-    path = read_options(context, Options).tables
+    path = read_options(context, StaticOptions).tables
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(
             f"this method drafts from a file of tables, and tables={path!r} names none",

@@ -25,12 +25,12 @@ from speculant.kernels.suffix_index import Continuation, SuffixIndex, SuffixSett
 from speculant.kernels.suffix_indexes import open_suffix_index
 from speculant.types import DraftTree, Request
 
-METHOD = Method(default_length=8, learns=True, lookup_rank=10, varies=True)
-FINISHED = ("stop", "length")  # reasons; what was aborted or failed is not learnt
+METHOD = Method(default_length=8, learns=True, varies=True)
+FINISHED = ("stop", "length")  # reasons; aborted and failed outputs are not learnt
 
 
 @dataclass(frozen=True)
-class Options:
+class SuffixOptions:
     """vLLM's keys with its defaults, but for the corpus, which is half as large.
 
     suffix_decoding_max_tree_depth: most tokens of match and draft together. suffix_decoding_max_spec_factor: a match of
@@ -67,7 +67,7 @@ class Options:
 
 
 class SuffixReader:
-    """The `Reader` of one sequence: its own index, and the store's texts of its salt."""
+    """The `SequenceReader` of one sequence: its own index, and the store's texts of its salt."""
 
     def __init__(self, index: SuffixIndex, store: SuffixStore, salt: str, most_recent: int) -> None:
         self._index, self._store, self._salt = index, store, salt
@@ -75,13 +75,13 @@ class SuffixReader:
         self.seen = 0
 
     def update(self, tokens: Sequence[int]) -> None:
-        """See `Reader.update`."""
+        """See `SequenceReader.update`."""
         self._index.extend(tokens)
         self._recent = [*self._recent, *tokens[-self._most_recent :]][-self._most_recent :]
         self.seen += len(tokens)
 
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
-        """See `Reader.draft`."""
+        """See `SequenceReader.draft`."""
         recent = [*self._recent, *ahead][-self._most_recent :]
         own = self._index.continuation(recent, limit)
         found = max([own, *self._store.continuations(self._salt, recent, limit)], key=lambda each: each.score)
@@ -89,7 +89,7 @@ class SuffixReader:
 
 
 def scores_of(found: Continuation) -> list[float]:
-    """Estimate each token's acceptance by its ratio and by the length of the match that stands behind it."""
+    """Estimate each token's acceptance by its ratio and by the length of the match before it."""
     return [ratio * match_score(found.length + depth) for depth, ratio in enumerate(found.ratios)]
 
 
@@ -97,7 +97,7 @@ class SuffixDrafter(ReadingDrafter):
     """One `SuffixReader` per sequence, and a store that learns from every request that finishes."""
 
     def __init__(
-        self, options: Options, open_index: Callable[[SuffixSettings], SuffixIndex] = open_suffix_index
+        self, options: SuffixOptions, open_index: Callable[[SuffixSettings], SuffixIndex] = open_suffix_index
     ) -> None:
         settings = options.settings
         most_texts, most_tokens = options.suffix_decoding_max_cached_requests, options.suffix_decoding_corpus_tokens
@@ -117,4 +117,4 @@ class SuffixDrafter(ReadingDrafter):
 
 def build(context: DrafterContext) -> SuffixDrafter:
     """Make the drafter; it needs no model."""
-    return SuffixDrafter(read_options(context, Options))
+    return SuffixDrafter(read_options(context, SuffixOptions))

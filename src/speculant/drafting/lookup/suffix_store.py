@@ -1,8 +1,8 @@
-"""The texts of finished requests, indexed by what followed their substrings, within a bound.
+"""The texts of finished requests, indexed by the tokens that followed their substrings, within a bound.
 
 There are two generations of half the bound each. Texts enter the newer one; when it is full, the older one is dropped
-and the newer takes its place. So the newest half of the bound is always there, nothing is ever deleted from an index,
-and memory is given back at once. Texts of different salts have indexes of their own.
+and the newer takes its place. So the newest half of the bound is always kept, nothing is ever deleted from an index,
+and memory is freed at once. Texts of different salts have indexes of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from speculant.kernels.suffix_index import Continuation, SuffixIndex
 
 
 @dataclass
-class Generation:
+class TextGeneration:
     """Texts of the same age, by salt."""
 
     indexes: dict[str, SuffixIndex] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class SuffixStore:
         self._most_texts, self._half_texts = most_texts, max(1, most_texts // 2)
         self._half_tokens = most_tokens // 2 if most_texts else 0
         self._open_index = open_index
-        self._older, self._newer = Generation(), Generation()
+        self._older, self._newer = TextGeneration(), TextGeneration()
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
         """Add a text; of one that is longer than half the bound, its end."""
@@ -68,6 +68,6 @@ class SuffixStore:
     def _make_room(self, num_tokens: int) -> None:
         full = self._newer.num_tokens + num_tokens > self._half_tokens
         if full or self._newer.num_texts >= self._half_texts:
-            self._older, self._newer = self._newer, Generation()
+            self._older, self._newer = self._newer, TextGeneration()
         if self.num_texts >= self._most_texts:  # only where the bound is a single text
-            self._older = Generation()
+            self._older = TextGeneration()

@@ -19,7 +19,7 @@ METHOD = Method(default_length=5, learns=True, on_request=False, varies=True)
 
 
 @dataclass(frozen=True)
-class Options:
+class SyntheticOptions:
     """acceptance_rate: the probability with which each draft token is the remembered one."""
 
     acceptance_rate: float = 0.8
@@ -34,7 +34,7 @@ class Options:
 class SyntheticDrafter(StatelessDrafter):
     """Replays recorded continuations, with wrong tokens at a chosen rate."""
 
-    def __init__(self, options: Options, vocab_size: int) -> None:
+    def __init__(self, options: SyntheticOptions, vocab_size: int) -> None:
         self._rate = options.acceptance_rate
         self._vocab_size = vocab_size
         self._scripts: dict[tuple[int, ...], list[int]] = {}
@@ -60,4 +60,4 @@ class SyntheticDrafter(StatelessDrafter):
 
 def build(context: DrafterContext) -> SyntheticDrafter:
     """Make the drafter; it needs no model."""
-    return SyntheticDrafter(read_options(context, Options), context.vocab_size)
+    return SyntheticDrafter(read_options(context, SyntheticOptions), context.vocab_size)

@@ -1,11 +1,11 @@
-"""Unigram and bigram tables: how likely each token is alone, and behind each other token.
+"""Unigram and bigram tables: how likely each token is alone, and after each other token.
 
     P(v | t) = weight(t, v) + backoff(t) * unigram(v),    backoff(t) = 1 - sum of t's weights
 
 Only the most frequent continuations of a token have a weight, so a file has at most `continuations` of them for each
 token; all other tokens share the back-off, and every row sums to 1. Counts are smoothed by the method of Witten and
-Bell (docs/references.md, bigram tables), which gives T(t) events to tokens that were not seen behind t, as many as
-there are different ones that were:
+Bell (docs/references.md, bigram tables). With T(t) different tokens seen after t, it gives T(t) events to the tokens
+that were not seen:
 
     weight(t, v) = count(t, v) / (count(t) + T(t)),    unigram(v) = (count(v) + T / V) / (N + T)
 """
@@ -85,7 +85,7 @@ class BigramTables:
             save_file(tensors, path, metadata={"format": FORMAT})
 
     def problems(self, vocab_size: int) -> Iterator[str]:
-        """Say what is wrong with the tensors, the most basic problem first; later ones assume that it is mended."""
+        """Yield the tensors' problems, the most basic one first; later checks assume that earlier ones passed."""
         shapes = {
             "unigram": ([self.unigram.numel()], torch.float32),
             "offsets": ([self.unigram.numel() + 1], torch.int64),
@@ -108,7 +108,7 @@ class BigramTables:
             yield "rows that are not distributions"
 
     def row(self, token: int) -> Tensor:
-        """Return the distribution [V] in float64 behind a token."""
+        """Return the distribution [V] in float64 after a token."""
         row = self._unigram * self._backoff[token]
         first, end = self.offsets[token : token + 2].tolist()
         row[self.tokens[first:end].long()] += self.weights[first:end]
@@ -140,7 +140,7 @@ class BigramTables:
 
     @cached_property
     def _backoff(self) -> Tensor:
-        """What the weights leave of 1 [V], in float64; a rounding error below 0 is 0."""
+        """1 minus the sum of each token's weights [V], in float64; a rounding error below 0 is 0."""
         left = 1 - torch.zeros_like(self._unigram).index_add_(0, self._rows, self.weights.double())
         return torch.where((left < 0) & (left > -TOLERANCE), 0.0, left)
 

@@ -1,14 +1,14 @@
-"""Token Recycling (arXiv 2408.08696): what the target thought likely behind a token is proposed when it comes again.
+"""Token Recycling (arXiv 2408.08696): when a token recurs, the target's likely next tokens of last time are proposed.
 
-A matrix has for each token the `successors` most likely next ones, as of the last verified row in which the token was
-fed. The rows of rejected drafts count too. A draft is a static tree: a child of rank r of any node is the successor of
-rank r of its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival fell by one
-factor for each level and by its square for each rank; its nodes come likeliest first, by what was accepted of nodes of
-their depths and ranks. Of a prompt only the last row has logits, so a token without successors is continued as it was
-the last time in the request's own text.
+A matrix has each token's `successors` most likely next tokens, as of the last verified row with the token as its input,
+also the row of a rejected draft. A draft is a static tree: a child of rank r of any node is the successor of rank r of
+its token. A tree of n nodes has the n paths with the lowest sums of (1 + 2 rank), as if survival fell by one factor for
+each level and by its square for each rank. Its nodes come likeliest first, by the acceptance of earlier nodes of their
+depths and ranks. A prompt has logits for its last row alone, so after a token without successors the draft repeats the
+token that followed it last in the request's own text.
 
-The matrix outlives requests: a new one starts with what earlier ones taught, which is where most of the gain is. It
-depends on their texts, so there is one for each cache_salt, of at most `matrices`; the least recently used is dropped.
+The matrix outlives requests: most of the gain comes from earlier requests. It depends on their texts, so there is one
+for each cache_salt, of at most `matrices`; the least recently used is dropped.
 
 Memory: 4 * V * successors bytes for each matrix (39 MB for 8 of V = 151,936), and 100 bytes for each token of a running
 request. Cost: 12 microseconds to propose 8 nodes, 12 to observe a pass over them, and `top_tokens` over the verified
@@ -32,12 +32,12 @@ from speculant.types import CommittedRows, DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True, varies=True)
 MOST_COST = 9  # of a path, the sum of (1 + 2 rank) along it; there are 88 such paths
-PRIOR, PRIOR_WEIGHT, MEMORY = 0.4, 8, 256  # of an acceptance rate: at first, in observations; observations that count
+PRIOR, PRIOR_WEIGHT, MEMORY = 0.4, 8, 256  # an acceptance rate's first value, its weight, and the averaging window
 
 
 @dataclass(frozen=True)
-class Options:
-    """successors: how many are kept for each token. matrices: of how many cache salts."""
+class RecyclingOptions:
+    """successors: how many are kept for each token. matrices: for how many cache salts."""
 
     successors: int = 8
     matrices: int = 8
@@ -50,9 +50,9 @@ class Options:
 
 @dataclass
 class Recycled:
-    """What is known of one sequence, and its last draft.
+    """The state of one sequence, with its last draft.
 
-    followers: the token that came last behind each of the first `seen` tokens.
+    followers: the token that last followed each of the first `seen` tokens.
     """
 
     followers: dict[int, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Recycled:
         self.seen = len(tokens)
 
 
-class Acceptance:
+class NodeAcceptance:
     """How often nodes of each depth and rank were accepted once their parent was: running averages."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Acceptance:
         return self._rates.get((depth, rank), (PRIOR ** (1 + 2 * rank), PRIOR_WEIGHT))[0]
 
     def learn(self, draft: DraftTree, ranks: Sequence[int], gained: Sequence[int]) -> None:
-        """Compare the children of each accepted node with the token that came."""
+        """Compare the children of each accepted node with the token that followed."""
         node: int | None = -1
         for depth, token in enumerate(gained, 1):
             assert node is not None
@@ -95,16 +95,16 @@ class Acceptance:
 
 
 class TokenRecycling(StatelessDrafter):
-    """A matrix of successors per cache salt, and what each running sequence needs."""
+    """A matrix of successors per cache salt, and the state of each running sequence."""
 
-    def __init__(self, options: Options, vocab_size: int) -> None:
+    def __init__(self, options: RecyclingOptions, vocab_size: int) -> None:
         self.needs = DrafterNeeds(
             max_nodes=len(_paths(options.successors)), emits_tree=True, target_top_k=options.successors
         )
         self._options, self._vocab_size = options, vocab_size
         self._matrices: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._sequences: dict[int, Recycled] = {}
-        self._acceptance = Acceptance()
+        self._acceptance = NodeAcceptance()
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -218,4 +218,4 @@ def _cost(path: Sequence[int]) -> int:
 
 def build(context: DrafterContext) -> TokenRecycling:
     """Make the drafter; it needs no model."""
-    return TokenRecycling(read_options(context, Options), context.vocab_size)
+    return TokenRecycling(read_options(context, RecyclingOptions), context.vocab_size)

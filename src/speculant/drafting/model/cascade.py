@@ -2,7 +2,7 @@
 
 The inner drafter guesses the draft model's next tokens, and one pass of the draft model computes the rows of all of
 them. Each token is drawn from the draft model's own distribution with the chance of a draft, so that tokens and probs
-are those of the draft model alone, whatever is guessed: the verifier may use them. Guessed tokens that were not drawn
+are those of the draft model alone, whatever the guess: the verifier may use them. Guessed tokens that were not drawn
 are dropped from the draft model's cache.
 
 The inner drafter sees a copy of each request in which the drafted tokens follow. After a rejection it rolls back, and
@@ -14,44 +14,128 @@ passes of the draft model for n tokens, 145 microseconds more than a native chai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.combine.composite import Member, build_member
-from speculant.drafting.model.continuation import ShadowedDrafter
-from speculant.drafting.model.drafter import ChainDrafter
+from speculant.drafting.combine.composite import CompositeDrafter, SubDrafter, build_sub_drafter
+from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.head_tokens import read_head_tokens
 from speculant.drafting.model.runner import DraftModelRunner
-from speculant.models.base import CausalLM
-from speculant.types import CommittedRows, Request
+from speculant.models.base import Chain
+from speculant.types import CommittedRows, DraftTree, Request
 
 METHOD = Method(default_length=5, uses_model=True)
 
 
 @dataclass(frozen=True)
-class Options:
+class CascadeOptions:
     """inner: the method that guesses, by name or as a mapping with `method` and its options.
 
-    None = the first of the methods that look drafts up in text. head_tokens: as of `draft_model`.
+    None = the first of the methods that look drafts up in text. head_tokens: as of a draft model.
     """
 
     inner: Any = None
     head_tokens: Any = None
 
 
-class CascadeDrafter(ChainDrafter):
-    """See the module's docstring. Beam searches are drafted for by the model alone."""
+@dataclass(eq=False)
+class DraftedRequest(Request):
+    """A copy of a request with tokens of its own: the committed ones, then drafted ones.
 
-    def __init__(self, model: CausalLM, cache: KVCache, inner: Member, context: DrafterContext) -> None:
-        runner = DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below)
+    The first `agreed` tokens are known to be committed. It has no constraint: a forbidden guess is never drawn.
+    """
+
+    agreed: int = 0
+
+
+def copy_of(request: Request) -> DraftedRequest:
+    """Return a copy with the request's tokens. Draws for it use shared noise, as its drafts need no probs."""
+    return DraftedRequest(
+        seq_id=request.seq_id,
+        request_id=request.request_id,
+        index=request.index,
+        prompt=request.prompt,
+        params=request.params,
+        seed=request.seed,
+        end_token_ids=request.end_token_ids,
+        metrics=request.metrics,
+        cache_salt=request.cache_salt,
+        prediction=request.prediction,
+        tokens=list(request.tokens),
+        agreed=len(request.tokens),
+    )
+
+
+class InnerDrafter:
+    """Guesses the tokens that a draft model draws next. Its errors cost guesses and go to `count`."""
+
+    def __init__(self, sub_drafter: SubDrafter, vocab_size: int, count: Callable[[int], None]) -> None:
+        self.drafter = CompositeDrafter([sub_drafter], vocab_size, count)
+        self._copies: dict[int, DraftedRequest] = {}
+
+    def begin(self, request: Request) -> None:
+        """See `Drafter.begin`."""
+        self._copies[request.seq_id] = copy = copy_of(request)
+        self.drafter.begin(copy)
+
+    def end(self, request: Request) -> None:
+        """See `Drafter.end`."""
+        copy = self._copies.pop(request.seq_id, None)
+        if copy is not None:
+            self.drafter.end(copy)
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """See `Drafter.catch_up`."""
+        self.drafter.catch_up([self._committed(request) for request in requests])
+
+    def observe(self, request: Request, rows: CommittedRows) -> None:
+        """See `Drafter.observe`."""
+        self.drafter.observe(self._committed(request), rows)
+
+    def guess(self, chains: Sequence[Chain]) -> list[DraftTree]:
+        """Return, for each chain, a guess of the tokens that it draws next; see `Guess`."""
+        pairs = [(self._drafted(chain), chain.limit - len(chain.tokens) - 1) for chain in chains]
+        (guarded,) = self.drafter.guarded
+        guesses = self.drafter.propose_with(guarded, pairs)
+        return [guesses.get(chain.request.seq_id, DraftTree.empty()) for chain in chains]
+
+    def _drafted(self, chain: Chain) -> DraftedRequest:
+        """Return a request's copy with the tokens of its draft so far."""
+        if not chain.tokens:
+            return self._committed(chain.request)
+        copy = self._copies[chain.request.seq_id]
+        copy.extend(chain.tokens[len(copy.tokens) - len(chain.request.tokens) :])
+        copy.num_drafted = len(chain.tokens)
+        return copy
+
+    def _committed(self, request: Request) -> DraftedRequest:
+        """Return a request's copy with exactly the committed tokens; drafted ones that differ are rolled back."""
+        copy = self._copies[request.seq_id]
+        most = min(len(copy.tokens), len(request.tokens))
+        keep = min(copy.agreed, most)
+        while keep < most and copy.tokens[keep] == request.tokens[keep]:
+            keep += 1
+        dropped = copy.tokens[keep:]
+        if dropped:
+            copy.shorten(keep)
+            self.drafter.roll_back(copy, dropped)
+        copy.extend(request.tokens[keep:])
+        copy.agreed, copy.rounds, copy.num_drafted = len(request.tokens), request.rounds, 0
+        copy.finish_reason = request.finish_reason
+        return copy
+
+
+class CascadeDrafter(ModelDrafter):
+    """See the module's docstring. Drafts for beam searches are those of the model alone."""
+
+    def __init__(self, runner: DraftModelRunner, inner: SubDrafter, context: DrafterContext) -> None:
         super().__init__(runner, context.vocab_size, context.sampler)
-        self._inner = ShadowedDrafter(inner, context.vocab_size, self._count)
+        self._inner = InnerDrafter(inner, context.vocab_size, self._count)
         self.guess = self._inner.guess
         self.needs = replace(self.needs, hidden_layers=inner.drafter.needs.hidden_layers)
-        self.caches = (cache, *inner.drafter.caches)
+        self.caches = (runner.cache, *inner.drafter.caches)
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -82,7 +166,7 @@ class CascadeDrafter(ChainDrafter):
 
 def build(context: DrafterContext) -> CascadeDrafter:
     """Load the draft checkpoint, give it a cache of its own, and build the inner drafter."""
-    options = read_options(context, Options)
-    inner = build_member(replace(context, model=None), options.inner)
+    options = read_options(context, CascadeOptions)
+    inner = build_sub_drafter(replace(context, model=None), options.inner)
     model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
-    return CascadeDrafter(model, context.make_cache(model.cache_shape), inner, context)
+    return CascadeDrafter(DraftModelRunner.of(context, model), inner, context)

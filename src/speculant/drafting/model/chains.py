@@ -37,6 +37,8 @@ def grow(
 ) -> None:
     """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
 
+    A native model draws a chain in one call, without guesses; other chains are drawn pass by pass.
+
     On row-invariant kernels a chain's tokens and distributions do not depend on the rest of the batch, nor on `guess`:
     each pass computes the rows of a guess too, and a token that was guessed needs no pass of its own (arXiv 2211.17192,
     section 6). Every token is drawn by the chain's own chance from the model's own distribution.
@@ -113,7 +115,7 @@ def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[fl
     """Draw a chain's tokens after the root of a guess and after each node that is drawn.
 
     probs [n + 1, V] and their sums `totals` are those after the root and after each node. Returns the nodes after which
-    a token was drawn, -1 = the root, and whether the chain goes on: see `Chain` for what ends it.
+    a token was drawn, -1 = the root, and whether the chain goes on: see `Chain` for its ends.
     """
     path, node = list[int](), -1
     while 0 < totals[1 + node] < math.inf:

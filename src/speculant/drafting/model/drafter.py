@@ -1,15 +1,19 @@
-"""A drafter around one draft model: chains of tokens, and continuations of a beam search's hypotheses."""
+"""A drafter around one model: chains, trees of a topology, and continuations of a beam search's hypotheses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter
+from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
+from speculant.drafting.guard import Proposals
 from speculant.drafting.model.beams import draft_beams
 from speculant.drafting.model.chains import Guess, grow
 from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.trees import grow_trees, plan_trees
+from speculant.drafting.topology import TreeTopology, tree_option
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
+from speculant.models.base import CausalLM
 from speculant.types import DraftTree, Request
 
 NODES_PER_BEAM = 2
@@ -17,20 +21,34 @@ NODES_PER_BEAM = 2
 Drafting = Sequence[tuple[Request, int]]  # requests with their limits
 
 
-class ChainDrafter(StatelessDrafter):
+class ModelDrafter(StatelessDrafter):
     """Drafts with the model of `runner`, all sequences of a round in one flat batch.
 
-    vocab_size is the target's: the draft's distributions are cut or padded with zeros to it.
+    vocab_size is the target's: the draft's distributions are cut or padded with zeros to it. topology None = chains.
     """
 
-    guess: Guess | None = None  # what the model may draw next
+    guess: Guess | None = None  # guesses the tokens that the model draws next
 
-    def __init__(self, runner: DraftModelRunner, vocab_size: int, sampler: Sampler = REFERENCE) -> None:
+    def __init__(
+        self,
+        runner: DraftModelRunner,
+        vocab_size: int,
+        sampler: Sampler = REFERENCE,
+        topology: TreeTopology | None = None,
+    ) -> None:
+        nodes = topology.most_nodes if topology else None
         self.needs = DrafterNeeds(
-            emits_probs=True, own_cache=True, max_positions=runner.model.max_positions, nodes_per_beam=NODES_PER_BEAM
+            max_nodes=nodes,
+            emits_probs=True,
+            emits_tree=topology is not None,
+            usual_nodes=nodes,
+            tree_depth=topology.depth if topology else None,
+            own_cache=True,
+            max_positions=runner.model.max_positions,
+            nodes_per_beam=NODES_PER_BEAM,
         )
         self._runner, self.caches = runner, (runner.cache,)
-        self._vocab_size, self._sampler = vocab_size, sampler
+        self._vocab_size, self._sampler, self._topology = vocab_size, sampler, topology
 
     def begin(self, request: Request) -> None:
         """See `Drafter.begin`."""
@@ -45,34 +63,47 @@ class ChainDrafter(StatelessDrafter):
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """See `Drafter.catch_up`."""
-        self._grow_chains([(request, 0) for request in requests])
+        self._draw_chains([(request, 0) for request in requests])
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """See `Drafter.propose`."""
-        others, searching = list[tuple[Request, int]](), list[tuple[Request, int]]()
+        drafting, searching = list[tuple[Request, int]](), list[tuple[Request, int]]()
         for request, limit in zip(requests, limits, strict=True):
             if limit > 0:
-                (others if request.search is None else searching).append((request, limit))
-        made = self._draft(others)
+                (drafting if request.search is None else searching).append((request, limit))
+        drafts = self._draw_chains(drafting) if self._topology is None else self._draw_trees(drafting, self._topology)
         if searching:
-            made |= self._search(searching)
-        return [made.get(request.seq_id, DraftTree.empty()) for request in requests]
+            drafts |= self._draft_beams(searching)
+        return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
 
-    def _draft(self, drafting: Drafting) -> dict[int, DraftTree]:
-        """Return drafts by sequence."""
-        return self._grow_chains(drafting)
-
-    def _grow_chains(self, drafting: Drafting) -> dict[int, DraftTree]:
-        runner = self._runner
+    def _draw_chains(self, drafting: Drafting) -> Proposals:
+        runner, drafts = self._runner, Proposals()
         chains = runner.plan(drafting)
         grow(runner.model, chains, runner.cache, self._vocab_size, self._sampler, self.guess)
-        drafts = dict[int, DraftTree]()
         for chain in chains:
             runner.note(chain.request, [*chain.input_tokens, *chain.tokens[:-1]])
             if chain.tokens:
                 drafts[chain.request.seq_id] = DraftTree.chain(chain.tokens, chain.probs)
         return drafts
 
-    def _search(self, drafting: Drafting) -> dict[int, DraftTree]:
-        """Return drafts of beam searches by sequence."""
+    def _draw_trees(self, drafting: Drafting, topology: TreeTopology) -> Proposals:
+        trees = plan_trees([self._runner], drafting)
+        grow_trees([self._runner], trees, topology, self._vocab_size, self._sampler)
+        return {tree.request.seq_id: tree.draft() for tree in trees if tree.tokens}
+
+    def _draft_beams(self, drafting: Drafting) -> Proposals:
+        """Draft for beam searches, at most as deep as the configured tree."""
+        if self._topology is not None:
+            level = NODES_PER_BEAM * self._topology.depth
+            drafting = [
+                (request, min(limit, level * request.search.beams.width))
+                for request, limit in drafting
+                if request.search is not None
+            ]
         return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._sampler)
+
+
+def make_drafter(context: DrafterContext, model: CausalLM, tree: object) -> ModelDrafter:
+    """Return the drafter of a model, with a cache of its own; tree: the option `tree`, None = chains."""
+    topology = tree_option(context, tree)
+    return ModelDrafter(DraftModelRunner.of(context, model), context.vocab_size, context.sampler, topology)

@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from speculant.drafting.base import DrafterContext, Method, read_options, require_no_stop
+from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import require_target
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.tree_drafter import TreeDrafter
-from speculant.drafting.tree_option import read_tree
+from speculant.drafting.model.drafter import ModelDrafter, make_drafter
 from speculant.errors import ConfigError
 from speculant.models.base import CausalLM
 from speculant.models.heads import Truncatable
@@ -26,23 +24,17 @@ SHARE = 4  # the usual number of layers is the target's over this
 
 
 @dataclass(frozen=True)
-class Options:
+class EarlyExitOptions:
     """layers: how many of the target's layers draft; None = a quarter of them. tree: as of a draft model."""
 
     layers: Any = None
     tree: Any = None
 
 
-def build(context: DrafterContext) -> TreeDrafter:
+def build(context: DrafterContext) -> ModelDrafter:
     """Take the first layers of the target; raises ConfigError for a number that it does not have."""
-    options = read_options(context, Options)
-    topology = read_tree(options.tree)
-    if topology is not None:
-        require_no_stop(context)
-    model = first_layers(require_target(context.target), options.layers)
-    cache = context.make_cache(model.cache_shape)
-    runner = DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below)
-    return TreeDrafter(runner, context.vocab_size, context.sampler, topology)
+    options = read_options(context, EarlyExitOptions)
+    return make_drafter(context, first_layers(require_target(context.target), options.layers), options.tree)
 
 
 def first_layers(target: CausalLM, given: object) -> CausalLM:

@@ -1,7 +1,7 @@
-"""The tokens of a short head: those that a draft model may draw (FR-Spec, arXiv 2502.14856).
+"""The tokens of a short output head, which are all that a draft model may draw (FR-Spec, arXiv 2502.14856).
 
-A head of few rows is read faster. Its probabilities are those of the model among these tokens, and other tokens have
-none, so ratio rules stay exact.
+A head of few rows is read faster. The model's probabilities are renormalised over these tokens, and other tokens have
+probability 0, so ratio rules stay exact.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from torch import Tensor
 
 from speculant.cache.base import KVCache, ReservationPlan
+from speculant.drafting.base import DrafterContext
 from speculant.models.base import CausalLM, Chain, Hidden, SequenceInput, known
-from speculant.sampling.chance import Chance, Chances, MostLikely
+from speculant.sampling.chance import Chances, MostLikely
 from speculant.types import DraftTree, Request
 
 
@@ -30,9 +32,10 @@ class _CachedTokens:
 
 
 class DraftModelRunner:
-    """A draft model with a KV cache of its own, which may lack a request's newest tokens.
+    """A draft model with a KV cache of its own.
 
-    A backlog over max_num_batched_tokens takes several rounds, without drafting. stop_below: see `Chain`.
+    The cache may lack a request's newest tokens: its backlog. A backlog over max_num_batched_tokens takes several
+    rounds, without drafting. stop_below: see `Chain`.
     """
 
     def __init__(
@@ -46,6 +49,12 @@ class DraftModelRunner:
         self.model, self.cache, self._stop_below = model, cache, stop_below
         self._chances, self._budget = chances, max_num_batched_tokens
         self._cached: dict[int, _CachedTokens] = {}
+
+    @classmethod
+    def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
+        """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
+        cache = context.make_cache(model.cache_shape)
+        return cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
 
     def begin(self, request: Request) -> None:
         """Start a new sequence; nothing is computed before the first draft (docs/references.md, lazy prefill)."""
@@ -70,7 +79,7 @@ class DraftModelRunner:
         return SequenceInput(request.seq_id, known(request.tokens[-1:], self.model.vocab_size), tree)
 
     def keep(self, inputs: Sequence[SequenceInput], hidden: Hidden) -> None:
-        """Keep what later rows of these sequences take in; most models take in tokens alone."""
+        """Keep the states that later rows of these sequences take in; most models take in tokens alone."""
 
     def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
         """Plan input tokens and draws for pairs (request, wanted nodes), within the token budget and the cache.
@@ -91,7 +100,7 @@ class DraftModelRunner:
 
         plan: the room; None = unlimited.
         """
-        budget, chains = self._budget, list[Chain]()
+        budget, stop, chains = self._budget, self._stop_below, list[Chain]()
         for request, limit in drafting:
             start, total = self._roll_back(request), len(request.tokens)
             most = budget if plan is None else min(budget, plan.room(request.seq_id))
@@ -101,15 +110,13 @@ class DraftModelRunner:
                     plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
                 drawn = limit if start + len(missing) == total else 0
-                chains.append(Chain(request, missing, drawn, self._chance(request), [], None, self._stop_below, hidden))
+                chance = MostLikely() if stop and request.params.greedy else self._chances.draft(request)
+                chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden))
         return chains
 
     def _missing(self, request: Request, start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, those from `start` on, with the hidden states that they take in."""
         return request.tokens[start : start + most], None
-
-    def _chance(self, request: Request) -> Chance:
-        return MostLikely() if self._stop_below and request.params.greedy else self._chances.draft(request)
 
     def _roll_back(self, request: Request) -> int:
         """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.

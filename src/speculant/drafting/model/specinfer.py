@@ -31,7 +31,7 @@ METHOD = Method(default_length=USUAL_DRAWS * USUAL_DEPTH, uses_model=True)
 
 
 @dataclass(frozen=True)
-class Options:
+class SpecInferOptions:
     """models: draft models in addition to `model`. draws: chains per model. depth: tokens in a chain.
 
     draws None = 3 with a single model, 1 each with several.
@@ -93,16 +93,13 @@ class SpecInfer(StatelessDrafter):
 
 def build(context: DrafterContext) -> SpecInfer:
     """Load every draft model and give each a cache of its own."""
-    options = read_options(context, Options)
+    options = read_options(context, SpecInferOptions)
     require_no_stop(context)
     further = read_models(options.models)
     draws = read_count("draws", (1 if further else USUAL_DRAWS) if options.draws is None else options.draws)
     depth = read_count("depth", options.depth)
-    sources = []
-    for name in [str(context.model), *further]:
-        model = context.load_draft(name)
-        cache = context.make_cache(model.cache_shape)
-        sources.append(DraftModelRunner(model, cache, context.chances, context.max_num_batched_tokens))
+    models = [context.load_draft(name) for name in [str(context.model), *further]]
+    sources = [DraftModelRunner.of(context, model) for model in models]
     chains = tuple(source for source in range(len(sources)) for _ in range(draws))
     return SpecInfer(sources, ParallelChains(chains, depth), context.vocab_size, context.sampler)
 

@@ -1,6 +1,6 @@
 """Draft trees, drawn level by level by one or several models.
 
-Each pass computes the whole tree again: the additional rows cost little.
+Each pass computes the whole tree again; the additional rows cost little.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from speculant import plugins
 from speculant.config import EngineConfig
+from speculant.drafting.methods import LOOKUPS, WITH_MODEL, installed, takes_model
 from speculant.engine.build import build_around
 from speculant.errors import ConfigError
 from speculant.lab.bench.measuring import PLAIN, Case, Way
@@ -17,7 +17,6 @@ from speculant.lab.bench.runs import Bench, Mode
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 
-DRAFTERS = "speculant.drafting"
 DEFAULT = "default"  # the way whose settings are those of the engine
 OF_THE_ENGINE = ("draft_quantization",)  # keys of a setting that the speculative config does not have
 
@@ -61,11 +60,8 @@ def usual_settings(config: EngineConfig) -> list[Setting]:
     that drafts with it alone.
     """
     spec = config.speculative()
-    methods = {name: plugins.load(DRAFTERS, name).METHOD for name in plugins.names(DRAFTERS)}
-    lookups = [name for name, each in methods.items() if each.lookup_rank is not None]
-    models = [name for name, each in methods.items() if each.preferred and spec is not None and spec.model is not None]
-    lookups.sort(key=lambda name: methods[name].lookup_rank)
-    return [Setting(DEFAULT, {}), *(Setting(name, {"method": name}) for name in (*models, *lookups))]
+    models = [WITH_MODEL] if spec is not None and spec.model is not None else []
+    return [Setting(DEFAULT, {}), *(Setting(name, {"method": name}) for name in installed(*models, *LOOKUPS))]
 
 
 def configured(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:
@@ -76,10 +72,8 @@ def configured(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:
     """
     spec, method = config.speculative(), values.get("method")
     assert spec is not None, "speculation is on"
-    known = plugins.load(DRAFTERS, str(method)).METHOD if method is not None else None
-    takes_model = known is None or known.uses_model or known.accepts_model
     chosen: dict[str, Any] = {
-        "model": spec.model if takes_model else None,
+        "model": spec.model if method is None or takes_model(str(method)) else None,
         "num_speculative_tokens": spec.num_speculative_tokens,
         "verification": spec.verification,
         "draft_length": spec.draft_length,

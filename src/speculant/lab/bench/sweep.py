@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from speculant import plugins
 from speculant.config import EngineConfig
+from speculant.drafting.methods import WITH_MODEL
 from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_precision import AUTO, rounded
 from speculant.engine.vocabularies import draft_vocabulary
@@ -100,7 +100,7 @@ def chains_of(config: EngineConfig) -> EngineConfig:
         raise ConfigError("no draft model is named, and a sweep predicts one's speed", "add --draft-model.")
     if spec.num_speculative_tokens is not None:
         raise ConfigError("a sweep sets the draft's length itself", "give lengths as --length, and no --spec-length.")
-    named = spec.method is None or plugins.load("speculant.drafting", spec.method).METHOD.preferred
+    named = spec.method is None or spec.method == WITH_MODEL
     if not named or spec.options:
         raise ConfigError(
             "a sweep predicts chains of a draft model, and another way to draft is named",

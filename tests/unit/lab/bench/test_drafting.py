@@ -7,6 +7,7 @@ import pytest
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.drafting.base import Method
+from speculant.drafting.methods import LOOKUPS, PREDICTION
 from speculant.errors import ConfigError
 from speculant.lab.bench.drafting import require_lengths
 
@@ -31,5 +32,4 @@ def test_methods_that_always_draft_are_measured(method: str) -> None:
 
 
 def test_lookups_say_that_their_drafts_vary() -> None:
-    lookups = {name for name, facts in FACTS.items() if facts.lookup_rank is not None or facts.reads_prediction}
-    assert {"ngram", "suffix", "fallback", *lookups} <= {name for name, facts in FACTS.items() if facts.varies}
+    assert {"ngram", "fallback", PREDICTION, *LOOKUPS} <= {name for name, facts in FACTS.items() if facts.varies}

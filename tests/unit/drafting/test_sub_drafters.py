@@ -1,4 +1,4 @@
-"""Drafters within a drafter: how they are named, what they announce together, and that none of them harms another."""
+"""Sub-drafters: their names, their combined needs, and errors of one that leave the others alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import torch
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.config import Limits
+from speculant.drafting import methods
 from speculant.drafting.base import Drafter, DrafterContext, DrafterNeeds, Method, StatelessDrafter
-from speculant.drafting.combine.composite import CompositeDrafter, Member, bound, build_member, build_members, combine
+from speculant.drafting.combine.composite import (
+    CompositeDrafter,
+    SubDrafter,
+    bound,
+    build_sub_drafter,
+    build_sub_drafters,
+    combine,
+)
 from speculant.drafting.combine.fallback import FallbackDrafter
 from speculant.engine.drafters import Drafters
 from speculant.errors import ConfigError
@@ -35,16 +43,16 @@ def context(model: str | None = None) -> DrafterContext:
     return DrafterContext({}, model, V, torch.device("cpu"), KeyedChances(), 8, never, never)
 
 
-def member(drafter: Drafter, usual: int = 4, method: str = "scripted") -> Member:
-    return Member(method, drafter, usual)
+def sub_drafter(drafter: Drafter, usual: int = 4, method: str = "scripted") -> SubDrafter:
+    return SubDrafter(method, drafter, usual)
 
 
-def announcing(**needs: Any) -> Member:
-    return member(ScriptedDrafter(lambda request: [1, 2], DrafterNeeds(**needs)))
+def announcing(**needs: Any) -> SubDrafter:
+    return sub_drafter(ScriptedDrafter(lambda request: [1, 2], DrafterNeeds(**needs)))
 
 
-def test_members_are_named_or_mapped_with_their_options() -> None:
-    built = build_members(context(), ["ngram", {"method": "ngram", "max_order": 2, "min_order": 2}])
+def test_sub_drafters_are_named_or_mapped_with_their_options() -> None:
+    built = build_sub_drafters(context(), ["ngram", {"method": "ngram", "max_order": 2, "min_order": 2}])
     assert [each.method for each in built] == ["ngram", "ngram"]
     readers = [each.drafter._make(make_request([1])) for each in built]  # type: ignore[attr-defined]
     assert [reader._longest for reader in readers] == [3, 1]
@@ -65,53 +73,46 @@ def test_members_are_named_or_mapped_with_their_options() -> None:
         (["draft_model"], "drafts with a model and none is named"),
     ],
 )
-def test_members_that_can_not_be_built_are_refused(given: Any, says: str) -> None:
+def test_sub_drafters_that_can_not_be_built_are_refused(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_members(context(), given)
+        build_sub_drafters(context(), given)
 
 
-def test_members_must_use_a_model_that_is_named() -> None:
+def test_sub_drafters_must_use_a_model_that_is_named() -> None:
     with pytest.raises(ConfigError, match="none of the listed methods"):
-        build_members(context("demo"), ["ngram"])
+        build_sub_drafters(context("demo"), ["ngram"])
 
 
-def usual(methods: dict[str, Method], monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], list[str]]:
+def usual(installed: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], list[str]]:
     """Return the methods that are built by default where these are installed, by the model that is named."""
     built = ScriptedDrafter(lambda request: [])
 
     class Plugin:
-        def __init__(self, facts: Method) -> None:
-            self.METHOD, self.build = facts, lambda given: built
+        def __init__(self, name: str) -> None:
+            self.METHOD, self.build = Method(4, uses_model=name == methods.WITH_MODEL), lambda given: built
 
-    monkeypatch.setattr(plugins, "names", lambda kind: list(methods))
-    monkeypatch.setattr(plugins, "load", lambda kind, name: Plugin(methods[name]))
-    return lambda model: [each.method for each in build_members(context(model), None)]
-
-
-def test_members_by_default_are_those_that_announce_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = {
-        "plain": Method(4),
-        "late": Method(4, lookup_rank=9),
-        "model": Method(4, uses_model=True, preferred=True),
-        "another": Method(4, uses_model=True),
-        "early": Method(4, lookup_rank=1),
-    }
-    by_model = usual(methods, monkeypatch)
-    assert by_model(None) == ["early", "late"]
-    assert by_model("a model") == ["early", "late", "model"]
-    assert build_member(context(), None).method == "early"
+    monkeypatch.setattr(plugins, "names", lambda kind: list(installed))
+    monkeypatch.setattr(plugins, "load", lambda kind, name: Plugin(name))
+    return lambda model: [each.method for each in build_sub_drafters(context(model), None)]
 
 
-def test_members_by_default_need_a_method_with_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_sub_drafters_are_the_lookups_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_model = usual(["another", "draft_model", "prompt_lookup", "suffix"], monkeypatch)
+    assert by_model(None) == ["suffix", "prompt_lookup"]
+    assert by_model("a model") == ["suffix", "prompt_lookup", "draft_model"]
+    assert build_sub_drafter(context(), None).method == "suffix"
+
+
+def test_usual_sub_drafters_leave_out_missing_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usual(["another", "prompt_lookup", "draft_model"], monkeypatch)("a model") == [
+        "prompt_lookup",
+        "draft_model",
+    ]
     with pytest.raises(ConfigError, match="no installed drafting method"):
-        usual({"plain": Method(4)}, monkeypatch)(None)
+        usual(["another"], monkeypatch)(None)
 
 
-def test_the_shipped_lookups_announce_a_rank() -> None:
-    assert [each.method for each in build_members(context(), None)] == ["suffix", "prompt_lookup"]
-
-
-def test_combined_needs_are_enough_for_every_member() -> None:
+def test_combined_needs_are_enough_for_every_sub_drafter() -> None:
     needs = combine(
         [
             announcing(max_nodes=3, hidden_layers=(2, 0), max_positions=20),
@@ -138,7 +139,7 @@ def test_combined_needs_are_enough_for_every_member() -> None:
         (DrafterNeeds(max_nodes=3, max_positions=15), 2, 2),
     ],
 )
-def test_members_are_asked_within_their_own_bounds(needs: DrafterNeeds, limit: int, expected: int) -> None:
+def test_sub_drafters_propose_within_their_own_bounds(needs: DrafterNeeds, limit: int, expected: int) -> None:
     assert bound(needs, make_request(range(10)), limit) == expected
 
 
@@ -175,9 +176,9 @@ class Watching(StatelessDrafter):
         self.calls.append("end")
 
 
-def test_composite_passes_every_call_to_every_member() -> None:
+def test_composite_passes_every_call_to_every_sub_drafter() -> None:
     one, two = Watching((1,), adopts=5), Watching((0, 2), adopts=3)
-    composite, request = CompositeDrafter([member(one), member(two)], V), make_request(range(8))
+    composite, request = CompositeDrafter([sub_drafter(one), sub_drafter(two)], V), make_request(range(8))
     composite.begin(request)
     composite.catch_up([request])
     layers = tuple(torch.full((2, 1), float(layer)) for layer in composite.needs.hidden_layers)
@@ -217,30 +218,30 @@ def run(drafter: Drafter | None) -> tuple[Rig, list[list[int]], int]:
 
 
 @pytest.mark.parametrize("call", ["begin", "propose", "observe", "match_prefix", "end"])
-def test_members_errors_cost_their_own_drafts_alone(call: str) -> None:
-    """The other member drafts as if it were alone; every error is counted once by the engine."""
+def test_sub_drafters_errors_cost_their_own_drafts_alone(call: str) -> None:
+    """The other sub-drafter drafts as if it were alone; every error is counted once by the engine."""
     _, plain, _ = run(None)
-    _, _, expected = run(FallbackDrafter([member(ScriptedDrafter(lambda request: [1, 2]))], V))
+    _, _, expected = run(FallbackDrafter([sub_drafter(ScriptedDrafter(lambda request: [1, 2]))], V))
     good = ScriptedDrafter(lambda request: [1, 2])
-    composite = FallbackDrafter([member(Troubled(call), method="bad"), member(good, method="good")], V)
+    composite = FallbackDrafter([sub_drafter(Troubled(call), method="bad"), sub_drafter(good, method="good")], V)
     rig, texts, drafted = run(composite)
     assert texts == plain
     assert drafted == expected > 0
     assert rig.engine.metrics.drafter_errors == composite.errors > 0
 
 
-def test_a_member_s_invalid_draft_is_not_passed_on() -> None:
+def test_a_sub_drafter_s_invalid_draft_is_not_passed_on() -> None:
     careless = ScriptedDrafter(lambda request: DraftTree.chain([10**6]))
-    composite = FallbackDrafter([member(careless), member(ScriptedDrafter(lambda request: [1]))], V)
+    composite = FallbackDrafter([sub_drafter(careless), sub_drafter(ScriptedDrafter(lambda request: [1]))], V)
     rig, texts, drafted = run(composite)
     assert texts == run(None)[1]
     assert drafted > 0
     assert rig.engine.metrics.drafter_errors > 0
 
 
-def test_a_member_that_failed_begins_again() -> None:
+def test_a_sub_drafter_that_failed_begins_again() -> None:
     troubled = Troubled("propose", times=1)
-    composite, request = FallbackDrafter([member(troubled)], V), make_request([1, 2])
+    composite, request = FallbackDrafter([sub_drafter(troubled)], V), make_request([1, 2])
     composite.begin(request)
     for _ in range(2):
         composite.propose([request], [3])
@@ -249,8 +250,8 @@ def test_a_member_that_failed_begins_again() -> None:
 
 
 def test_nested_errors_are_counted_once() -> None:
-    inner = FallbackDrafter([member(Troubled("propose", times=2))], V)
-    outer = FallbackDrafter([member(inner)], V)
+    inner = FallbackDrafter([sub_drafter(Troubled("propose", times=2))], V)
+    outer = FallbackDrafter([sub_drafter(inner)], V)
     drafters, request = Drafters.of(outer), make_request([1, 2], drafter="default")
     drafters.begin([request])
     for _ in range(3):
@@ -300,7 +301,7 @@ def test_composites_serve_requests_of_one_llm(checkpoints: Checkpoints) -> None:
 
 
 def test_fallback_drafts_for_beam_searches(checkpoints: Checkpoints) -> None:
-    """Only members that announce it are asked; the beams are those of plain decoding."""
+    """Only sub-drafters that announce it draft for them; the beams are those of plain decoding."""
     params = SamplingParams(beam_width=3, n=3, max_tokens=12)
     (plain,) = LLM(checkpoints.target, dtype="float64").generate("class A:", params)
     llm = LLM(

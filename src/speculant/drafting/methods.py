@@ -1,0 +1,60 @@
+"""The roles of drafting methods, by name: the one table in which drafters are named outside their own files.
+
+A method without a role needs no entry. A role whose methods are not installed stays empty.
+"""
+
+from __future__ import annotations
+
+from speculant import plugins
+from speculant.drafting.base import Method
+from speculant.errors import ConfigError
+
+KIND = "speculant.drafting"
+
+DEFAULT = "fallback"  # is used if no method is named
+WITH_MODEL = "draft_model"  # drafts with a model alone; other methods use it for a model's drafts
+LOOKUPS = ("suffix", "prompt_lookup")  # look drafts up in text; others combine them in this order if none are named
+PREDICTION = "prediction"  # drafts from a request's own prediction and nothing else
+REFUSED = {  # kinds of drafters of other programs, each with a description
+    "mlp_speculator": "perceptrons over a state and the last token",
+    "peagle": "a layer that drafts several tokens in one pass",
+    "pard2": "a draft model that reads the target's states",
+}
+
+
+def method_facts(name: str) -> Method:
+    """Return the facts of a method. Raises ConfigError for an unknown one."""
+    if name in REFUSED:
+        raise ConfigError(
+            f"method {name!r} ({REFUSED[name]}) is not supported", "docs/drafters.md lists those that are."
+        )
+    facts: Method = plugins.load(KIND, name).METHOD
+    return facts
+
+
+def first_installed(*names: str) -> str:
+    """Return the first of these names that has a method. Raises ConfigError if none has."""
+    methods = installed(*names)
+    if not methods:
+        raise ConfigError(f"none of the usual drafting methods ({', '.join(names)}) is installed", "name a method.")
+    return methods[0]
+
+
+def lookup_methods() -> list[str]:
+    """Return the methods that look drafts up in text, in their order. Raises ConfigError if there is none."""
+    methods = installed(*LOOKUPS)
+    if not methods:
+        raise ConfigError("no installed drafting method looks drafts up in text", "name the methods to use.")
+    return methods
+
+
+def takes_model(name: str) -> bool:
+    """Whether a method drafts with a model if one is named."""
+    facts = method_facts(name)
+    return facts.uses_model or facts.accepts_model
+
+
+def installed(*names: str) -> list[str]:
+    """Return the names that have a method."""
+    found = plugins.names(KIND)
+    return [name for name in names if name in found]
