@@ -76,6 +76,6 @@ def test_a_head_of_another_target_is_refused(installed: None, checkpoints: Check
         LLM(checkpoints.target, speculative_config=config)
 
 
-def test_what_the_page_names_exists() -> None:
+def test_the_page_names_what_exists() -> None:
     for path in re.findall(r"`((?:tests|lab|drafting|models)/[\w/]+(?:\.py|/))`", PAGE):
         assert (ROOT / path).exists() or (ROOT / "src" / "speculant" / path).exists(), path

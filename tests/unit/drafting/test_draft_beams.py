@@ -1,4 +1,4 @@
-"""A draft model's own beam search: what it adds to the target's hypotheses, and what its cache holds afterwards."""
+"""A draft model's own beam search: its additions to the target's hypotheses, and its cache afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def follower_of(model: TableModel, cache: MakeCache = paged, budget: int = 128) 
 
 
 def texts_of(request: Request, tree: DraftTree) -> set[tuple[int, ...]]:
-    """Return all texts that a tree holds behind the prompt."""
+    """Return all texts that a tree has after the prompt."""
     return {(*request.output, *tree.tokens_to(node)) for node in range(tree.size)}
 
 
@@ -47,7 +47,7 @@ def assert_keeps_up(runner: DraftModelRunner, request: Request) -> None:
 
 @both_caches
 @pytest.mark.parametrize("rounds", [1, 2, 5, 9])
-def test_a_model_equal_to_the_target_drafts_what_it_keeps(cache: MakeCache, rounds: int) -> None:
+def test_a_model_equal_to_the_target_drafts_its_beams(cache: MakeCache, rounds: int) -> None:
     """Of as many beams as the target's, at the target's scores, in rounds that end with the limit."""
     rig, request = search_after(rounds)
     runner = follower_of(TableModel(PAIR.target, V), cache)
@@ -94,7 +94,7 @@ def test_a_backlog_is_caught_up_first() -> None:
 
 
 @pytest.mark.parametrize("blocks", range(1, 9))
-def test_what_finds_no_room_is_not_drafted(blocks: int) -> None:
+def test_nodes_without_room_are_not_drafted(blocks: int) -> None:
     _, request = search_after(6)
     draft = TableModel(PAIR.draft, V)
     runner = follower_of(draft, few_blocks(blocks))
@@ -106,7 +106,7 @@ def test_what_finds_no_room_is_not_drafted(blocks: int) -> None:
     assert tree.size <= max(0, 4 * blocks - len(request.tokens) + 1)
 
 
-def test_what_the_target_has_scored_is_taken_over() -> None:
+def test_the_target_s_scores_are_taken_over() -> None:
     """The draft's own distribution does not matter where the target's is known."""
     _, request = search_after(3)
     beams = beams_of(request)
@@ -120,7 +120,7 @@ def test_what_the_target_has_scored_is_taken_over() -> None:
     assert (*best, 5) in drafted
 
 
-def test_nothing_is_drafted_behind_an_end() -> None:
+def test_nothing_is_drafted_after_an_end() -> None:
     ends = frozenset({0, 3})
     _, request = search_after(3, ends=ends)
     runner = follower_of(TableModel(PAIR.target, V))
@@ -130,7 +130,7 @@ def test_nothing_is_drafted_behind_an_end() -> None:
     assert ends.isdisjoint(tree.token_list)
 
 
-def test_a_smaller_vocabulary_drafts_what_it_knows() -> None:
+def test_a_smaller_vocabulary_drafts_its_own_tokens() -> None:
     _, request = search_after(5)
     runner = follower_of(TableModel(lambda history: [1.0, 2.0, 0.0], 3))
     runner.begin(request)

@@ -26,7 +26,7 @@ PROMPT = list(range(40, 60))
 
 
 def drafter_of(model: CausalLM, budget: int = 256, num_blocks: int | None = None) -> ModelDrafter:
-    """Make a drafter over slots, or over so many blocks of four positions."""
+    """Make a drafter over slots, or over `num_blocks` blocks of four positions."""
     shape = model.cache_shape
     cache = paged_cache(shape, num_blocks, 4) if num_blocks else slotted_cache(shape, 4, 64)
     return ModelDrafter(DraftModelRunner(model, cache, KeyedChances(), budget), VOCAB_SIZE)
@@ -86,7 +86,7 @@ def test_a_long_backlog_is_fed_in_parts_and_shared(model: CausalLM) -> None:
 
 
 def test_a_long_backlog_is_fed_as_far_as_the_memory_goes(model: CausalLM) -> None:
-    """Six blocks: one prompt has all of its five, the other waits with what is left until the first one ends."""
+    """Six blocks: one prompt has its five, the other waits with the last one until the first prompt ends."""
     drafter = drafter_of(model, num_blocks=6)
     requests = [begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[::-1])]
     assert [tree.size for tree in drafter.propose(requests, [1, 3])] == [1, 0]
@@ -115,7 +115,7 @@ def test_a_short_draft_does_not_end_its_neighbour_s(model: CausalLM) -> None:
     assert sizes == [5, 3], "of two free positions and one block, the first who needs it takes the block"
 
 
-def test_what_is_known_is_not_fed_again(model: CausalLM) -> None:
+def test_known_tokens_are_not_computed_again(model: CausalLM) -> None:
     counting = Counting(model)
     drafter = drafter_of(counting, num_blocks=30)
     request = begun(drafter, 1, PROMPT)
@@ -131,7 +131,7 @@ def test_what_is_known_is_not_fed_again(model: CausalLM) -> None:
     assert counting.rows[2:] == [20, 1]
 
 
-def test_whoever_was_set_aside_begins_anew(model: CausalLM) -> None:
+def test_a_preempted_request_begins_anew(model: CausalLM) -> None:
     counting = Counting(model)
     drafter = drafter_of(counting)
     request = begun(drafter, 1, PROMPT)
@@ -155,7 +155,7 @@ def test_nothing_is_fed_for_a_sequence_without_a_limit(model: CausalLM) -> None:
     assert [drafter.caches[0].length(request) for request in (1, 2)] == [0, len(PROMPT)]
 
 
-def test_only_what_is_missing_is_fed(model: CausalLM) -> None:
+def test_only_missing_tokens_are_computed(model: CausalLM) -> None:
     counting = Counting(model)
     drafter = drafter_of(counting)
     request = begun(drafter, 1, PROMPT)
@@ -172,7 +172,7 @@ def test_only_what_is_missing_is_fed(model: CausalLM) -> None:
     assert counting.rows == [1, 2]
 
 
-def test_a_failed_pass_leaves_nothing_behind(model: CausalLM) -> None:
+def test_a_failed_pass_leaves_no_trace(model: CausalLM) -> None:
     counting = Counting(model)
     drafter = drafter_of(counting)
     request, other = begun(drafter, 1, PROMPT), begun(drafter, 2, PROMPT[:4])

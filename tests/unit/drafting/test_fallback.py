@@ -1,4 +1,4 @@
-"""Fallback: per sequence and step, the first member that has a draft."""
+"""Fallback: per sequence and step, the first sub-drafter that has a draft."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = 20
 
 
 class Knowing(ScriptedDrafter):
-    """Has a draft for some sequences; notes whom each call asks for."""
+    """Has a draft for some sequences; notes the sequences and limits of each call."""
 
     def __init__(self, drafts: dict[int, list[int]], needs: DrafterNeeds | None = None) -> None:
         super().__init__(lambda request: drafts.get(request.seq_id, []), needs)
@@ -27,8 +27,8 @@ class Knowing(ScriptedDrafter):
         return super().propose(requests, limits)
 
 
-def fallback(*members: ScriptedDrafter) -> FallbackDrafter:
-    return FallbackDrafter([SubDrafter("scripted", each, 4) for each in members], V)
+def fallback(*sub_drafters: ScriptedDrafter) -> FallbackDrafter:
+    return FallbackDrafter([SubDrafter("scripted", each, 4) for each in sub_drafters], V)
 
 
 def proposed(drafter: FallbackDrafter, limits: Sequence[int]) -> list[list[int]]:
@@ -46,13 +46,13 @@ def test_fallback_takes_the_first_draft_of_each_sequence() -> None:
     assert second.asked == [[(2, 1), (5, 4)]]
 
 
-def test_fallback_asks_nobody_when_all_have_drafts() -> None:
+def test_fallback_stops_when_all_have_drafts() -> None:
     first, second = Knowing({1: [5]}), Knowing({1: [6]})
     assert proposed(fallback(first, second), [2]) == [[5]]
     assert second.asked == []
 
 
-def test_fallback_asks_each_member_within_its_own_limit() -> None:
+def test_fallback_keeps_each_sub_drafter_within_its_limit() -> None:
     first, second = Knowing({1: [5, 6, 7]}, DrafterNeeds(max_nodes=2)), Knowing({}, DrafterNeeds(max_nodes=9))
     drafter = fallback(first, second)
     assert drafter.needs.max_nodes == 9

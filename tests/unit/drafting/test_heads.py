@@ -570,7 +570,7 @@ def test_product_tree_takes_the_likeliest_paths() -> None:
 
 
 def test_ranked_candidates_are_those_of_draws_by_rank(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """Greedy drafts by rank are the trees that are drawn node by node where an edit asks for that."""
+    """Greedy drafts by rank equal the trees that are drawn node by node for edited distributions."""
     target = load_target(checkpoints)
     drafter = build("medusa", write_medusa_head(tmp_path / "head", H, V), target)
     by_rank = draft(drafter, 12)

@@ -77,8 +77,8 @@ def test_merge_is_a_legal_tree_of_its_drafts(given_chains: list[list[tuple[int, 
     assert all(parent < node for node, parent in enumerate(tree.parent_list))
 
 
-def merge_of(*members: ScriptedDrafter) -> MergeDrafter:
-    return MergeDrafter([SubDrafter("scripted", each, 4) for each in members], V)
+def merge_of(*sub_drafters: ScriptedDrafter) -> MergeDrafter:
+    return MergeDrafter([SubDrafter("scripted", each, 4) for each in sub_drafters], V)
 
 
 def test_merge_announces_a_tree_without_probs() -> None:
@@ -92,7 +92,7 @@ def test_merge_announces_a_tree_without_probs() -> None:
 
 @pytest.mark.parametrize("shared_noise", [True, False])
 def test_merge_leaves_out_draws_under_a_ratio_rule(shared_noise: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A drawn node beside others would need its distribution; the user is told once."""
+    """A drawn node beside others would need its distribution; a warning is logged once."""
     probs = torch.full((1, V), 1 / V)
     drawn = ScriptedDrafter(
         lambda request: DraftTree.chain([3], None if request.shared_noise else probs), DrafterNeeds(emits_probs=True)

@@ -72,7 +72,7 @@ class LiteralPredictor:
     limit=st.integers(0, 8),
     history=st.sampled_from([4, 6, 512]),
 )
-def test_it_predicts_what_the_description_says(chunks: list[list[int]], limit: int, history: int) -> None:
+def test_it_predicts_as_described(chunks: list[list[int]], limit: int, history: int) -> None:
     ours, literal = Predictor(NgramOptions(history=history)), LiteralPredictor(history)
     for chunk in chunks:
         ours.update(chunk)
@@ -135,7 +135,7 @@ def test_min_order_leaves_out_short_contexts() -> None:
         assert predictor.predict(1) == expected
 
 
-def test_the_tables_keep_what_left_the_window() -> None:
+def test_the_tables_keep_tokens_that_left_the_window() -> None:
     predictor = Predictor(NgramOptions())
     filler = list(range(1000, 1600))
     predictor.update([1, 2, 3, 4, *filler, 1, 2, 3])
@@ -177,7 +177,7 @@ def example(*counted: tuple[list[int], int, int]) -> Predictor:
 
 
 def test_ngram_tables_count_each_order() -> None:
-    """One token is counted behind one, two and three tokens of context."""
+    """One token is counted after one, two and three tokens of context."""
     predictor = Predictor(NgramOptions())
     predictor.update([THE, CAT, SAT, ON])
     for context in ([SAT], [CAT, SAT], [THE, CAT, SAT]):
@@ -198,7 +198,7 @@ def test_ngram_table_of_the_example() -> None:
 
 
 def test_ngram_chain_and_back_off_of_the_example() -> None:
-    """Three tokens by their three predecessors; behind "on the mat" nothing is known, behind "the mat" there is."""
+    """Three tokens by their three predecessors; nothing followed "on the mat", and something followed "the mat"."""
     predictor = example(
         ([THE, CAT, SAT], ON, 47), ([CAT, SAT, ON], THE, 31), ([SAT, ON, THE], MAT, 23), ([THE, MAT], STOP, 5)
     )  # fmt: skip
@@ -220,7 +220,7 @@ def test_ngram_score_is_the_share_of_the_context() -> None:
     assert tree.scores == pytest.approx([2 / 3 * match_score(1)])
 
 
-def test_ngram_draft_is_packed_behind_its_token() -> None:
+def test_ngram_draft_is_packed_after_its_token() -> None:
     """The known token and four drafts are five rows; three drafts stand, so that one pass gives four tokens."""
     known, quick, brown, fox, jumps, jumped, over = range(50, 57)
     cache = paged_cache(CacheShape(1, 1, 2, torch.float32, torch.device("cpu")), 16, 4)
@@ -258,7 +258,7 @@ def test_ngram_ties_go_to_the_first_seen(tokens: list[int]) -> None:
     assert predictor.predict(1) == ([max(known, key=known.__getitem__)] if known else [])
 
 
-def test_ngram_reads_what_is_observed_before_it_drafts() -> None:
+def test_ngram_reads_observed_tokens_before_it_drafts() -> None:
     drafter, request = NgramDrafter(NgramOptions()), make_request([5, 6, 7, 5])
     drafter.begin(request)
     drafter.observe(request, CommittedRows(0, [5, 6]))

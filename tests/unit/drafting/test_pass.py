@@ -49,7 +49,7 @@ def unshown(drafter: Drafter) -> Drafter:
 @pytest.mark.parametrize("kernels", KERNELS)
 @torch.inference_mode()
 def test_drafts_are_the_targets_predictions(tmp_path: Path, checkpoints: Checkpoints, kernels: str) -> None:
-    """With embeddings of tokens, the t-th draft is what the target predicts behind t of these tokens."""
+    """With embeddings of tokens, the t-th draft is the target's prediction after t of these tokens."""
     target = load_model(checkpoints.target, "float32", kernels=kernels).model
     drafter = build("pass", tokens_as_inputs(tmp_path / "head", target), target)
     (states,) = fresh_states(target, [*TEXT[:-1], *LOOK_AHEAD], (target.num_layers + 1,))
@@ -65,7 +65,7 @@ def test_drafts_are_the_targets_predictions(tmp_path: Path, checkpoints: Checkpo
 
 
 @torch.inference_mode()
-def test_rows_are_asked_for_before_there_is_a_draft(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_rows_are_added_before_there_is_a_draft(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """Without states a draft has rows and no nodes; with fewer states than it may have nodes, it has as many."""
     target = load_model(checkpoints.target, "float32").model
     drafter = unshown(build("pass", write_pass(tmp_path / "head", H, V), target))
@@ -120,7 +120,7 @@ def test_texts_are_those_of_plain_decoding(tmp_path: Path, checkpoints: Checkpoi
 def test_one_pass_drafts_and_verifies(
     tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target runs once per step, and every step behind the first ones has a draft."""
+    """The target runs once per step, and every step after the first ones has a draft."""
     target = load_model(checkpoints.target, "float32").model
     head = tokens_as_inputs(tmp_path / "head", target)
     llm = LLM(

@@ -11,7 +11,7 @@ from speculant.drafting.heads.hidden_runner import Pending
 
 
 def test_waiting_states_are_encoded_when_they_are_read() -> None:
-    """A head that rests costs no encoding; what was encoded is not encoded again."""
+    """A head without drafts costs no encoding; encoded states are not encoded again."""
     encoded = list[int]()
 
     def encode(layers: Sequence[Tensor]) -> Tensor:

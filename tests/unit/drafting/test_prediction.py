@@ -24,7 +24,7 @@ TEXT = list(range(100, 130))
 
 
 def ahead(prediction: Sequence[int], output: Sequence[int], limit: int = 4) -> list[int]:
-    """What is proposed behind an output, which a prompt of the prediction's tokens precedes."""
+    """The proposal after an output, whose prompt has the prediction's tokens."""
     drafter, request = PredictionDrafter(), make_request(TEXT, output, prediction=tuple(prediction))
     drafter.begin(request)
     return drafter.propose([request], [limit])[0].token_list
@@ -68,7 +68,7 @@ def test_prediction_is_found_by_the_longest_match() -> None:
 
 
 def test_prediction_matches_the_output_alone() -> None:
-    """The prompt ends like the prediction's middle; only the output says where it stands."""
+    """The prompt ends like the prediction's middle; only the output determines the place."""
     drafter, request = PredictionDrafter(), make_request([1, 2], [3], prediction=(5, 3, 60, 1, 2, 3, 70))
     drafter.begin(request)
     assert drafter.propose([request], [1])[0].token_list == [60]

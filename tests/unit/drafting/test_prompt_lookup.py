@@ -53,7 +53,7 @@ def drafted(matches: RecentMatches, limit: int) -> list[int]:
     further=st.integers(0, 4),
     limit=st.integers(1, 6),
 )
-def test_lookup_finds_what_a_search_finds(chunks: list[list[int]], shortest: int, further: int, limit: int) -> None:
+def test_lookup_equals_a_search(chunks: list[list[int]], shortest: int, further: int, limit: int) -> None:
     options = LookupOptions(shortest + further, shortest)
     matches, tokens = RecentMatches(options), list[int]()
     for chunk in chunks:

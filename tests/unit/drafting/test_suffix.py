@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from speculant.config import Limits
 from speculant.drafting.lookup.reading import match_score
-from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions
-from speculant.drafting.lookup.suffix_store import SuffixStore
+from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions, SuffixStore
 from speculant.errors import ConfigError
 from speculant.kernels.native_suffix_index import NativeSuffixIndex
 from speculant.kernels.suffix_index import SuffixSettings
@@ -35,7 +34,7 @@ def small_store(most_texts: int, most_tokens: int) -> SuffixStore:
 
 
 def known(store: SuffixStore, context: Sequence[int], salt: str = "") -> list[list[int]]:
-    """Return the continuations that a store knows of a context."""
+    """Return a store's continuations of a context."""
     return [each.tokens for each in store.continuations(salt, context, 8) if each.tokens]
 
 
@@ -53,7 +52,7 @@ def serve(drafter: SuffixDrafter, request: Request, reason: str | None = "stop")
 
 
 def asked(drafter: SuffixDrafter, prompt: Sequence[int], salt: str = "", seq_id: int = 77) -> list[int]:
-    """Return what is drafted behind a prompt."""
+    """Return the draft after a prompt."""
     request = make_request(prompt, seq_id=seq_id, cache_salt=salt)
     drafter.begin(request)
     tokens = draft(drafter, request).token_list
@@ -103,7 +102,7 @@ def test_suffix_min_prob_ends_the_draft() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
-def test_suffix_learns_only_what_finished(reason: str | None) -> None:
+def test_suffix_learns_only_finished_outputs(reason: str | None) -> None:
     drafter = SuffixDrafter(SuffixOptions())
     serve(drafter, make_request([1, 2], [30, 31, 32, 33], seq_id=1), reason)
     assert drafter.store.num_texts == drafter.store.num_tokens == 0

@@ -1,4 +1,4 @@
-"""The drafter of chosen quality: it replays what it saw, spoilt at the rate that was asked for."""
+"""The drafter of chosen quality: it replays earlier outputs, with errors at the chosen rate."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_static_drafts_the_likeliest_of_greedy_requests() -> None:
     assert tree.scores == pytest.approx([float(made.row(first)[second]) for first, second in pairs], abs=1e-6)
 
 
-def test_static_draws_from_what_it_reports() -> None:
+def test_static_draws_from_the_probs_it_reports() -> None:
     """Penalties, bias, filters and a constraint change q as they change p."""
 
     class OnlyOdd:

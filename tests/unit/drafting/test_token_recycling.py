@@ -1,4 +1,4 @@
-"""Token recycling: what it learns, from whom, in how much memory, and the shape of its trees."""
+"""Token recycling: the matrices, their salts and their memory, and the shape of the trees."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_matrices_are_bounded_and_the_oldest_goes() -> None:
     assert sum(matrix.nbytes for matrix in drafter._matrices.values()) == 2 * V * 3 * 4
 
 
-def test_what_a_sequence_needs_is_given_back() -> None:
+def test_a_sequence_s_state_is_freed() -> None:
     drafter = drafter_of()
     for seq_id in range(5):
         request = begun(drafter, [1, 2, 1], seq_id)
@@ -141,7 +141,7 @@ def test_acceptance_is_learned_by_depth_and_rank() -> None:
     assert len(acceptance._rates) == 4
 
 
-def test_nodes_behind_a_rejected_one_teach_nothing() -> None:
+def test_nodes_below_a_rejected_one_teach_nothing() -> None:
     acceptance = NodeAcceptance()
     acceptance.learn(DraftTree.of([5, 6], [-1, 0]), [0, 0], [9])
     assert acceptance.rate(1, 0) < PRIOR

@@ -1,4 +1,4 @@
-"""The option `tree` of a draft model: what it means, and what is refused."""
+"""The option `tree` of a draft model: its forms, and refused values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_widths_and_ranks_name_the_same_shape() -> None:
 @pytest.mark.parametrize(
     "given", [[], 3, "3,2", [0], [-1], [True], [2, "1"], [[]], [[0], [2]], [[0, 0]], [[0], [0, 1]], [[-1]], [["a"]]]
 )
-def test_what_is_no_tree_is_refused(given: Any) -> None:
+def test_other_shapes_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="is not the shape of a tree"):
         read_tree(given)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter
-from speculant.drafting.heads.layers import load_layers, make_head_drafter, read_sizes, renamed
+from speculant.drafting.heads.hidden_drafter import HiddenDrafter, make_head_drafter
+from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.drafting.heads.short import WithRows, output_rows, short_tokens
 from speculant.models.base import CausalLM

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from speculant.drafting.heads.hidden_runner import HiddenStateRunner
+from speculant.drafting.base import DrafterContext
+from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.topology import TreeTopology
+from speculant.drafting.topology import TreeTopology, tree_option
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
+from speculant.models.base import CausalLM
 from speculant.types import CommittedRows, Request
 
 MOST_PENDING = 512  # states of a sequence that wait for its next draft
@@ -57,3 +60,11 @@ class HiddenDrafter(ModelDrafter):
 
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
         """See `Drafter.roll_back`; only states of committed tokens were observed."""
+
+
+def make_head_drafter(
+    context: DrafterContext, model: CausalLM, layers: tuple[int, ...], encode: Encode, tree: Any
+) -> HiddenDrafter:
+    """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
+    runner, topology = HiddenStateRunner.of(context, model, encode=encode), tree_option(context, tree)
+    return HiddenDrafter(runner, layers, context.vocab_size, context.sampler, topology)

@@ -7,11 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from speculant.drafting.base import DrafterContext
 from speculant.drafting.heads.folder import HeadFolder, Renamed
-from speculant.drafting.heads.hidden_drafter import HiddenDrafter
-from speculant.drafting.heads.hidden_runner import Encode, HiddenStateRunner
-from speculant.drafting.topology import tree_option
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
 from speculant.models.config import DecoderConfig, read_decoder, read_windows
@@ -73,11 +69,3 @@ def load_layers(
     weights.check({**head_shapes(config, target), **beside}, kind)
     own = {name: stored for name, stored in weights.stored.items() if name not in beside}
     return attach(target, config, replace(weights, stored=own))
-
-
-def make_head_drafter(
-    context: DrafterContext, model: CausalLM, layers: tuple[int, ...], encode: Encode, tree: Any
-) -> HiddenDrafter:
-    """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
-    runner, topology = HiddenStateRunner.of(context, model, encode=encode), tree_option(context, tree)
-    return HiddenDrafter(runner, layers, context.vocab_size, context.sampler, topology)

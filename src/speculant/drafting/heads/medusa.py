@@ -3,8 +3,14 @@
 A draft is a tree: the product of the heads' likeliest tokens, whose shape follows how often each rank was right in
 training, or a configured one. Sampled requests draw its nodes from the heads' distributions.
 
-The head's folder has config.json and safetensors, in our own form, that of Medusa on the hub, or vLLM's
-(drafting/heads/residual_names.py). Each head may have an output head of its own; else the target's serves all heads.
+The head's folder has config.json and safetensors, in our own form, that of Medusa on the hub, or vLLM's:
+
+    {head}.{layer}.linear.{weight, bias}, {head}.{layers}.weight     ours and the hub's, possibly below medusa_head.
+    blocks.{head}.layers.{layer}.{weight, bias}, lm_heads.{head}.weight, lm_head.weight, token_map     vLLM's
+
+Each head may have an output head of its own; else the target's serves all heads. vLLM's `lm_head` is the target's. So
+is the only one of `lm_heads` where config.json has `original_lm_head`. `token_map` has the target's id of each row of
+the heads' own output heads.
 
 Memory: one state per sequence, and the heads' weights. Cost: the blocks, and the output heads, of one row per head.
 """
@@ -22,7 +28,6 @@ from speculant.drafting.base import DrafterContext, Method, read_options, requir
 from speculant.drafting.heads.folder import HeadFolder, Renamed, require_target
 from speculant.drafting.heads.future import MOST_HEADS, UNKNOWN, FutureDrafter, OwnHeads, bounded, product_tree
 from speculant.drafting.heads.parts import HeadParts, Part, Role
-from speculant.drafting.heads.residual_names import read_token_map, residual_names
 from speculant.drafting.heads.short import short_heads, short_tokens, spread_heads
 from speculant.drafting.topology import StaticTree, read_tree
 from speculant.errors import ConfigError, ModelError
@@ -33,6 +38,10 @@ from speculant.models.linears import linears_of
 
 KIND = "medusa"
 CHAIN = "chain"
+TOKEN_MAP = "token_map"
+_WITHIN = re.compile(r"medusa_heads?\.(?=\d|blocks\.|lm_head|token_map)")
+_BLOCK = re.compile(r"blocks\.(\d{1,4})\.layers\.(\d{1,4})\.(weight|bias)")
+_OUTPUT = re.compile(r"lm_heads\.(\d{1,4})\.weight")
 METHOD = Method(default_length=8, uses_model=True)
 HEAD = HeadParts({
     r"\d+\.\d+\.linear\.weight": Part(Role.BETWEEN),
@@ -169,3 +178,39 @@ def _are_shares(shares: object) -> bool:
         and all(isinstance(share, int | float) and 0 <= share <= 1 for share in own)
         for own in shares
     )
+
+
+def residual_names(folder: HeadFolder) -> dict[str, str]:
+    """Return the folder's name of each tensor, by our name; in a file of a whole model, of the heads' tensors alone."""
+    found = {_WITHIN.sub("", name, count=1): name for name in _own_names(folder)}
+    layers = [int(hit[2]) for hit in map(_BLOCK.fullmatch, found) if hit]
+    if not layers:
+        return found
+    names = {_renamed(name, 1 + max(layers)): stored for name, stored in found.items()}
+    shared = bool(folder.config.get("original_lm_head"))
+    dropped = {"lm_head.weight", TOKEN_MAP, *([f"0.{1 + max(layers)}.weight"] if shared else [])}
+    return {name: stored for name, stored in names.items() if name not in dropped}
+
+
+def read_token_map(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
+    """Return the target's id of each row of the heads' own output heads; () = all, in order. Raises PairError."""
+    stored = next((name for name in folder.names() if _WITHIN.sub("", name, count=1) == TOKEN_MAP), None)
+    if stored is None:
+        return ()
+    tokens: list[int] = folder.read(stored).flatten().long().tolist()
+    folder.check_tokens(stored, tokens, target)
+    return tuple(tokens)
+
+
+def _own_names(folder: HeadFolder) -> list[str]:
+    """Return the names below `medusa_head.` if there are some, else all."""
+    below = [name for name in folder.names() if _WITHIN.match(name)]
+    return below or list(folder.names())
+
+
+def _renamed(name: str, num_layers: int) -> str:
+    if block := _BLOCK.fullmatch(name):
+        return f"{block[1]}.{block[2]}.linear.{block[3]}"
+    if output := _OUTPUT.fullmatch(name):
+        return f"{output[1]}.{num_layers}.weight"
+    return name
