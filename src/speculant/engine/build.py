@@ -1,4 +1,4 @@
-"""Puts an engine together from a configuration: everything is checked here, not at the first request."""
+"""Builds an engine from a configuration and checks everything here, not at the first request."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ _VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 class Runtime:
     """An engine, its tokenizer and checkpoint. `speculation` names the drafter, or the reason why there is none.
 
-    context: how long a sequence may be, and why it is shorter than the model allows, if it is.
-    drafting_beams: whether it drafts for beam searches too. prediction_method: the one that a request with a prediction
-    may name; None if it may not.
+    context: how long a sequence may be, and the reason if that is shorter than the model allows.
+    drafting_beams: whether it drafts for beam searches too. prediction_method: the method for a request with a
+    prediction; None = predictions are not used.
     """
 
     engine: Engine
@@ -88,7 +88,7 @@ def build_engine(config: EngineConfig) -> Runtime:
 
 
 def build_around(config: EngineConfig, target: Checkpoint) -> Runtime:
-    """Build an engine around a target that is loaded; several engines may share one."""
+    """Build an engine around a loaded target; several engines may share one."""
     tokenizer = load_tokenizer(config, target.folder)
     spec = config.speculative() if drafts(config, target) else None
     name = method_name(spec) if spec else None
@@ -134,7 +134,7 @@ def _seed(config: EngineConfig) -> int:
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
-    """Load the tokenizer of a target in a folder: its own, or the one that is named."""
+    """Load the tokenizer of a target in a folder: its own, or the configured one."""
     if config.tokenizer is None and config.tokenizer_revision is None:
         return Tokenizer.from_folder(folder)
     source = config.tokenizer or config.model
@@ -144,12 +144,12 @@ def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
 
 
 def drafts(config: EngineConfig, target: Checkpoint) -> bool:
-    """Whether requests are drafted for unless they say otherwise."""
+    """Whether the engine drafts for requests that do not set `speculation`."""
     return config.use_speculative_decoding is not False and (config.names_speculation or target.backend.row_invariant)
 
 
 def describe(config: EngineConfig, spec: SpeculativeConfig | None, length: int) -> str:
-    """Say how requests are drafted for and why, or why they are not."""
+    """Describe the drafts that requests get, or the reason why they get none."""
     if spec is None:
         if config.use_speculative_decoding is False:
             return "use_speculative_decoding is False"
@@ -168,7 +168,7 @@ def load_verifiers() -> dict[str, Verifier]:
 
 
 def build_verifiers(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier], dict[str, Any]]:
-    """Make every verifier, the configured one with its options; return them by name, and the options that are left."""
+    """Make every verifier, the configured one with its options; return them by name, and the remaining options."""
     makers = {name: plugins.load(_VERIFIERS, name).build for name in plugins.names(_VERIFIERS)}
     chosen, given = (spec.verification, spec.options) if spec else ("auto", {})
     known = inspect.signature(makers[chosen]).parameters if chosen in makers else {}
@@ -180,8 +180,8 @@ def build_verifiers(spec: SpeculativeConfig | None) -> tuple[dict[str, Verifier]
 def _verification(config: EngineConfig, spec: SpeculativeConfig | None) -> str:
     """Return the verifier of requests that name none.
 
-    With an engine's seed it is `match`: under a ratio rule the text would depend on the drafts' lengths, and so on what
-    steps take.
+    With an engine's seed it is `match`: under a ratio rule the text would depend on the drafts' lengths, and so on the
+    times of steps.
     """
     named = spec.verification if spec else "auto"
     return "match" if named == "auto" and config.seed is not None else named

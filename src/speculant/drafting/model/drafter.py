@@ -10,7 +10,7 @@ from speculant.drafting.model.beams import draft_beams
 from speculant.drafting.model.chains import Guess, grow
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.model.trees import grow_trees, plan_trees
-from speculant.drafting.topology import TreeTopology, tree_option
+from speculant.drafting.topology import TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import CausalLM
@@ -103,7 +103,6 @@ class ModelDrafter(StatelessDrafter):
         return draft_beams(self._runner, drafting, NODES_PER_BEAM, self._vocab_size, self._sampler)
 
 
-def make_drafter(context: DrafterContext, model: CausalLM, tree: object) -> ModelDrafter:
-    """Return the drafter of a model, with a cache of its own; tree: the option `tree`, None = chains."""
-    topology = tree_option(context, tree)
+def make_drafter(context: DrafterContext, model: CausalLM, topology: TreeTopology | None) -> ModelDrafter:
+    """Return the drafter of a model, with a cache of its own; topology None = chains."""
     return ModelDrafter(DraftModelRunner.of(context, model), context.vocab_size, context.sampler, topology)
