@@ -14,7 +14,7 @@ from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.source import WeightSource
 from speculant.types import DraftTree

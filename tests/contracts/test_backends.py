@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from importlib.metadata import EntryPoint
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,25 +24,28 @@ from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.backends.base import KIND, Backend, choose_backend, find_backends
 from speculant.models.backends.reference import ReferenceBackend
 from speculant.models.base import ModelNeeds
-from speculant.models.config import DecoderConfig, RopeConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.reference.decoder import Decoder
+from speculant.models.sizes import tensor_shapes
 from speculant.models.weights import load as loading
-from speculant.models.weights.load import load_model, tensor_shapes
+from speculant.models.weights.load import load_model
 from speculant.models.weights.source import CheckedWeights, ModuleWeights, QuantizedBlocks, WeightSource
 from speculant.sampling.chance import mix
 from tests.backends import FakeBackend
+from tests.descriptions import describe
 from tests.models import Checkpoints
 from tests.unit.models.families import Session
 
 CPU = torch.device("cpu")
-CONFIG = DecoderConfig(
-    model_type="llama", vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=16, norm_eps=1e-6, max_positions=128, rope=RopeConfig(10000.0), windows=(None, 5),
-)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_positions": 128,
+    "windows": (None, 5),
+}  # fmt: skip
+CONFIG = describe(**SIZES)
 VARIANTS = {
     "plain": CONFIG,
-    "biased": replace(CONFIG, qkv_bias=True, output_bias=True),
-    "tied": replace(CONFIG, tie_embeddings=True, qk_norm=True),
+    "biased": describe(**SIZES, qkv_bias=True, output_bias=True),
+    "tied": describe(**SIZES, tie_embeddings=True, qk_norm=True),
 }
 SETTINGS = [
     SamplingSettings(0.0),
@@ -247,7 +250,7 @@ def test_auto_says_who_was_passed_over(register: Callable[[FakeBackend], FakeBac
 
 def test_native_kernels_say_why_not() -> None:
     usable("native")
-    wide = replace(CONFIG, num_heads=66, num_kv_heads=2, head_dim=16)
+    wide = describe(**SIZES, num_heads=66)
     cases: list[tuple[DecoderConfig, torch.dtype, str, str]] = [
         (CONFIG, torch.float64, "cpu", "they compute float32 and bfloat16 weights, not float64"),
         (CONFIG, torch.float32, "cuda:0", "they run on the CPU and the device is cuda:0"),

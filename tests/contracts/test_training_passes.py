@@ -67,6 +67,6 @@ def test_gradients_reach_every_parameter(model: Decoder) -> None:
 
 
 def test_a_head_s_config_has_its_target_s_rotary_positions(model: Decoder) -> None:
-    rope, most = model.config.rope, model.config.max_positions
+    rope, most = model.config.attention.rope, model.config.max_positions
     written = {"rope_theta": rope.theta, **rope_scaling(rope)}
     assert read_rope(written, most) == rope

@@ -13,11 +13,11 @@ from speculant.cache.factory import paged_cache, slotted_cache
 from speculant.errors import ModelError
 from speculant.kernels.native import QUANTIZED, Kernels, Type, open_kernels, usable_sets
 from speculant.models.base import SequenceInput, build_batch
-from speculant.models.config import DecoderConfig, RopeConfig
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.source import ModuleWeights
 from speculant.types import DraftTree
+from tests.descriptions import describe
 
 SETS = usable_sets()
 pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
@@ -39,18 +39,9 @@ CACHES: dict[str, MakeCache] = {
 }
 
 
-def make_config(**changes: object) -> DecoderConfig:
-    fields: dict[str, object] = {
-        "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
-        "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "norm_eps": 1e-6, "max_positions": 2048,
-        "rope": RopeConfig(10000.0), "windows": (None, None),
-    }  # fmt: skip
-    return DecoderConfig(**{**fields, **changes})  # type: ignore[arg-type]
-
-
 def make_decoder(dtype: torch.dtype = torch.float32, **changes: object) -> Decoder:
     torch.manual_seed(0)
-    decoder = Decoder(make_config(**changes)).requires_grad_(False).eval()
+    decoder = Decoder(describe(**changes)).requires_grad_(False).eval()
     for name, parameter in decoder.named_parameters():
         parameter.copy_((1 if name.endswith("norm.weight") else 0) + 0.2 * torch.randn(parameter.shape))
     decoder.tie_head()

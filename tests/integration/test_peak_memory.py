@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from speculant.kernels.native import usable_sets
 from speculant.models.families.llama import read_config
-from speculant.models.weights.load import tensor_shapes
+from speculant.models.sizes import tensor_shapes
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CONFIG = {

@@ -1,124 +1,85 @@
-"""The configuration of a decoder: everything in which the supported families differ."""
+"""Reads the parts of a decoder from a Hugging Face config.json: what the families share.
+
+Each reader checks its entries. A wrong one raises a ModelError that names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from speculant.errors import ModelError
+from speculant.models.description import (
+    SAME_NAMES,
+    Attention,
+    DecoderConfig,
+    Embedding,
+    Head,
+    Layer,
+    Mlp,
+    Norm,
+    Rope,
+    TensorMap,
+)
 from speculant.models.fields import count as count
 from speculant.models.fields import flag, is_whole, number, show, window
 
 MOST_HEAD_DIM = 2**16
-MOST_WEIGHTS = 2**40  # in one matrix; no machine holds more
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base `theta`, and a scaling by `kind` with the checkpoint's factors."""
-
-    theta: float
-    kind: str = "default"  # default, linear, dynamic, llama3
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Everything that determines a decoder's arithmetic.
-
-    head_tokens: the ascending ids of the head's rows, see `with_short_head`; () = all. Others have the logit -inf.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    max_positions: int
-    rope: RopeConfig
-    windows: tuple[int | None, ...]  # sliding window per layer; None = full attention
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    head_tokens: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"config.json has {self.num_heads} attention heads, not a multiple of {self.num_kv_heads} key heads",
-                "check num_attention_heads and num_key_value_heads in config.json.",
-            )
-        if self.head_dim % 2:
-            raise ModelError(
-                f"config.json gives heads of {self.head_dim} dimensions, which can't be rotated in pairs",
-                "check head_dim, hidden_size and num_attention_heads in config.json.",
-            )
-        if len(self.windows) != self.num_layers:
-            raise ModelError(
-                f"config.json has {len(self.windows)} layer_types for {self.num_layers} layers",
-                "check layer_types and num_hidden_layers in config.json.",
-            )
-        if self.rope.kind == "dynamic" and self.head_dim == 2:
-            raise ModelError(
-                "config.json asks for dynamic rope scaling of heads of 2 dimensions, for which it is not defined",
-                "check rope_scaling and head_dim in config.json.",
-            )
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Refuse matrices whose sizes could overflow, before their files are opened."""
-        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        largest = max(heads, self.intermediate_size, self.vocab_size) * self.hidden_size
-        if largest > MOST_WEIGHTS:
-            raise ModelError(
-                f"config.json describes a matrix of {largest} weights, more than {MOST_WEIGHTS}",
-                "check vocab_size, hidden_size, intermediate_size, head_dim and the numbers of heads in config.json.",
-            )
+def read_decoder(hf: Mapping[str, Any], layers: Sequence[Layer], tensors: TensorMap = SAME_NAMES) -> DecoderConfig:
+    """Read what surrounds the layers. tensors: their names in the files."""
+    return DecoderConfig(
+        embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size")),
+        layers=tuple(layers),
+        norm=read_norm(hf),
+        head=Head(tied=flag(hf, "tie_word_embeddings")),
+        max_positions=count(hf, "max_position_embeddings"),
+        tensors=tensors,
+    )
 
 
-def read_decoder(hf: Mapping[str, Any], **family: Any) -> DecoderConfig:
-    """Read the fields that all families share from a Hugging Face config; `family` adds or replaces fields."""
+def read_norm(hf: Mapping[str, Any]) -> Norm:
+    """Read the norm that a model has everywhere."""
+    return Norm(number(hf, "rms_norm_eps", 1e-6, 1e-30, 1))
+
+
+def read_mlp(hf: Mapping[str, Any], bias: bool = False) -> Mlp:
+    """Read the feed-forward block. Raises ModelError for another activation than SiLU."""
     if hf.get("hidden_act") not in (None, "silu", "swish"):
         raise ModelError(
             f"config.json asks for hidden_act={show(hf['hidden_act'])}; only 'silu' is implemented",
             "use a checkpoint of one of the supported families.",
         )
+    return Mlp(count(hf, "intermediate_size"), bias)
+
+
+def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
+    """Read the heads and their rotary positions; `own` has the other fields."""
     heads = count(hf, "num_attention_heads")
-    layers = count(hf, "num_hidden_layers")
-    max_positions = count(hf, "max_position_embeddings")
-    shared = {
-        "model_type": hf["model_type"],
-        "vocab_size": count(hf, "vocab_size"),
-        "hidden_size": count(hf, "hidden_size"),
-        "intermediate_size": count(hf, "intermediate_size"),
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": count(hf, "num_key_value_heads", heads),
-        "head_dim": count(hf, "head_dim", count(hf, "hidden_size") // heads, MOST_HEAD_DIM),
-        "norm_eps": number(hf, "rms_norm_eps", 1e-6, 1e-30, 1),
-        "max_positions": max_positions,
-        "rope": read_rope(hf, max_positions),
-        "tie_embeddings": flag(hf, "tie_word_embeddings"),
-        "windows": (None,) * layers,
+    return Attention(
+        heads=heads,
+        kv_heads=count(hf, "num_key_value_heads", heads),
+        head_dim=count(hf, "head_dim", count(hf, "hidden_size") // heads, MOST_HEAD_DIM),
+        rope=read_rope(hf, count(hf, "max_position_embeddings")),
+        **own,
+    )
+
+
+def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
+    """Return a layer for each of these sliding windows, None = full attention; they differ in nothing else."""
+    made = {
+        window: replace(layer, attention=replace(layer.attention, window=window)) for window in dict.fromkeys(windows)
     }
-    return DecoderConfig(**{**shared, **family})
+    return [made[window] for window in windows]
 
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
 
 
-def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def read_rope(hf: Mapping[str, Any], max_positions: int) -> Rope:
     """Read the rotary settings, in the old form (rope_theta, rope_scaling) or the new (rope_parameters).
 
     With both, rope_scaling replaces rope_parameters, as in transformers 5.
@@ -132,7 +93,7 @@ def read_rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
             f" {show(scaling)}, over {show(partial)} of each head",
             f"use a checkpoint with one rope_type for all layers ({', '.join(_ROPE_KINDS)}) over whole heads.",
         )
-    return RopeConfig(
+    return Rope(
         theta=number(
             scaling if scaling.get("rope_theta") is not None else hf, "rope_theta", 10000.0, 1 / MOST_THETA, MOST_THETA
         ),
@@ -193,6 +154,11 @@ def read_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
         raise ModelError(
             f"config.json has layer_types = {show(kinds)}",
             f"list one of these for each layer: {', '.join(_LAYER_TYPES)}.",
+        )
+    if len(kinds) != layers:
+        raise ModelError(
+            f"config.json has {len(kinds)} layer_types for {layers} layers",
+            "check layer_types and num_hidden_layers in config.json.",
         )
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 

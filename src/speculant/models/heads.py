@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import repeat
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.models.base import Batch, CausalLM, Chain, Hidden, ModelNeeds
-from speculant.models.config import DecoderConfig
-from speculant.models.reference.attention import AttentionPlan
-from speculant.models.reference.decoder import Layer, RMSNorm, spread
+from speculant.models.description import DecoderConfig, Layer
+from speculant.models.reference.attention import Attend, StoredKeys
+from speculant.models.reference.decoder import DecoderLayer, RMSNorm, spread
 from speculant.models.reference.rotary import Rotary
 from speculant.models.weights.source import WeightSource, read_plain
 
@@ -40,7 +41,7 @@ class Entry(Enum):
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The arithmetic of a head. `decoder` has its sizes and those tokens that its output head knows.
+    """The arithmetic of a head. `decoder` describes its layers, and the tokens that its output head has rows for.
 
     fc_bias: whether fc has a bias. norm_before_residual: with ATTENTION, the first layer adds to norm(h) instead of h.
     norm_output: the state that goes on to the next row is that after the final norm. own_table, own_head: whether it
@@ -54,6 +55,12 @@ class HeadConfig:
     norm_output: bool = False
     own_table: bool = False
     own_head: bool = False
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers; with INPUT, the first one has no norm before attention."""
+        first, *others = self.decoder.layers
+        return (replace(first, before_attention=None) if self.entry is Entry.INPUT else first, *others)
 
 
 @runtime_checkable
@@ -117,22 +124,18 @@ class HeadDecoder(nn.Module):
         own, hidden = config.decoder, config.decoder.hidden_size
         self.config = config
         self._target = (target,)  # in a tuple: its parameters are not this module's
-        self.layers = nn.ModuleList(Layer(own, index) for index in range(own.num_layers))
-        first = cast(Layer, self.layers[0])
+        inputs = hidden if config.entry is Entry.INPUT else 2 * hidden
+        widths = [inputs] + [hidden] * (own.num_layers - 1)
+        self.layers = nn.ModuleList(map(DecoderLayer, config.layers, range(own.num_layers), repeat(hidden), widths))
         if config.entry is Entry.INPUT:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
-            del first.input_layernorm
         else:
-            self.hidden_norm, self.norm = RMSNorm(hidden, own.norm_eps), RMSNorm(hidden, own.norm_eps)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                rows = getattr(first.self_attn, name).out_features
-                setattr(first.self_attn, name, nn.Linear(2 * hidden, rows, bias=own.qkv_bias))
+            self.hidden_norm, self.norm = RMSNorm(hidden, own.norm), RMSNorm(hidden, own.norm)
         if config.own_table:
             self.embed_tokens = nn.Parameter(torch.zeros(own.vocab_size, hidden))
         if config.own_head:
-            self.lm_head = nn.Linear(hidden, len(own.head_tokens) or own.vocab_size, bias=False)
-        self._rotary = Rotary(own.rope, own.head_dim)
-        self._windows, self._groups = frozenset(own.windows), own.num_heads // own.num_kv_heads
+            self.lm_head = nn.Linear(hidden, len(own.head.tokens) or own.vocab_size, bias=False)
+        self._rotary = Rotary(own.attention.rope, own.attention.head_dim)
 
     @property
     def vocab_size(self) -> int:
@@ -167,27 +170,22 @@ class HeadDecoder(nn.Module):
         """See `CausalLM.forward`; there are no taps."""
         assert batch.hidden is not None, "a head takes in a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
-        angles = self._rotary.angles(batch.positions, embedded.dtype)
-        plan = AttentionPlan.build(batch, self._windows, self._groups, embedded.dtype)
-        x = self.first(embedded, batch.hidden.to(embedded.dtype), lambda x: self._attend(x, angles, plan, storage))
-        for layer in self.layers[1:]:
-            x = layer(x, angles, plan, storage)
-        return self.leave(x)
+        attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
+        return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend)
 
-    def first(self, embedded: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """Return what leaves the first layer, for embeddings and states [..., hidden]."""
+    def states(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Hidden:
+        """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]."""
+        angles = self._rotary.angles(positions, embedded.dtype)
+        first, *others = cast(list[DecoderLayer], self.layers)
         if self.config.entry is Entry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))
-            x = x + attend(x)
+            x = first.add(x, x, angles, attend)
         else:
             normed = self.hidden_norm(hidden)
-            entering = torch.cat((self._first.input_layernorm(embedded), normed), dim=-1)
-            x = (normed if self.config.norm_before_residual else hidden) + attend(entering)
-        out: Tensor = x + self._first.mlp(self._first.post_attention_layernorm(x))
-        return out
-
-    def leave(self, x: Tensor) -> Hidden:
-        """Return the states that the output head reads, and those that go on, of what leaves the last layer."""
+            entering = torch.cat((first.input_layernorm(embedded), normed), dim=-1)
+            x = first.add(normed if self.config.norm_before_residual else hidden, entering, angles, attend)
+        for layer in others:
+            x = layer(x, angles, attend)
         last = x if self.config.entry is Entry.INPUT else self.norm(x)
         return Hidden(last, carried=last if self.config.norm_output else x)
 
@@ -196,31 +194,15 @@ class HeadDecoder(nn.Module):
         if not self.config.own_head:
             return self._target[0].logits(hidden)
         out: Tensor = self.lm_head(hidden)
-        tokens = self.config.decoder.head_tokens
+        tokens = self.config.decoder.head.tokens
         return spread(out, torch.tensor(tokens, device=out.device), self.vocab_size) if tokens else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this head draws none by itself."""
         return chains
 
-    @property
-    def _first(self) -> Layer:
-        return cast(Layer, self.layers[0])
-
-    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
-        out: Tensor = self._first.self_attn(x, angles, plan, storage)
-        return out
-
-
-class Attend(Protocol):
-    """The first layer's attention."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map its input to what is added to the residual stream."""
-        ...
-
 
 def head_cache_shape(config: HeadConfig, target: CausalLM) -> CacheShape:
     """Return the shape of one position of a head's cache: of the target's type, on its device."""
-    own = config.decoder
-    return replace(target.cache_shape, num_layers=own.num_layers, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim)
+    layers, of = config.decoder.num_layers, config.decoder.attention
+    return replace(target.cache_shape, num_layers=layers, num_kv_heads=of.kv_heads, head_dim=of.head_dim)

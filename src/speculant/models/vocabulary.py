@@ -9,10 +9,9 @@ from functools import cached_property
 from torch import Tensor
 
 from speculant.errors import ConfigError
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
+from speculant.models.sizes import TABLE
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
-
-TABLE = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class DraftVocabulary:
         Its output head must have the rows of `drawable` tokens already.
         """
         fitted = Substituted(weights, self, config.vocab_size)
-        return replace(config, vocab_size=self.size), fitted
+        return replace(config, embedding=replace(config.embedding, vocab_size=self.size)), fitted
 
     def __str__(self) -> str:
         """All that weights depend on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,10 @@ import torch
 from speculant import LLM, SamplingParams, plugins
 from speculant.models import backends
 from speculant.models.backends.base import KIND, Backend, choose_backend
-from speculant.models.weights.load import tensor_shapes
+from speculant.models.sizes import tensor_shapes
 from speculant.models.weights.source import CheckedWeights, ModuleWeights
-from tests.contracts.test_backends import CONFIG, VARIANTS, random_decoder
+from tests.contracts.test_backends import VARIANTS, random_decoder
+from tests.descriptions import describe
 from tests.models import Checkpoints
 from tests.unit.models.families import Session
 
@@ -46,7 +46,7 @@ def test_backend_page_backend_reads_every_tensor(backend: Backend, variant: str)
 
 
 def test_backend_page_backend_is_chosen_by_name_alone(backend: Backend) -> None:
-    config = replace(CONFIG, head_dim=2**12)  # too large for the native kernels
+    config = describe(head_dim=2**12)  # too large for the native kernels
     for wanted, name in (("auto", "reference"), (backend.name, backend.name)):
         assert choose_backend(wanted, None, config, torch.float32, CPU)[0].name == name
 

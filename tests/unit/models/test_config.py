@@ -46,7 +46,7 @@ def test_old_and_new_rotary_settings(old: dict[str, Any], new: dict[str, Any]) -
 def test_rope_scaling_replaces_rope_parameters(parameters: dict[str, Any], scaling: dict[str, Any]) -> None:
     both = {"rope_theta": 3e4, "rope_parameters": parameters, "rope_scaling": scaling}
     theirs = LlamaConfig(**copy.deepcopy({**SMALL, **both})).rope_parameters
-    ours = llama.read_config({**SMALL, "model_type": "llama", **both}).rope
+    ours = llama.read_config({**SMALL, "model_type": "llama", **both}).attention.rope
     expected = theirs["rope_type"], theirs["rope_theta"], theirs.get("factor", 1.0)
     assert (ours.kind, ours.theta, ours.factor) == expected
 
@@ -80,7 +80,8 @@ def test_both_forms_of_rotary_settings_are_checked(key: str) -> None:
     ],
 )
 def test_windows(family: ModuleType, settings: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert family.read_config({**SMALL, "model_type": "any", **settings}).windows == windows
+    layers = family.read_config({**SMALL, "model_type": "any", **settings}).layers
+    assert tuple(layer.attention.window for layer in layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -106,15 +107,15 @@ def test_settings_of_another_kind_are_refused(family: ModuleType, settings: dict
 @pytest.mark.parametrize("given", [{}, {"head_dim": None, "num_key_value_heads": None}])
 def test_null_and_absent_sizes_follow_from_the_others(given: dict[str, Any]) -> None:
     hf = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
-    config = llama.read_config({**hf, "model_type": "llama", **given})
-    assert (config.head_dim, config.num_kv_heads) == (8, 4)
+    attention = llama.read_config({**hf, "model_type": "llama", **given}).attention
+    assert (attention.head_dim, attention.kv_heads) == (8, 4)
 
 
 def test_dynamic_angles_depend_on_the_position_alone() -> None:
     """Within the trained length they are the plain ones; beyond it, each position has its own base."""
     hf = {**SMALL, "model_type": "llama", "max_position_embeddings": 8}
-    plain = Rotary(llama.read_config(hf).rope, 8)
-    dynamic = Rotary(llama.read_config({**hf, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope, 8)
+    plain = Rotary(llama.read_config(hf).attention.rope, 8)
+    dynamic = Rotary(llama.read_config({**hf, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).attention.rope, 8)
     positions = torch.arange(20)
     together = dynamic.angles(positions, torch.float32)[0]
     alone = torch.cat([dynamic.angles(position[None], torch.float32)[0] for position in positions])

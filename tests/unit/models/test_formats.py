@@ -119,9 +119,9 @@ def test_a_repository_of_gguf_files_is_called_what_it_is(monkeypatch: pytest.Mon
 def test_null_key_heads_of_mistral_are_its_query_heads() -> None:
     """As in transformers 4; version 5 refuses null. Absent, they are 8."""
     read, shared = plugins.load("speculant.models", "mistral").read_config, {**SMALL, "model_type": "mistral"}
-    assert read({**shared, "num_attention_heads": 16, "num_key_value_heads": None}).num_kv_heads == 16
+    assert read({**shared, "num_attention_heads": 16, "num_key_value_heads": None}).attention.kv_heads == 16
     del shared["num_key_value_heads"]
-    assert read({**shared, "num_attention_heads": 16}).num_kv_heads == 8
+    assert read({**shared, "num_attention_heads": 16}).attention.kv_heads == 8
 
 
 NULLS = ["num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"]
@@ -134,8 +134,8 @@ def test_null_sizes_are_those_of_transformers(family: str, key: str) -> None:
         pytest.skip("transformers 5 refuses it")
     hf = {**SMALL, "model_type": family, key: None}
     theirs = AutoConfig.for_model(**hf)
-    ours = plugins.load("speculant.models", family).read_config(hf)
-    assert ours.num_kv_heads == theirs.num_key_value_heads
+    ours = plugins.load("speculant.models", family).read_config(hf).attention
+    assert ours.kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.rope.kind == theirs.rope_parameters["rope_type"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.families import llama
 from speculant.models.reference.rotary import Rotary
 from speculant.models.weights.load import Checkpoint, load_model
@@ -102,7 +102,7 @@ def test_a_changed_variant_is_read_or_refused(family: str, folders: dict[str, Pa
     except ModelError:
         return
     assert isinstance(config, DecoderConfig)
-    assert all(window is None or window >= 1 for window in config.windows)
+    assert all(layer.attention.window is None or layer.attention.window >= 1 for layer in config.layers)
 
 
 @pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor", "rope_theta"])
@@ -111,10 +111,10 @@ def test_rotary_angles_are_finite_or_refused(name: str, kind: str) -> None:
     for value in [*EXTREMES, 1e-30, 1e30, 1e-6, 1e6, 4.0, 3.9999999]:
         hf = {**SMALL, "model_type": "llama", "rope_parameters": {**LLAMA3, "rope_type": kind, name: value}}
         try:
-            config = llama.read_config(hf)
+            of = llama.read_config(hf).attention
         except ModelError:
             continue
-        angles = Rotary(config.rope, config.head_dim).angles(torch.tensor([0, 1, 127, 2**20]), torch.float32)
+        angles = Rotary(of.rope, of.head_dim).angles(torch.tensor([0, 1, 127, 2**20]), torch.float32)
         assert all(torch.isfinite(each).all() for each in angles), value
 
 

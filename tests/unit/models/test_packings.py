@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,15 @@ from speculant.files import cache_folder
 from speculant.kernels.native import Kernels, open_kernels, usable_sets
 from speculant.models.backends.base import AUTO, CODED, PLAIN, Packing, choose_backend, packing_of
 from speculant.models.backends.native import NativeBackend
-from speculant.models.native.program import linear_weights
-from speculant.models.reference.decoder import Decoder
 from speculant.models.weights import packings
 from speculant.models.weights.packings import choose, fastest_packing, kept_gains, measure_gains
-from tests.contracts.test_backends import CONFIG
+from tests.contracts.test_backends import CONFIG, SIZES
+from tests.descriptions import describe
 from tests.models import Checkpoints
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CPU = torch.device("cpu")
-LARGE = replace(CONFIG, hidden_size=4096, intermediate_size=8192, vocab_size=9000)
+LARGE = describe(**{**SIZES, "hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 9000})
 
 
 @pytest.fixture
@@ -47,14 +45,6 @@ def test_packing_is_chosen_where_it_pays(gains: dict[int, float], name: str) -> 
     chosen = choose(gains)
     assert chosen.name == name
     assert f"{gains[1]:.2f} x at 1 row, {gains[5]:.2f} x at 5 rows" in str(chosen)
-
-
-def test_linear_weights_are_those_of_the_matrices() -> None:
-    with torch.device("meta"):
-        model = Decoder(CONFIG)
-    matrices = {name: each.numel() for name, each in model.named_parameters() if each.dim() == 2}
-    del matrices["model.embed_tokens.weight"]  # the head has its size
-    assert linear_weights(CONFIG) == sum(matrices.values())
 
 
 @native

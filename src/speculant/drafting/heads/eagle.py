@@ -65,7 +65,7 @@ def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> 
     if not tokens:
         return load_layers(config, weights, target, KIND)
     weights.check(head_shapes(config, target), KIND)
-    short = replace(config, decoder=replace(sizes, head_tokens=tokens), own_head=True)
+    short = replace(config, decoder=sizes.with_head(tokens), own_head=True)
     return attach(target, short, WithRows(weights, output_rows(target, tokens)))
 
 

@@ -95,7 +95,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
     """Read the head, and its map from three states to one."""
     weights = renamed(folder, rename)
     names = weights.names()
-    sizes = replace(read_sizes(folder.config, names, target), head_tokens=read_tokens(folder, target))
+    sizes = read_sizes(folder.config, names, target).with_head(read_tokens(folder, target))
     config = HeadConfig(
         sizes,
         Entry.ATTENTION,
@@ -106,11 +106,11 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
     )
     check_shared(folder, config, target)
     if not config.own_head:
-        config = replace(config, decoder=replace(sizes, head_tokens=()))
+        config = replace(config, decoder=sizes.with_head(()))
     norms = encoder_norms(folder, target)
     matrix = (sizes.hidden_size, NUM_STATES * target.hidden_size)
     model = load_layers(config, weights, target, KIND, {ENCODER: matrix, **norms})
-    return model, encoder(weights, target, [*norms], sizes.norm_eps)
+    return model, encoder(weights, target, [*norms], sizes.norm.eps)
 
 
 def encoder_norms(folder: HeadFolder, target: CausalLM) -> dict[str, tuple[int, ...]]:

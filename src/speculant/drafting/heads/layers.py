@@ -10,7 +10,8 @@ from typing import Any
 from speculant.drafting.heads.folder import HeadFolder, Renamed
 from speculant.errors import ModelError
 from speculant.models.base import CausalLM
-from speculant.models.config import DecoderConfig, read_decoder, read_windows
+from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
+from speculant.models.description import DecoderConfig, Layer
 from speculant.models.fields import count, show
 from speculant.models.heads import HeadConfig, attach, head_shapes
 
@@ -28,17 +29,17 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
         )
     layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
     stated = {key: value for key, value in inner.items() if value is not None}
-    filled = {"model_type": "llama", "max_position_embeddings": target.max_positions, **stated}
+    filled = {"max_position_embeddings": target.max_positions, **stated}
     filled |= {"vocab_size": target.vocab_size, "num_hidden_layers": max(len(layers), 1)}
-    most = count(filled, "max_position_embeddings")
-    return read_decoder(
+    most, norm = count(filled, "max_position_embeddings"), read_norm(filled)
+    attention = read_attention(
         filled,
-        windows=_windows(read_windows(filled), most, target.max_positions),
-        qkv_bias="layers.0.self_attn.q_proj.bias" in names,
+        bias="layers.0.self_attn.q_proj.bias" in names,
         output_bias="layers.0.self_attn.o_proj.bias" in names,
-        mlp_bias="layers.0.mlp.up_proj.bias" in names,
-        qk_norm="layers.0.self_attn.q_norm.weight" in names,
+        qk_norm=norm if "layers.0.self_attn.q_norm.weight" in names else None,
     )
+    layer = Layer(attention, read_mlp(filled, bias="layers.0.mlp.up_proj.bias" in names), norm, norm)
+    return read_decoder(filled, windowed(layer, _windows(read_windows(filled), most, target.max_positions)))
 
 
 def _windows(own: Sequence[int | None], trained: int, needed: int) -> tuple[int | None, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
+from speculant.models.sizes import parameters, values_per_position
 from speculant.models.source import read_json, resolve_source
-from speculant.models.weights.load import tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Size:
     def of(cls, config: Mapping[str, Any]) -> Size:
         """Return the size of the model that a config.json describes."""
         decoder: DecoderConfig = plugins.load("speculant.models", config["model_type"]).read_config(config)
-        parameters = sum(math.prod(shape) for shape in tensor_shapes(decoder).values())
-        return cls(parameters, 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim)
+        return cls(parameters(decoder), values_per_position(decoder))
 
 
 def memory(config: EngineConfig, runtime: Runtime) -> dict[str, float]:

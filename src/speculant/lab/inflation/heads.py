@@ -29,7 +29,7 @@ from speculant.files import read_json
 from speculant.lab.inflation.matrices import Growth, NoisyFiles
 from speculant.lab.inflation.model import decoder_shape, make_folder
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.config import read_decoder
+from speculant.models.families.llama import read_config
 from speculant.models.fields import count, show
 
 _LAYER_CONFIG = "transformer_layer_config"  # of the `speculators` package
@@ -88,8 +88,8 @@ def head_shape(folder: Path) -> tuple[Shape, int]:
     """Return the sizes of a head and the dimension of its attention heads; what it does not have is 1."""
     inner = _layer_config(read_json(folder / "config.json"))
     if "intermediate_size" in inner:
-        decoder = read_decoder({"model_type": "llama", "max_position_embeddings": 1, "vocab_size": 1, **inner})
-        return decoder_shape(decoder), decoder.head_dim
+        decoder = read_config({"max_position_embeddings": 1, "vocab_size": 1, **inner})
+        return decoder_shape(decoder), decoder.attention.head_dim
     return Shape(count(inner, "hidden_size"), count(inner, _INNER, 1), 1, 1, 1), 1
 
 

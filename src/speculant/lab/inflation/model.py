@@ -8,7 +8,6 @@ first: a draft model that agrees less often with its target.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -22,12 +21,12 @@ from torch import Tensor
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.matrices import Growth, NoisyFiles
 from speculant.lab.inflation.shapes import Shape
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.families.llama import read_config
 from speculant.models.fields import show
+from speculant.models.sizes import parameters
 from speculant.models.source import read_json
 from speculant.models.weights.formats import quantised_format
-from speculant.models.weights.load import tensor_shapes
 from speculant.models.weights.tensors import TensorFiles, check_layers, check_tensors
 
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -65,7 +64,7 @@ def shape_of(folder: Path) -> tuple[Shape, int]:
     hf = read_json(folder / "config.json")
     _check_family(hf)
     decoder = read_config(hf)
-    return decoder_shape(decoder), decoder.head_dim
+    return decoder_shape(decoder), decoder.attention.head_dim
 
 
 def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> None:
@@ -81,11 +80,11 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     _check_family(hf)
     weights, decoder = TensorFiles.open(source), read_config(hf)
     check_layers(weights, hf)
-    check_tensors(weights, tensor_shapes(decoder))
-    growth = Growth(decoder_shape(decoder), shape, decoder.head_dim, weights.common_dtype())
-    model = _Inflation(NoisyFiles(weights, noise), growth, decoder.tie_embeddings)
-    grown = {**hf, **asdict(shape), "head_dim": decoder.head_dim, "tie_word_embeddings": False}
-    num_weights = [_num_weights(config) for config in (decoder, read_config(grown))]
+    check_tensors(weights, decoder)
+    growth = Growth(decoder_shape(decoder), shape, decoder.attention.head_dim, weights.common_dtype())
+    model = _Inflation(NoisyFiles(weights, noise), growth, decoder.head.tied)
+    grown = {**hf, **asdict(shape), "head_dim": decoder.attention.head_dim, "tie_word_embeddings": False}
+    num_weights = [parameters(config) for config in (decoder, read_config(grown))]
     make_folder(folder)
     _copy_files(source, folder)
     _write_weights(folder, model)
@@ -148,12 +147,12 @@ def _layer_names(at: str) -> tuple[list[str], list[str], list[str]]:
 def decoder_shape(decoder: DecoderConfig) -> Shape:
     """Return the sizes of a model."""
     return Shape(
-        decoder.hidden_size, decoder.intermediate_size, decoder.num_layers, decoder.num_heads, decoder.num_kv_heads
+        decoder.hidden_size,
+        decoder.layers[0].mlp.size,
+        decoder.num_layers,
+        decoder.attention.heads,
+        decoder.attention.kv_heads,
     )
-
-
-def _num_weights(decoder: DecoderConfig) -> int:
-    return sum(math.prod(size) for size in tensor_shapes(decoder).values())
 
 
 def _check_family(hf: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.kernels.base import Sampler
 from speculant.models.base import CausalLM
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.weights.source import WeightSource
 
 KIND = "speculant.models.backends"
@@ -63,7 +63,7 @@ class Backend(Protocol):
     ) -> CausalLM:
         """Return a model that is ready to run. Each tensor is read when it is needed and then dropped.
 
-        Peak memory is at most that of the model and of one tensor of the source. If `config.head_tokens` is not empty,
+        Peak memory is at most that of the model and of one tensor of the source. If `config.head.tokens` is not empty,
         `lm_head.weight` has one row for each of these tokens, and all others have the logit -infinity.
         """
         ...

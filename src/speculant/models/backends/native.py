@@ -12,7 +12,7 @@ from speculant.kernels.base import Sampler
 from speculant.kernels.native import QUANTIZED, TYPES, Kernels, open_kernels
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.packings import fastest_packing

@@ -10,7 +10,7 @@ from torch import nn
 
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.reference.decoder import Decoder
 from speculant.models.weights.source import WeightSource, read_plain
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import DecoderConfig, read_decoder
-from speculant.models.fields import flag
+from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.description import DecoderConfig, Layer
+from speculant.models.fields import count, flag
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Llama config.json."""
-    bias = flag(hf, "attention_bias")
-    return read_decoder(hf, qkv_bias=bias, output_bias=bias, mlp_bias=flag(hf, "mlp_bias"))
+    bias, norm = flag(hf, "attention_bias"), read_norm(hf)
+    attention = read_attention(hf, bias=bias, output_bias=bias)
+    layer = Layer(attention, read_mlp(hf, bias=flag(hf, "mlp_bias")), norm, norm)
+    return read_decoder(hf, [layer] * count(hf, "num_hidden_layers"))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import DecoderConfig, read_decoder
+from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm
+from speculant.models.description import DecoderConfig, Layer
 from speculant.models.fields import count, window
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Mistral config.json."""
-    windows = (window(hf),) * count(hf, "num_hidden_layers")
-    return read_decoder({"num_key_value_heads": 8, **hf}, windows=windows)  # null = as many as query heads
+    hf = {"num_key_value_heads": 8, **hf}  # null = as many as query heads
+    attention, norm = read_attention(hf, window=window(hf)), read_norm(hf)
+    layer = Layer(attention, read_mlp(hf), norm, norm)
+    return read_decoder(hf, [layer] * count(hf, "num_hidden_layers"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import DecoderConfig, read_decoder, read_windows
+from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
+from speculant.models.description import DecoderConfig, Layer
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Qwen2 config.json."""
-    return read_decoder(hf, qkv_bias=True, windows=read_windows(hf))
+    norm = read_norm(hf)
+    layer = Layer(read_attention(hf, bias=True), read_mlp(hf), norm, norm)
+    return read_decoder(hf, windowed(layer, read_windows(hf)))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import DecoderConfig, read_decoder, read_windows
+from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
+from speculant.models.description import DecoderConfig, Layer
 from speculant.models.fields import flag
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Qwen3 config.json."""
-    bias = flag(hf, "attention_bias")
-    return read_decoder(hf, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=read_windows(hf))
+    bias, norm = flag(hf, "attention_bias"), read_norm(hf)
+    attention = read_attention(hf, bias=bias, output_bias=bias, qk_norm=norm)
+    layer = Layer(attention, read_mlp(hf), norm, norm)
+    return read_decoder(hf, windowed(layer, read_windows(hf)))

@@ -25,13 +25,14 @@ from speculant.models.base import (
     check_taps,
     check_tokens,
 )
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.native.chains import ChainRows, Drawn, can_replay
 from speculant.models.native.linears import NativeLinears
-from speculant.models.native.program import Buffers, PackedDecoder, Program, embedding, linear, linear_weights
+from speculant.models.native.program import Buffers, PackedDecoder, Program, embedding, linear
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.reference.rotary import Rotary
+from speculant.models.sizes import matrix_weights
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader
 from speculant.models.weights.source import WeightSource
@@ -70,22 +71,22 @@ class NativeDecoder:
         store: WeightStore | None = None,
     ) -> None:
         type_ = quantization or (Type.BF12 if coded and dtype == torch.bfloat16 else TYPES[dtype])
-        expected = likely_bytes(kernels, type_, linear_weights(config) // config.hidden_size, config.hidden_size)
+        expected = likely_bytes(kernels, type_, matrix_weights(config) // config.hidden_size, config.hidden_size)
         reader = WeightReader(weights, kernels, dtype, Arena(kernels.touch, expected), coded=coded, store=store)
         packed = PackedDecoder.read(config, reader, quantization)
         self._begin(packed, dtype, kernels)
 
     def _begin(self, packed: PackedDecoder, dtype: torch.dtype, kernels: Kernels) -> None:
         """Make the model of packed weights."""
-        config, cpu = packed.config, torch.device("cpu")
-        self.cache_shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, cpu)
+        config, of, cpu = packed.config, packed.config.attention, torch.device("cpu")
+        self.cache_shape = CacheShape(config.num_layers, of.kv_heads, of.head_dim, dtype, cpu)
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
-        self._rotary = Rotary(config.rope, config.head_dim)
+        self._rotary = Rotary(of.rope, of.head_dim)
         self.kernels, self.packed = kernels, packed
         self._buffers, self._programs = Buffers(config, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._head = linear(self.packed.head, None, None)
-        self._head_tokens = torch.tensor(config.head_tokens, dtype=torch.int64) if config.head_tokens else None
+        self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         self._cosines = self._sines = torch.empty(0)
         self._drawn: Drawn | None = None  # of the last draft
 
@@ -116,9 +117,9 @@ class NativeDecoder:
     @staticmethod
     def why_not(config: DecoderConfig) -> str | None:
         """Return why the kernels can't compute layers of these sizes, a model's or a head's; None if they can."""
-        group = config.num_heads // config.num_kv_heads
-        if config.head_dim > MOST_DIM or group > MOST_GROUP:
-            return f"heads of {config.head_dim} in groups of {group} are too large for them"
+        of = config.attention
+        if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
+            return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         return None
 
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
@@ -134,10 +135,8 @@ class NativeDecoder:
     def truncated(self, num_layers: int) -> NativeDecoder:
         """See `Truncatable.truncated`."""
         whole, model = self.packed, NativeDecoder.__new__(NativeDecoder)
-        config = replace(whole.config, num_layers=num_layers, windows=whole.config.windows[:num_layers])
-        model._begin(
-            replace(whole, config=config, layers=whole.layers[:num_layers]), self.cache_shape.dtype, self.kernels
-        )
+        first = replace(whole, config=whole.config.truncated(num_layers), layers=whole.layers[:num_layers])
+        model._begin(first, self.cache_shape.dtype, self.kernels)
         return model
 
     def embed(self, tokens: Tensor) -> Tensor:

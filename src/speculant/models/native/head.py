@@ -15,7 +15,16 @@ from speculant.kernels.native_structs import Draft
 from speculant.models.base import Batch, Chain, Hidden
 from speculant.models.heads import Entry, HeadConfig, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
-from speculant.models.native.program import Buffers, PackedDecoder, PackedLayer, Program, copying, embedding, linear
+from speculant.models.native.program import (
+    Buffers,
+    PackedDecoder,
+    PackedLayer,
+    PackedNorm,
+    Program,
+    copying,
+    embedding,
+    linear,
+)
 from speculant.models.weights.reader import WeightReader
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_plain
 
@@ -67,7 +76,7 @@ class PackedHead:
     hidden: Weight
     embedded: Weight | None = None
     bias: Tensor | None = None
-    hidden_norm: Tensor | None = None
+    hidden_norm: PackedNorm | None = None
 
     @classmethod
     def read(cls, config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> PackedHead:
@@ -80,14 +89,14 @@ class PackedHead:
             cache_type=type_,
             table=of_e.matrix(type_, "embed_tokens") if config.own_table else host.table,
             head=of_e.matrix(type_, "lm_head.weight") if config.own_head else host.head,
-            norm=torch.empty(0) if config.entry is Entry.INPUT else of_e.vector("norm.weight"),
-            layers=[PackedLayer.read(of_e.inside(f"layers.{i}."), type_) for i in range(own.num_layers)],
+            norm=None if _by_input(config) else PackedNorm.read(own.norm, of_e, "norm.weight"),
+            layers=[PackedLayer.read(of, of_e.inside(f"layers.{i}."), type_) for i, of in enumerate(config.layers)],
         )
         if _by_input(config):
             bias = of_e.vector("fc.bias") if config.fc_bias else None
             return cls(config, decoder, of_h.matrix(type_, "fc.weight"), of_e.matrix(type_, "fc.weight"), bias)
         hidden = of_h.inside("layers.0.self_attn.").matrix(type_, *_QUERIES)
-        return cls(config, decoder, hidden, hidden_norm=of_e.vector("hidden_norm.weight"))
+        return cls(config, decoder, hidden, hidden_norm=PackedNorm.read(own.norm, of_e, "hidden_norm.weight"))
 
 
 def _by_input(config: HeadConfig) -> bool:
@@ -127,8 +136,6 @@ class HeadProgram(Program):
 
     def _enter_by_attention(self) -> Iterator[Op]:
         head, buffers, first = self._head, self._buffers, self._head.decoder.layers[0]
-        assert head.hidden_norm is not None
-        assert first.input_norm is not None
         yield embedding(head.decoder.table, buffers.x)
         yield self._norm(first.input_norm, buffers.x, buffers.y)
         yield linear(first.qkv, buffers.y, buffers.qkv, first.qkv_bias)

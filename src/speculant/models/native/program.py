@@ -1,4 +1,4 @@
-"""A decoder's pass as a program for the native kernels: recorded once over fixed buffers, replayed in one call.
+"""The native interpreter of a description: a pass is recorded once over fixed buffers, and run in one call.
 
 x      the residual stream               [T, hidden]
 y      x after a norm                    [T, hidden]
@@ -12,12 +12,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speculant.kernels.native import TYPES, Code, Flag, Op, Type, Weight
-from speculant.models.config import DecoderConfig
+from speculant.models.description import Attention, DecoderConfig, Layer, Norm
+from speculant.models.sizes import HEAD, LAYER, NORM, TABLE, activations
 from speculant.models.weights.reader import WeightReader
 from speculant.types import LayerStates
 
@@ -25,40 +27,54 @@ FLOAT_BYTES = 4
 TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
 
 
+class PackedNorm(NamedTuple):
+    """The scales of a norm."""
+
+    scale: Tensor
+    eps: float
+
+    @classmethod
+    def read(cls, of: Norm | None, weights: WeightReader, name: str) -> PackedNorm | None:
+        """Read a norm; None = the model does not have it."""
+        return cls(weights.vector(name), of.eps) if of else None
+
+
 @dataclass(frozen=True)
 class PackedLayer:
-    """The weights of one layer. Vectors are float32; None = the family does not have this one."""
+    """The weights of one layer that `of` describes. Vectors are float32; None = it does not have this one."""
 
-    input_norm: Tensor | None
+    of: Layer
+    input_norm: PackedNorm | None
     qkv: Weight
     qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    query_norm: PackedNorm | None
+    key_norm: PackedNorm | None
     out: Weight
     out_bias: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: PackedNorm | None
     gate_up: Weight
     gate_up_bias: Tensor | None
     down: Weight
     down_bias: Tensor | None
 
     @classmethod
-    def read(cls, layer: WeightReader, type_: Type) -> PackedLayer:
+    def read(cls, of: Layer, layer: WeightReader, type_: Type) -> PackedLayer:
         """Read and pack a layer's weights."""
-        attention, mlp = layer.inside("self_attn."), layer.inside("mlp.")
+        own, attention, mlp = of.attention, layer.inside("self_attn."), layer.inside("mlp.")
         return cls(
-            input_norm=layer.optional("input_layernorm.weight"),
+            of=of,
+            input_norm=PackedNorm.read(of.before_attention, layer, "input_layernorm.weight"),
             qkv=attention.matrix(type_, "q_proj.weight", "k_proj.weight", "v_proj.weight"),
-            qkv_bias=attention.optional("q_proj.bias", "k_proj.bias", "v_proj.bias"),
-            query_norm=attention.optional("q_norm.weight"),
-            key_norm=attention.optional("k_norm.weight"),
+            qkv_bias=attention.vector("q_proj.bias", "k_proj.bias", "v_proj.bias") if own.bias else None,
+            query_norm=PackedNorm.read(own.qk_norm, attention, "q_norm.weight"),
+            key_norm=PackedNorm.read(own.qk_norm, attention, "k_norm.weight"),
             out=attention.matrix(type_, "o_proj.weight"),
-            out_bias=attention.optional("o_proj.bias"),
-            mlp_norm=layer.vector("post_attention_layernorm.weight"),
+            out_bias=attention.vector("o_proj.bias") if own.output_bias else None,
+            mlp_norm=PackedNorm.read(of.before_mlp, layer, "post_attention_layernorm.weight"),
             gate_up=mlp.interleaved(type_, "gate_proj.weight", "up_proj.weight"),
-            gate_up_bias=mlp.optional("gate_proj.bias", "up_proj.bias"),
+            gate_up_bias=mlp.vector("gate_proj.bias", "up_proj.bias") if of.mlp.bias else None,
             down=mlp.matrix(type_, "down_proj.weight"),
-            down_bias=mlp.optional("down_proj.bias"),
+            down_bias=mlp.vector("down_proj.bias") if of.mlp.bias else None,
         )
 
 
@@ -70,7 +86,7 @@ class PackedDecoder:
     cache_type: Type
     table: Weight
     head: Weight
-    norm: Tensor
+    norm: PackedNorm | None
     layers: list[PackedLayer]
 
     @classmethod
@@ -78,12 +94,12 @@ class PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
         plain = TYPES[weights.dtype]
         type_ = plain if quantization is None else quantization
-        embedding = "model.embed_tokens.weight"
-        table = weights.matrix(plain, embedding)
-        tied = config.tie_embeddings
-        head = table if tied and type_ == plain else weights.matrix(type_, embedding if tied else "lm_head.weight")
-        norm = weights.vector("model.norm.weight")
-        layers = [PackedLayer.read(weights.inside(f"model.layers.{i}."), type_) for i in range(config.num_layers)]
+        table, tied = weights.matrix(plain, TABLE), config.head.tied
+        head = table if tied and type_ == plain else weights.matrix(type_, TABLE if tied else HEAD)
+        norm = PackedNorm.read(config.norm, weights, NORM)
+        layers = [
+            PackedLayer.read(of, weights.inside(LAYER.format(index)), type_) for index, of in enumerate(config.layers)
+        ]
         return cls(config, plain, table, head, norm, layers)
 
     @property
@@ -98,10 +114,8 @@ class Buffers:
 
     def __init__(self, config: DecoderConfig, room: int) -> None:
         self.room = room
-        self.x, self.y = torch.empty(room, config.hidden_size), torch.empty(room, config.hidden_size)
-        self.qkv = torch.empty(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        self.heads = torch.empty(room, config.num_heads * config.head_dim)
-        self.gated = torch.empty(room, config.intermediate_size)
+        made = {name: torch.empty(room, width) for name, width in activations(config).items()}
+        self.x, self.y, self.qkv, self.heads, self.gated = made.values()
 
 
 class TapMemory:
@@ -167,45 +181,38 @@ class Program:
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         buffers = self._buffers
-        assert layer.input_norm is not None, "the layer has no input norm"
         yield self._tapped_norm(index, layer.input_norm)
         yield linear(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
         yield from self._behind_queries(index, layer)
 
     def _behind_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         """Yield the rest of a layer, once queries, keys and values are there."""
-        buffers = self._buffers
-        x, window = buffers.x, self._weights.config.windows[index] or 0
-        yield self._attention(Code.ROTATE, index, scale=layer.query_norm, bias=layer.key_norm)
-        yield self._attention(Code.ATTEND, index, out=buffers.heads, window=window)
+        buffers, of = self._buffers, layer.of.attention
+        x, norms = buffers.x, dict[str, Tensor | float]()
+        if layer.query_norm and layer.key_norm:
+            norms = {"scale": layer.query_norm.scale, "bias": layer.key_norm.scale, "eps": layer.query_norm.eps}
+        yield self._attention(Code.ROTATE, index, of, **norms)
+        yield self._attention(Code.ATTEND, index, of, out=buffers.heads, window=of.window)
         yield linear(layer.out, buffers.heads, x, layer.out_bias, Flag.ADD)
         yield self._norm(layer.mlp_norm, x, buffers.y)
         yield linear(layer.gate_up, buffers.y, buffers.gated, layer.gate_up_bias, Flag.SILU)
         yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
 
-    def _tapped_norm(self, layer: int, scale: Tensor) -> Op:
+    def _tapped_norm(self, layer: int, norm: PackedNorm | None) -> Op:
         """Return the norm of a layer's input; if it is tapped, `next_taps` says where it is copied to."""
         buffers = self._buffers
-        return self._norm(scale, buffers.x, buffers.y, buffers.y if layer in self._layers else None)
+        return self._norm(norm, buffers.x, buffers.y, buffers.y if layer in self._layers else None)
 
-    def _norm(self, scale: Tensor, source: Tensor, out: Tensor, copy: Tensor | None = None) -> Op:
-        config = self._weights.config
-        return _op(Code.NORM, n=config.hidden_size, scale=scale, source=source, out=out, copy=copy, eps=config.norm_eps)
+    def _norm(self, norm: PackedNorm | None, source: Tensor, out: Tensor, copy: Tensor | None = None) -> Op:
+        assert norm is not None, "a norm that the description does not have is computed"
+        width = source.shape[1]
+        return _op(Code.NORM, n=width, scale=norm.scale, source=source, out=out, copy=copy, eps=norm.eps)
 
-    def _attention(self, code: Code, layer: int, **fields: Tensor | int | None) -> Op:
-        config = self._weights.config
+    def _attention(self, code: Code, layer: int, of: Attention, **fields: Tensor | float | None) -> Op:
         return _op(
-            code, self._weights.cache_type, layer=layer, source=self._buffers.qkv,
-            heads=config.num_heads, kv_heads=config.num_kv_heads, dim=config.head_dim,
-            eps=config.norm_eps, factor=config.head_dim**-0.5, **fields,
+            code, self._weights.cache_type, layer=layer, source=self._buffers.qkv, heads=of.heads,
+            kv_heads=of.kv_heads, dim=of.head_dim, factor=of.head_dim**-0.5, **fields,
         )  # fmt: skip
-
-
-def linear_weights(config: DecoderConfig) -> int:
-    """Return how many weights of matrices a pass of a decoder reads."""
-    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-    layer = 2 * inner + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
-    return hidden * (config.num_layers * layer + config.vocab_size)
 
 
 def embedding(table: Weight, out: Tensor) -> Op:

@@ -12,7 +12,8 @@ candidates   tokens that top-k, top-p and min-p choose from      csrc/probs.h, p
 from __future__ import annotations
 
 from speculant.kernels.memory import MOST_BYTES
-from speculant.models.config import DecoderConfig
+from speculant.models.description import Attention, DecoderConfig
+from speculant.models.sizes import activations
 
 REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
 GROWTH = 2  # an array that grows takes up to twice its need
@@ -23,40 +24,30 @@ MOST_SPLIT_BLOCKS = 4  # per thread, of a pass whose spans are computed in paral
 
 def scratch_bytes(config: DecoderConfig, threads: int, rows: int, positions: int) -> int:
     """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
-    per_row = _buffer_row(config) + GROWTH * _widest(config)
-    angles = _power(positions) * config.head_dim
+    widths = activations(config)
+    per_row = sum(widths.values()) + GROWTH * max(widths[name] for name in ("x", "heads", "gated"))
+    angles = _power(positions) * config.attention.head_dim
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
-    reals = _power(rows) * per_row + angles + threads * _item(config)
-    return REAL * reals + _span_bytes(config, threads, rows, positions) + sampling + candidates
+    reals = _power(rows) * per_row + angles + threads * _item(config.attention)
+    return REAL * reals + _span_bytes(config.attention, threads, rows, positions) + sampling + candidates
 
 
-def _buffer_row(config: DecoderConfig) -> int:
-    """Return the numbers that `Buffers` holds for a row."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    return 2 * config.hidden_size + heads * config.head_dim + config.intermediate_size
+def _padded(of: Attention) -> int:
+    return -(-of.head_dim // LANES) * LANES
 
 
-def _widest(config: DecoderConfig) -> int:
-    """Return the largest number of inputs of a linear layer."""
-    return max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
-
-
-def _padded(config: DecoderConfig) -> int:
-    return -(-config.head_dim // LANES) * LANES
-
-
-def _item(config: DecoderConfig) -> int:
+def _item(of: Attention) -> int:
     """Return the numbers that a work item of attention holds: keys and values of a tile, two softmaxes per query."""
-    padded, queries = _padded(config), BLOCK_ROWS * config.num_heads // config.num_kv_heads
+    padded, queries = _padded(of), BLOCK_ROWS * of.groups
     return _power(2 * TILE * padded) + _power(2 * queries * (padded + 2))
 
 
-def _span_bytes(config: DecoderConfig, threads: int, rows: int, positions: int) -> int:
+def _span_bytes(of: Attention, threads: int, rows: int, positions: int) -> int:
     spans, most_rows = -(-positions // SPAN), min(rows, MOST_SPLIT_BLOCKS * threads * BLOCK_ROWS)
     if spans <= 1:
         return 0
-    return min(MOST_SPAN_BYTES, REAL * _power(most_rows * config.num_heads * spans * (_padded(config) + 2)))
+    return min(MOST_SPAN_BYTES, REAL * _power(most_rows * of.heads * spans * (_padded(of) + 2)))
 
 
 def _power(count: int) -> int:

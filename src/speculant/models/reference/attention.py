@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,44 +17,60 @@ from torch.nn import functional
 
 from speculant.cache.base import KVStorage
 from speculant.models.base import Batch, Segment
+from speculant.models.description import Attention, DecoderConfig
 from speculant.tree import ancestors_of, ids
 
 
+class Attend(Protocol):
+    """Where keys and values are, and which of them each row sees.
+
+    Layers compute queries, keys and values alike, in passes with a cache and in training.
+    """
+
+    def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with a layer's queries [..., heads, head_dim], and return as much.
+
+        The keys and values [..., kv_heads, head_dim] are those of the same rows.
+        """
+        ...
+
+
 @dataclass(frozen=True)
-class AttentionPlan:
-    """Slots and masks of one pass. Every layer uses the slots, and the masks of its own sliding window."""
+class StoredKeys:
+    """Attention of a flat batch over the keys and values of a storage, to which it adds its own.
+
+    Rows are [T, heads, head_dim]. Every layer uses the slots, and the masks of its own sliding window.
+    """
 
     batch: Batch
+    storage: KVStorage
     slots: list[Tensor | slice]  # one entry per segment, for its keys; see `context_slots`
     masks: dict[int | None, list[Tensor | None]]  # window -> per segment [groups * rows, keys], or None = all visible
 
     @classmethod
-    def build(cls, batch: Batch, windows: frozenset[int | None], groups: int, dtype: torch.dtype) -> AttentionPlan:
-        """Build the masks for every sliding window that the model's layers use (None = no window).
+    def build(cls, batch: Batch, storage: KVStorage, config: DecoderConfig, dtype: torch.dtype) -> StoredKeys:
+        """Build the masks for every sliding window of the layers (None = no window).
 
         A mask is added to the scores, so it holds 0 and -inf in the model's dtype. It is repeated for
-        the `groups` query heads that share a key head.
+        the query heads that share a key head.
         """
+        windows, groups = {layer.attention.window for layer in config.layers}, config.attention.groups
         masks = {window: _segment_masks(batch, window, groups, dtype) for window in windows}
-        return cls(batch, context_slots(batch), masks)
+        return cls(batch, storage, context_slots(batch), masks)
 
-
-def attend(query: Tensor, layer: int, window: int | None, plan: AttentionPlan, storage: KVStorage) -> Tensor:
-    """Scaled dot-product attention of each row over the stored keys and values of its sequence.
-
-    query is [T, heads, head_dim]; the result has the same shape. Heads that share a key head are
-    folded into rows, so keys and values are read in place and are not repeated.
-    """
-    segments, masks = plan.batch.segments, plan.masks[window]
-    if len(segments) == 1:
-        return _attend_one(query, *storage.read(layer, plan.slots[0]), masks[0])
-    parts = query.split_with_sizes([segment.num_rows for segment in segments])
-    return torch.cat(
-        [
-            _attend_one(rows, *storage.read(layer, slots), mask)
-            for slots, rows, mask in zip(plan.slots, parts, masks, strict=True)
-        ]
-    )
+    def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attend`. Heads that share a key head are folded into rows, so keys and values are not repeated."""
+        storage, segments, masks = self.storage, self.batch.segments, self.masks[of.window]
+        storage.write(layer, self.batch.slot_mapping, key, value)
+        if len(segments) == 1:
+            return _attend_one(query, *storage.read(layer, self.slots[0]), masks[0])
+        parts = query.split_with_sizes([segment.num_rows for segment in segments])
+        return torch.cat(
+            [
+                _attend_one(rows, *storage.read(layer, slots), mask)
+                for slots, rows, mask in zip(self.slots, parts, masks, strict=True)
+            ]
+        )
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

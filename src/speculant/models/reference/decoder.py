@@ -1,9 +1,11 @@
-"""The decoder that all families share. Parameter names are those of Hugging Face checkpoints."""
+"""The reference interpreter of a description: torch, differentiable. Training and heads use the same layers.
+
+Parameter names are those of Llama's checkpoints, in every family.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels import reference
 from speculant.models.base import Batch, Chain, Hidden, ModelNeeds, check_embeddings, check_taps, check_tokens
-from speculant.models.config import DecoderConfig
-from speculant.models.reference.attention import AttentionPlan, attend
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Norm
+from speculant.models.reference.attention import Attend, StoredKeys
 from speculant.models.reference.rotary import Rotary
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, see `Rotary.angles`
 
 
 def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
@@ -25,76 +29,76 @@ def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation of the last dimension."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, norm: Norm) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self._eps = eps
+        self._eps = norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., dim]."""
         return reference.rms_norm(x, self.weight, self._eps)
 
 
-class Attention(nn.Module):
-    """Self-attention with grouped heads over the stored keys and values."""
+class SelfAttention(nn.Module):
+    """A layer's attention, of inputs [..., inputs]."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, of: Attention, layer: int, inputs: int, hidden: int) -> None:
         super().__init__()
-        self._layer, self._window = layer, config.windows[layer]
-        self._heads, self._kv_heads, self._dim = config.num_heads, config.num_kv_heads, config.head_dim
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self._qk_norm = config.qk_norm
+        self._of, self._layer = of, layer
+        self.q_proj = nn.Linear(inputs, of.query_size, bias=of.bias)
+        self.k_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
+        self.v_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
+        self.o_proj = nn.Linear(of.query_size, hidden, bias=of.output_bias)
+        if of.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(of.head_dim, of.qk_norm), RMSNorm(of.head_dim, of.qk_norm)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
-        """Map x [T, hidden] to [T, hidden] and write this layer's keys and values to the storage."""
-        query = self.q_proj(x).view(-1, self._heads, self._dim)
-        key = self.k_proj(x).view(-1, self._kv_heads, self._dim)
-        value = self.v_proj(x).view(-1, self._kv_heads, self._dim)
-        if self._qk_norm:
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Map x [..., inputs] to [..., hidden]."""
+        of, rows = self._of, x.shape[:-1]
+        query = self.q_proj(x).view(*rows, of.heads, of.head_dim)
+        key = self.k_proj(x).view(*rows, of.kv_heads, of.head_dim)
+        value = self.v_proj(x).view(*rows, of.kv_heads, of.head_dim)
+        if of.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        rotated = reference.rotate(torch.cat((query, key), dim=1), *angles)
-        query, key = rotated.split_with_sizes((self._heads, self._kv_heads), dim=1)
-        storage.write(self._layer, plan.batch.slot_mapping, key, value)
-        out = attend(query, self._layer, self._window, plan, storage)
-        projected: Tensor = self.o_proj(out.flatten(1))
+        rotated = reference.rotate(torch.cat((query, key), dim=-2), *angles)
+        query, key = rotated.split_with_sizes((of.heads, of.kv_heads), dim=-2)
+        projected: Tensor = self.o_proj(attend(self._layer, of, query, key, value).flatten(-2))
         return projected
 
 
-class MLP(nn.Module):
-    """The gated feed-forward block."""
+class GatedMlp(nn.Module):
+    """The feed-forward block."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, of: Mlp, hidden: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(hidden, of.size, bias=of.bias)
+        self.up_proj = nn.Linear(hidden, of.size, bias=of.bias)
+        self.down_proj = nn.Linear(of.size, hidden, bias=of.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [T, hidden] to [T, hidden]."""
+        """Map x [..., hidden] to as much."""
         out: Tensor = self.down_proj(reference.silu_gate(self.gate_proj(x), self.up_proj(x)))
         return out
 
 
-class Layer(nn.Module):
-    """Attention and feed-forward blocks, each after a norm and added to the residual stream."""
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward blocks, each added to the residual stream. inputs: the width that attention reads."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, layer: Layer, index: int, hidden: int, inputs: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        if layer.before_attention:
+            self.input_layernorm = RMSNorm(hidden, layer.before_attention)
+        self.self_attn = SelfAttention(layer.attention, index, inputs, hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, layer.before_mlp)
+        self.mlp = GatedMlp(layer.mlp, hidden)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan, storage: KVStorage) -> Tensor:
-        """Map x [T, hidden] to [T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, plan, storage)
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Map x [..., hidden] to as much."""
+        return self.add(x, self.input_layernorm(x), angles, attend)
+
+    def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Add both blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
+        x = x + self.self_attn(entering, angles, attend)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -105,8 +109,9 @@ class _Backbone(nn.Module):
         # From a tensor: on "meta", the default initialisation would import torch's compiler, which takes a second.
         zeros = torch.zeros(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(zeros, freeze=False)  # type: ignore[no-untyped-call]
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        hidden = config.hidden_size
+        self.layers = nn.ModuleList(DecoderLayer(each, i, hidden, hidden) for i, each in enumerate(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm)
 
 
 class Decoder(nn.Module):
@@ -118,11 +123,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = _Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, len(config.head_tokens) or config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, len(config.head.tokens) or config.vocab_size, bias=False)
         self.tie_head()
-        self._rotary = Rotary(config.rope, config.head_dim)
-        self._windows = frozenset(config.windows)
-        self._groups = config.num_heads // config.num_kv_heads
+        self._rotary = Rotary(config.attention.rope, config.attention.head_dim)
 
     @property
     def vocab_size(self) -> int:
@@ -148,16 +151,16 @@ class Decoder(nn.Module):
     def cache_shape(self) -> CacheShape:
         """The shape of one position of this model's cache."""
         weight = self.model.embed_tokens.weight
-        config = self.config
-        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+        of = self.config.attention
+        return CacheShape(self.num_layers, of.kv_heads, of.head_dim, weight.dtype, weight.device)
 
     @cached_property
     def _head_tokens(self) -> Tensor:
-        return torch.tensor(self.config.head_tokens, device=self.lm_head.weight.device)
+        return torch.tensor(self.config.head.tokens, device=self.lm_head.weight.device)
 
     def tie_head(self) -> None:
         """Share the embedding's weight with the head if the config ties them; call it after parameters are replaced."""
-        if self.config.tie_embeddings:
+        if self.config.head.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -168,16 +171,24 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
         check_taps(taps, self.num_layers)
-        x = self._inputs(batch)
-        angles = self._rotary.angles(batch.positions, x.dtype)
-        plan = AttentionPlan.build(batch, self._windows, self._groups, x.dtype)
+        inputs = self._inputs(batch)
+        attend = StoredKeys.build(batch, storage, self.config, inputs.dtype)
         entering = {}  # hidden states by the layer that takes them as input
-        for index, layer in enumerate(self.model.layers):
+        for index, x in enumerate(self.states(inputs, batch.positions, attend)):
             if index in taps:
                 entering[index] = x
-            x = layer(x, angles, plan, storage)
-        entering[self.num_layers] = x
         return Hidden(self.model.norm(x), tuple(entering[tap] for tap in taps))
+
+    def states(self, x: Tensor, positions: Tensor, attend: Attend) -> Iterator[Tensor]:
+        """Yield the input [..., n, hidden] of each layer, beginning with x, and the output of the last one.
+
+        positions [n] are those of the rows.
+        """
+        angles = self._rotary.angles(positions, x.dtype)
+        yield x
+        for layer in self.model.layers:
+            x = layer(x, angles, attend)
+            yield x
 
     def _inputs(self, batch: Batch) -> Tensor:
         """Return the input embeddings [T, hidden] of a batch: looked up, except for rows that have their own."""
@@ -194,7 +205,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.logits`."""
         out: Tensor = self.lm_head(hidden)
-        return spread(out, self._head_tokens, self.vocab_size) if self.config.head_tokens else out
+        return spread(out, self._head_tokens, self.vocab_size) if self.config.head.tokens else out
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """See `CausalLM.grow`; this model draws none by itself."""
@@ -202,9 +213,8 @@ class Decoder(nn.Module):
 
     def truncated(self, num_layers: int) -> Decoder:
         """See `Truncatable.truncated`."""
-        windows = self.config.windows[:num_layers]
         with torch.device("meta"):
-            model = Decoder(replace(self.config, num_layers=num_layers, windows=windows))
+            model = Decoder(self.config.truncated(num_layers))
         model.model.embed_tokens, model.model.norm = self.model.embed_tokens, self.model.norm
         model.model.layers, model.lm_head = self.model.layers[:num_layers], self.lm_head
         return model.eval()

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from speculant.models.config import RopeConfig
+from speculant.models.description import Rope
 
 
 class Rotary:
     """Angles for positions: cos and sin tables of one model."""
 
-    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+    def __init__(self, config: Rope, head_dim: int) -> None:
         self._config = config
         self._exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
         self._frequencies = _frequencies(config, self._exponents)
@@ -41,7 +41,7 @@ class Rotary:
         return 1.0 / base[:, None] ** self._exponents.to(positions.device)
 
 
-def _frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
+def _frequencies(config: Rope, exponents: Tensor) -> Tensor:
     plain = 1.0 / config.theta**exponents
     if config.kind == "linear":
         return plain / config.factor
@@ -50,7 +50,7 @@ def _frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
     return plain
 
 
-def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+def _llama3(config: Rope, plain: Tensor) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend in between (Llama 3.1)."""
     turns = config.original_max_positions * plain / (2 * math.pi)  # full turns within the trained length
     low, high = config.low_freq_factor, config.high_freq_factor

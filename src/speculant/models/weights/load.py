@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.models.backends.base import AUTO, Backend, Packing, Store, StoresWeights, choose_backend, packing_of
 from speculant.models.base import CausalLM, check_needs
-from speculant.models.config import DecoderConfig
+from speculant.models.description import DecoderConfig
 from speculant.models.generation import read_end_tokens, read_generation, read_sampling
-from speculant.models.reference.decoder import Decoder
+from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import read_json, resolve_source
 from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.formats import check_unquantised, unknown_family
-from speculant.models.weights.source import CheckedWeights, ShortHead, WeightSource
+from speculant.models.weights.source import CheckedWeights, Mapped, ShortHead, WeightSource
 from speculant.models.weights.tensors import Stamp, TensorFiles, check_layers, check_tensors
 from speculant.params import SamplingParams
 
@@ -96,13 +96,13 @@ def load_model(
     check_layers(tensors, config)  # before anything is allocated per layer
     decoder: DecoderConfig = plugins.load(_FAMILIES, config["model_type"]).read_config(config)
     _warn_of_dynamic_rope(decoder)
-    shapes = tensor_shapes(decoder)
-    check_tensors(tensors, shapes)
+    check_tensors(tensors, decoder)
     generation = read_generation(folder)
     ends, sampling = read_end_tokens(generation, config, decoder.vocab_size), read_sampling(generation)
     chosen = _choose_dtype(dtype, config, tensors)
     backend, description = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing)
-    weights = CheckedWeights(tensors, shapes.keys())
+    stored = {name: decoder.tensors.stored(name) for name in tensor_shapes(decoder)}
+    weights = CheckedWeights(Mapped(tensors, stored), stored.keys())
     decoder, own = _fitted(decoder, weights, head_tokens, vocabulary)
     facts = [str(chosen), str(quantization), str(decoder), *([str(vocabulary)] if vocabulary else [])]
     kept = KeptWeights.of(weight_cache, backend, tensors, facts)
@@ -177,8 +177,7 @@ def with_short_head(
             f"head_tokens has the tokens {tokens[0]} to {tokens[-1]} and the draft model has {config.vocab_size}",
             "make the file with this model's tokenizer.",
         )
-    stored = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return replace(config, tie_embeddings=False, head_tokens=tokens), ShortHead(weights, tokens, stored)
+    return config.with_head(tokens), ShortHead(weights, tokens, TABLE if config.head.tied else HEAD)
 
 
 def _check_dtype(dtype: str) -> None:
@@ -208,20 +207,13 @@ def _check_family(config: Mapping[str, Any]) -> None:
 
 def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
     """Say that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
-    if config.rope.kind == "dynamic":
+    if config.attention.rope.kind == "dynamic":
         logger.warning(
             "config.json asks for dynamic rope scaling, which has no effect here. It begins beyond %d positions, and a"
             " longer context is refused: the angles would depend on the length of the whole sequence, and keys in the"
             " cache would keep those of a shorter one.",
             config.max_positions,
         )
-
-
-def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that the files must hold; a tied head is not stored."""
-    with torch.device("meta"):  # allocates no memory
-        model = Decoder(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _choose_dtype(dtype: str, config: Mapping[str, Any], tensors: TensorFiles) -> torch.dtype:

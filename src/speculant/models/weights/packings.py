@@ -22,8 +22,9 @@ from speculant.kernels.memory import Arena, aligned
 from speculant.kernels.native import Kernels, Op, Pass, Type, Weight
 from speculant.kernels.packing import panel_rows
 from speculant.models.backends.base import CODED, PLAIN, Packing
-from speculant.models.config import DecoderConfig
-from speculant.models.native.program import linear, linear_weights
+from speculant.models.description import DecoderConfig
+from speculant.models.native.program import linear
+from speculant.models.sizes import matrix_weights
 
 MIB = 2**20
 LEAST_BYTES = 64 * MIB  # of a model: the weights of a smaller one may stay in the processor's caches
@@ -45,10 +46,10 @@ def fastest_packing(kernels: Kernels, config: DecoderConfig, quantization: str |
     """Return the faster way to store a model's bfloat16 weights here; takes some tenths of a second the first time."""
     if quantization is not None:
         return Packing(PLAIN, f"its linear layers are {quantization}")
-    size = 2 * linear_weights(config)  # bytes
+    size = 2 * matrix_weights(config)  # bytes
     if size < LEAST_BYTES:
         return Packing(PLAIN, f"{size / MIB:.0f} MiB of weights may stay in the processor's caches")
-    depths = sorted({config.hidden_size, config.intermediate_size})
+    depths = sorted({config.hidden_size, *(layer.mlp.size for layer in config.layers)})
     return choose(kept_gains(kernels, depths, min(size, timed_bytes())))
 
 

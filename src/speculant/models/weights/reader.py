@@ -60,10 +60,6 @@ class WeightReader:
         """Return vectors in float32, concatenated."""
         return torch.cat([self._read(name).to(self.dtype, copy=True) for name in names]).float()
 
-    def optional(self, *names: str) -> Tensor | None:
-        """Return vectors in float32, concatenated; None if the model has none of them."""
-        return self.vector(*names) if any(self.prefix + name in self.weights.names() for name in names) else None
-
     def _read_matrix(self, type_: Type, name: str) -> Tensor:
         """Read a matrix. Raises ModelError if it is to be quantised and not finite: quantised weights are finite."""
         matrix = self._read(name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from speculant.errors import ModelError
+from speculant.models.sizes import HEAD
 
 
 @dataclass(frozen=True)
@@ -70,28 +71,47 @@ class ModuleWeights:
 
 
 @dataclass(frozen=True)
+class Mapped:
+    """A source whose tensors have the model's names. stored: the source's name of each."""
+
+    source: WeightSource
+    stored: Mapping[str, str]
+
+    def names(self) -> Collection[str]:
+        """See `WeightSource.names`."""
+        return self.stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource.shape`."""
+        return self.source.shape(self.stored[name])
+
+    def read(self, name: str) -> Tensor | QuantizedBlocks:
+        """See `WeightSource.read`."""
+        return self.source.read(self.stored[name])
+
+
+@dataclass(frozen=True)
 class ShortHead:
     """A source whose output head has the rows of some tokens only.
 
-    stored: the name of the whole head, which is the embedding's where they are tied.
+    whole: the name of the whole head, which is the embedding's where they are tied.
     """
 
     source: WeightSource
     tokens: tuple[int, ...]
-    stored: str
-    head: str = "lm_head.weight"
+    whole: str
 
     def names(self) -> Collection[str]:
         """See `WeightSource.names`."""
-        return {**dict.fromkeys(self.source.names()), self.head: None}.keys()
+        return {**dict.fromkeys(self.source.names()), HEAD: None}.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return (len(self.tokens), *self.source.shape(self.stored)[1:]) if name == self.head else self.source.shape(name)
+        return (len(self.tokens), *self.source.shape(self.whole)[1:]) if name == HEAD else self.source.shape(name)
 
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """See `WeightSource.read`."""
-        return read_plain(self.source, self.stored)[list(self.tokens)] if name == self.head else self.source.read(name)
+        return read_plain(self.source, self.whole)[list(self.tokens)] if name == HEAD else self.source.read(name)
 
 
 class CheckedWeights:

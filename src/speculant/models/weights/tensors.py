@@ -15,19 +15,22 @@ from safetensors import safe_open
 from torch import Tensor
 
 from speculant.errors import Converts, ModelError
+from speculant.models.description import DecoderConfig
 from speculant.models.fields import count
+from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import read_json
 from speculant.models.weights.pickles import no_weights
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # the names of a layer's tensors begin so
 _SHOWN = 5
 TICK = 0.05  # seconds; changes that follow one another within a system's clock tick get the same time
 _SHARD = re.compile(r"\w[\w .+-]{0,199}", re.ASCII)  # a file of the folder itself
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """The header's entry of one tensor."""
 
     file: Path
@@ -60,7 +63,7 @@ class Stamp(NamedTuple):
 class TensorFiles:
     """A `WeightSource`: all tensors of a checkpoint by name. Until `read`, only the headers are read."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     folder: Path
 
     @classmethod
@@ -106,7 +109,7 @@ class TensorFiles:
 
 def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
     """Compare the number of layers in the files' headers with config.json's. Raises ModelError if they differ."""
-    hits = (re.match(r"model\.layers\.([0-9]{1,10})\.", name) for name in found.entries if not _is_harmless(name))
+    hits = (_LAYER.match(name) for name in found.entries if not _is_harmless(name))
     numbers = {int(hit.group(1)) for hit in hits if hit}
     layers = count(config, "num_hidden_layers")
     if len(numbers) != layers or max(numbers) != layers - 1:
@@ -117,13 +120,15 @@ def check_layers(found: TensorFiles, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_tensors(found: TensorFiles, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(found: TensorFiles, config: DecoderConfig) -> None:
     """Compare the files with the model that config.json describes. Raises ModelError on any difference."""
     shapes = {name: entry.shape for name, entry in found.entries.items() if not _is_harmless(name)}
-    if "lm_head.weight" in shapes and "lm_head.weight" not in wanted:
-        _check_tied_head(found)
-        del shapes["lm_head.weight"]
-    _check_names(shapes.keys(), wanted.keys(), found.folder)
+    wanted = {config.tensors.stored(name): shape for name, shape in tensor_shapes(config).items()}
+    head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
+    if config.head.tied and head in shapes:
+        _check_tied_head(found, head, table)
+        del shapes[head]
+    _check_names(shapes.keys(), wanted.keys(), head, found.folder)
     _check_shapes(shapes, wanted)
     _check_kinds(found)
 
@@ -134,7 +139,7 @@ def _check_exists(single: Path) -> None:
         raise no_weights(single.parent, f"neither {_SINGLE} nor {_INDEX}")
 
 
-def _read_shards(index: Path) -> dict[str, Entry]:
+def _read_shards(index: Path) -> dict[str, TensorEntry]:
     """Read the headers of the files that an index lists, and check that it says which tensor is in which file."""
     weight_map = _read_weight_map(index)
     headers = [_read_header(index.parent / file) for file in sorted(set(weight_map.values()))]
@@ -163,10 +168,10 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> dict[str, TensorEntry]:
     with _open(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-        return {name: Entry(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        return {name: TensorEntry(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
 
 
 @contextmanager
@@ -182,20 +187,19 @@ def _is_harmless(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _check_tied_head(found: TensorFiles) -> None:
-    tied = ("lm_head.weight", "model.embed_tokens.weight")
-    if found.entries.keys() >= set(tied) and not torch.equal(*(found.read(name) for name in tied)):
+def _check_tied_head(found: TensorFiles, head: str, table: str) -> None:
+    if table in found.entries and not torch.equal(found.read(head), found.read(table)):
         raise ModelError(
-            "config.json says tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight",
+            f"config.json says tie_word_embeddings = true, but {head} differs from {table}",
             "set tie_word_embeddings to false in config.json if the head was trained on its own.",
         )
 
 
-def _check_names(found: Iterable[str], wanted: Iterable[str], folder: Path) -> None:
+def _check_names(found: Iterable[str], wanted: Iterable[str], head: str, folder: Path) -> None:
     missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-    if missing == ["lm_head.weight"] and not unexpected:
+    if missing == [head] and not unexpected:
         raise ModelError(
-            "config.json says tie_word_embeddings = false, but the weights have no lm_head.weight",
+            f"config.json says tie_word_embeddings = false, but the weights have no {head}",
             "set tie_word_embeddings to true in config.json, or download the checkpoint again.",
         )
     problems = [

@@ -293,7 +293,7 @@ def test_a_head_is_trained_for_any_family(kind: str, name: str, tmp_path: Path) 
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
     if kind.startswith("eagle"):
         head = read_json(config.out / "config.json")
-        assert read_rope(head, head["max_position_embeddings"]) == target.config.rope
+        assert read_rope(head, head["max_position_embeddings"]) == target.config.attention.rope
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str) -> None:

@@ -7,18 +7,18 @@ own earlier rows.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from speculant.lab.training.heads.base import Acceptance
 from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.future import DECAY, RANKS
 from speculant.lab.training.heads.texts import Texts
-from speculant.lab.training.passes import attend_causally, project, within_window
-from speculant.models.reference.decoder import Decoder, Layer
+from speculant.lab.training.passes import attend_causally, attend_masked, within_window
+from speculant.models.description import Attention
+from speculant.models.reference.decoder import Decoder
 
 STRIDE = 8  # tokens of a text from one place to the next
 _AT_A_TIME = 8
@@ -98,26 +98,25 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     """
     (batch, length), (count, hidden) = tokens.shape, inputs.shape
     positions = (places[:, None] + 1 + torch.arange(count)).flatten()  # [m * T]
-    angles = [model._rotary.angles(each, inputs.dtype) for each in (torch.arange(length), positions)]
-    windows = {layer.self_attn._window for layer in cast(list[Layer], model.model.layers)}
+    windows = {layer.attention.window for layer in model.config.layers}
     masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
+    stored = list[tuple[Tensor, Tensor]]()  # the tokens' keys and values, by layer
+
+    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        stored.append((key, value))
+        return attend_causally(layer, of, query, key, value)
+
+    def attend_ahead(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = (torch.cat(each, dim=1) for each in zip(stored[layer], (key, value), strict=True))
+        return attend_masked(query, keys, values, masks[of.window])
+
     with torch.no_grad():
         x: Tensor = model.model.embed_tokens(tokens)
+        for _ in model.states(x, torch.arange(length), attend):
+            pass
     ahead = inputs.repeat(len(places), 1).expand(batch, -1, hidden)  # [b, m * T, hidden]
-    for layer in cast(list[Layer], model.model.layers):
-        module = layer.self_attn
-        with torch.no_grad():
-            query, key, value = project(module, layer.input_layernorm(x), angles[0])
-            x = x + attend_causally(module, query, key, value)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        own_query, own_key, own_value = project(module, layer.input_layernorm(ahead), angles[1])
-        keys, values = torch.cat((key, own_key), 2), torch.cat((value, own_value), 2)
-        out = functional.scaled_dot_product_attention(
-            own_query, keys, values, attn_mask=masks[module._window], enable_gqa=True
-        )
-        ahead = ahead + module.o_proj(out.transpose(1, 2).flatten(2))
-        ahead = ahead + layer.mlp(layer.post_attention_layernorm(ahead))
-    states: Tensor = model.model.norm(ahead)
+    *_, last = model.states(ahead, positions, attend_ahead)
+    states: Tensor = model.model.norm(last)
     return states.view(batch, len(places), count, hidden)
 
 

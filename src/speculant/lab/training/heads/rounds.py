@@ -9,25 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculant.kernels import reference
 from speculant.lab.training.heads.base import Acceptance
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.distance import OutputHead, distances, overlaps
 from speculant.lab.training.heads.texts import Texts
-from speculant.models.config import DecoderConfig, RopeConfig
+from speculant.models.description import Attention, DecoderConfig, Layer, Mlp, Rope
 from speculant.models.heads import HeadDecoder
-from speculant.models.reference.decoder import Attention, Decoder, Layer
+from speculant.models.reference.decoder import Decoder
 
 DECAY = 0.8  # of the loss from one round to the next
 RANKS = 8
 _AT_A_TIME = 8
-Versions = list[tuple[Tensor, Tensor]]  # keys and values [b, heads, n, dim] of each round
 
 
 class RoundsObjective:
@@ -76,14 +74,14 @@ class RoundsObjective:
             "model_type": "llama",
             "hidden_act": "silu",
             "hidden_size": own.hidden_size,
-            "intermediate_size": own.intermediate_size,
+            "intermediate_size": own.layers[0].mlp.size,
             "num_hidden_layers": 1,
-            "num_attention_heads": own.num_heads,
-            "num_key_value_heads": own.num_kv_heads,
-            "head_dim": own.head_dim,
-            "rms_norm_eps": own.norm_eps,
-            "rope_theta": own.rope.theta,
-            **rope_scaling(own.rope),
+            "num_attention_heads": own.attention.heads,
+            "num_key_value_heads": own.attention.kv_heads,
+            "head_dim": own.attention.head_dim,
+            "rms_norm_eps": own.norm.eps,
+            "rope_theta": own.attention.rope.theta,
+            **rope_scaling(own.attention.rope),
             "max_position_embeddings": own.max_positions,
             "vocab_size": own.vocab_size,
             **self._own_config,
@@ -111,10 +109,10 @@ class RoundsObjective:
         assert self._texts is not None
         entering = self._entering(places)
         embedded = self._target.embed(tokens[:, 1:].flatten()).view(*tokens[:, 1:].shape, -1)
-        angles = self._target._rotary.angles(torch.arange(embedded.shape[1]), embedded.dtype)
-        taken, versions, made = entering[:, :-1], list[tuple[Tensor, Tensor]](), list[Tensor]()
+        positions, attend = torch.arange(embedded.shape[1]), RoundsOfRows()
+        taken, made = entering[:, :-1], list[Tensor]()
         for _ in range(self._depth):
-            out = self._head.leave(self._head.first(embedded, taken, Rows(self._attention, angles, versions)))
+            out = self._head.states(embedded, taken, positions, attend)
             assert out.carried is not None
             made.append(out.last)
             taken = torch.cat((entering[:, :1], out.carried[:, :-1]), dim=1)
@@ -122,12 +120,8 @@ class RoundsObjective:
         own = torch.stack([out[:, skipped:] for out in made])
         return own.flatten(1, 2), self._texts.states_of(places)[:, 1 + skipped :].flatten(0, 1)
 
-    @property
-    def _attention(self) -> Attention:
-        return cast(Layer, self._head.layers[0]).self_attn
 
-
-def rope_scaling(rope: RopeConfig) -> dict[str, Any]:
+def rope_scaling(rope: Rope) -> dict[str, Any]:
     """Return the entry of config.json for the scaling of rotary positions, which a layer takes over from its target."""
     factors = {
         "linear": {"factor": rope.factor},
@@ -143,17 +137,11 @@ def rope_scaling(rope: RopeConfig) -> dict[str, Any]:
 
 
 def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
-    """Return the sizes of a layer of the target's own shape."""
-    return replace(
-        target.config,
-        num_layers=1,
-        windows=(None,),
-        intermediate_size=config.inner or target.config.intermediate_size,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-    )
+    """Return a layer of the target's own shape, without its biases, windows and norms of queries and keys."""
+    of, mlp = target.config.attention, target.config.layers[0].mlp
+    attention = Attention(of.heads, of.kv_heads, of.head_dim, of.rope)
+    norm = target.config.norm
+    return replace(target.config, layers=(Layer(attention, Mlp(config.inner or mlp.size), norm, norm),))
 
 
 def begin_small(module: nn.Module, seed: int) -> None:
@@ -165,23 +153,17 @@ def begin_small(module: nn.Module, seed: int) -> None:
             nn.init.normal_(parameter, std=0.5 * shrink * parameter.shape[1] ** -0.5, generator=generator)
 
 
-class Rows:
-    """The attention of one more round: see the module's docstring. `versions` get its keys and values."""
+class RoundsOfRows:
+    """The attention of one round after the other: see the module's docstring."""
 
-    def __init__(self, module: Attention, angles: tuple[Tensor, Tensor], versions: Versions) -> None:
-        self._module, self._angles, self._versions = module, angles, versions
+    def __init__(self) -> None:
+        self._versions = list[tuple[Tensor, Tensor]]()  # keys and values [b, heads, n, dim] of each round
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [b, n, hidden] to [b, n, hidden]."""
-        module = self._module
-        query, key, value = (
-            proj(x).view(*x.shape[:2], -1, module._dim) for proj in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        query, key = (reference.rotate(each, *self._angles).transpose(1, 2) for each in (query, key))
-        groups = module._heads // module._kv_heads
-        self._versions.append((key.repeat_interleave(groups, 1), value.transpose(1, 2).repeat_interleave(groups, 1)))
-        out: Tensor = module.o_proj(self._attend(query * module._dim**-0.5).transpose(1, 2).flatten(2))
-        return out
+    def __call__(self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attend`; of a head's only layer, for rows [b, n, heads, dim]."""
+        key, value = (each.transpose(1, 2).repeat_interleave(of.groups, 1) for each in (key, value))
+        self._versions.append((key, value))
+        return self._attend(query.transpose(1, 2) * of.head_dim**-0.5).transpose(1, 2)
 
     def _attend(self, query: Tensor) -> Tensor:
         """Attend with queries [b, heads, n, dim]: a row d rows before sees version m - d, at least the first."""

@@ -9,7 +9,6 @@ are divided by their size; the weights that are written have these divisors in t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
             f"draft_vocab={known} is more than the target's {target.vocab_size} tokens", "lower --draft-vocab."
         )
     layers = tuple(max(0, min(layer, target.num_layers)) for layer in usual_taps(target.num_layers))
-    sizes = replace(layer_sizes(config, target), head_tokens=tuple(range(known or 0)))
+    sizes = layer_sizes(config, target).with_head(tuple(range(known or 0)))
     head = HeadDecoder(HeadConfig(sizes, Entry.ATTENTION, own_head=known is not None), target)
     network = Network(head, len(layers) * target.hidden_size)
     begin_small(network, config.seed)
@@ -110,7 +109,7 @@ def _config(own: HeadConfig, layers: tuple[int, ...], target: Decoder) -> dict[s
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "target_hidden_size": target.hidden_size,
-        "draft_vocab_size": len(own.decoder.head_tokens) or target.vocab_size,
+        "draft_vocab_size": len(own.decoder.head.tokens) or target.vocab_size,
         "norm_before_residual": own.norm_before_residual,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
     }

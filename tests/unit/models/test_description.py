@@ -1,0 +1,60 @@
+"""The three interpreters of a description agree about its tensors, and a tensor map renames them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from speculant.errors import ModelError
+from speculant.models.description import Rope, TensorMap
+from speculant.models.reference.decoder import Decoder
+from speculant.models.sizes import matrix_weights, parameters, tensor_shapes, values_per_position
+from tests.descriptions import describe
+
+DESCRIPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "normed": {"qk_norm": True, "head_dim": 24, "num_kv_heads": 1},
+    "tied": {"tie_embeddings": True},
+    "short": {"head_tokens": (3, 5, 90)},
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_the_cost_model_has_the_reference_s_tensors(name: str) -> None:
+    config = describe(**DESCRIPTIONS[name])
+    with torch.device("meta"):
+        model = Decoder(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert tensor_shapes(config) == shapes
+    assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    shape = model.cache_shape
+    assert values_per_position(config) == 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def test_matrix_weights_are_those_of_the_matrices() -> None:
+    """The head counts, and the embedding table does not: a pass reads only its tokens' rows."""
+    config = describe(**DESCRIPTIONS["biases"])
+    matrices = {name: shape[0] * shape[1] for name, shape in tensor_shapes(config).items() if len(shape) == 2}
+    del matrices["model.embed_tokens.weight"]
+    assert matrix_weights(config) == sum(matrices.values()) == matrix_weights(describe(tie_embeddings=True))
+
+
+def test_a_tensor_map_renames_tensors_of_all_layers() -> None:
+    names = TensorMap((("model.norm.weight", "ln_f"), ("model.layers.{}.mlp.up_proj.weight", "h.{}.up")))
+    assert names.stored("model.norm.weight") == "ln_f"
+    assert names.stored("model.layers.17.mlp.up_proj.weight") == "h.17.up"
+    for other in ("lm_head.weight", "model.layers.1.mlp.up_proj.bias", "model.layers.x.mlp.up_proj.weight"):
+        assert names.stored(other) == other
+
+
+def test_layers_of_different_heads_are_refused() -> None:
+    config = describe()
+    first, second = config.layers
+    for change in ({"heads": 2}, {"kv_heads": 1}, {"head_dim": 10}, {"rope": Rope(5.0)}):
+        other = replace(second, attention=replace(second.attention, **change))
+        with pytest.raises(ModelError, match="layers with different heads or rotary positions"):
+            replace(config, layers=(first, other))
