@@ -23,7 +23,7 @@ from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
 from speculant.models.base import Chain
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.chains import can_replay
+from speculant.models.native.chains import is_foreseeable
 from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances, KeyedChances
@@ -198,8 +198,8 @@ def test_one_call_is_many(
 ) -> None:
     folder = HEADS[name](tmp_path / "head")
     at_once = grown(name, folder, shared_noise, dtype)
-    assert all(map(can_replay, at_once))
-    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    assert all(map(is_foreseeable, at_once))
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
     stepwise = grown(name, folder, shared_noise, dtype)
     assert_same(at_once, stepwise)
     assert [len(chain.tokens) for chain in at_once] == LIMITS

@@ -14,7 +14,7 @@ from speculant.kernels.native import QUANTIZED
 from speculant.kernels.native_sampler import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
 from speculant.models.native import decoder as native_decoder
-from speculant.models.native.chains import can_replay
+from speculant.models.native.chains import is_foreseeable
 from speculant.models.native.decoder import NativeDecoder
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances, MostLikely
@@ -111,7 +111,7 @@ def test_one_call_is_many(
     model = make_native(isa, QUANTIZED[quantization] if quantization else None)
     at_once = grown(model, kind, shared_noise, vocab_size)
     alone = grown(model, kind, shared_noise, vocab_size, together=False)
-    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
     stepwise = grown(model, kind, shared_noise, vocab_size)
     assert_same(at_once, stepwise)
     assert_same(alone, stepwise)
@@ -131,7 +131,7 @@ def test_a_chain_ends_with_an_unlikely_token(
     whole = grown(model, kind, shared_noise, size, stop_below=1e-300)
     at_once = grown(model, kind, shared_noise, size, stop_below=stop_below)
     alone = grown(model, kind, shared_noise, size, together=False, stop_below=stop_below)
-    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
     assert_same(at_once, grown(model, kind, shared_noise, size, stop_below=stop_below))
     assert_same(alone, at_once)
     for chain, long in zip(at_once, whole, strict=True):
@@ -155,7 +155,7 @@ def test_a_short_head_draws_its_own_tokens(
     head = tuple(range(1, 96, 3))
     model = make_native(isa, head_tokens=head)
     at_once = grown(model, "paged", shared_noise, vocab_size)
-    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
     assert_same(at_once, grown(model, "paged", shared_noise, vocab_size))
     drawn = {token for chain in at_once for token in chain.tokens}
     assert len(drawn) > 3
@@ -201,9 +201,9 @@ def test_chains_with_edits_are_drawn_in_one_call(
 ) -> None:
     """Bias, end tokens and penalties, drafted tokens counted on the way: the bits of the chain drawn step by step."""
     model = make_native(isa)
-    assert all(map(can_replay, make_edited(model, shared_noise)))
+    assert all(map(is_foreseeable, make_edited(model, shared_noise)))
     at_once = grown_edited(model, shared_noise, vocab_size)
-    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: False)
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
     stepwise = grown_edited(model, shared_noise, vocab_size)
     assert_same(at_once, stepwise)
     assert [len(chain.tokens) for chain in stepwise] == [5] * 5
@@ -239,7 +239,7 @@ def test_a_chain_ends_where_the_model_fails(
     poison = next(token for token in healthy[2].tokens[:-1] if token not in healthy[2].request.tokens)
     decoder = make_decoder()
     decoder.model.embed_tokens.weight[poison] = torch.nan
-    monkeypatch.setattr(native_decoder, "can_replay", lambda chain: at_once)
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: at_once)
     failing = grown(packed(decoder, make_native().kernels), kind, shares, 96)
     for chain, whole in zip(failing, healthy, strict=True):
         text = [*chain.request.tokens, *whole.tokens]

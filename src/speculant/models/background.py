@@ -1,4 +1,4 @@
-"""Work that waits until an engine stands: while it starts, costs are measured, and nothing else may run beside that."""
+"""Threads that wait until an engine has started: they would disturb the measurement of its costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _waiting = ContextVar[list[Thread] | None]("waiting", default=None)
 
 
 def start(thread: Thread) -> None:
-    """Start a thread: at once, or where `postponed` says so, later."""
+    """Start a thread: at once, or at the end of the `postponed` block that the caller runs in."""
     if (waiting := _waiting.get()) is None:
         thread.start()
     else:
@@ -20,7 +20,7 @@ def start(thread: Thread) -> None:
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Let threads that `start` is given within the block begin when it ends, also when it raises."""
+    """Start the threads that are passed to `start` within the block at its end, even if it raises."""
     token = _waiting.set(waiting := list[Thread]())
     try:
         yield

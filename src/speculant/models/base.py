@@ -66,7 +66,7 @@ class Batch:
     block_size: int  # positions per block of the block tables
     embeddings: Tensor | None = None  # [k, hidden] input embeddings that replace token lookups; None = no row has one
     embedded_rows: Tensor = _NO_ROWS  # [k] int64, the rows of the batch that they belong to
-    hidden: Tensor | None = None  # [T, hidden] states of another model that rows take in (models/heads.py); None = none
+    hidden: Tensor | None = None  # [T, hidden] states of another model that rows read (models/heads.py); None = none
 
 
 class SequenceInput(NamedTuple):
@@ -74,7 +74,7 @@ class SequenceInput(NamedTuple):
 
     `embeddings` maps rows of this sequence in the pass, counted from 0, to their own input embeddings [hidden]. The
     token of such a row is not looked up and may be any number.
-    `hidden` has a state [rows, hidden] for each row, for models that take them in.
+    `hidden` has a state [rows, hidden] for each row, for models that read states.
     """
 
     seq_id: int
@@ -93,7 +93,7 @@ class Hidden(NamedTuple):
 
     last: Tensor  # [T, hidden], after the final norm: the input of `logits`
     taps: Sequence[Tensor] = ()  # [T, hidden] each, in float32 or the model's dtype
-    carried: Tensor | None = None  # [T, hidden], the states that the next rows take in; None = the model takes none
+    carried: Tensor | None = None  # [T, hidden], the states that the next rows read; None = the model reads none
 
 
 @dataclass(eq=False)
@@ -101,10 +101,10 @@ class Chain:
     """One sequence's part of a draft: forward `input_tokens`, then draw `limit` tokens (0 = none).
 
     `input_tokens` are the committed tokens that are not in its cache. Each drawn token but the last is forwarded in
-    turn. A row without a distribution, because no token is possible or the model failed, ends the chain, and so does a
-    token whose probability is below `stop_below`, which is kept. probs [tokens, V] are the distributions that the
-    tokens were drawn from; None if the verifier does not read them.
-    hidden [len(input_tokens), hidden]: for a model that takes in states, those of the input tokens.
+    turn. The chain ends at a row without a distribution, because no token is possible or the model failed. It also ends
+    after a token whose probability is below `stop_below`. probs [tokens, V] are the distributions that the tokens were
+    drawn from; None if the verifier does not read them.
+    hidden [len(input_tokens), hidden]: the states of the input tokens, for a model that reads states.
     """
 
     request: Request
@@ -118,12 +118,12 @@ class Chain:
 
     @property
     def softened(self) -> bool:
-        """Whether a greedy chain's distributions are those at temperature 1, as its tokens' probabilities matter."""
+        """Whether a greedy chain computes distributions at temperature 1, which `stop_below` is compared with."""
         return self.stop_below > 0 and self.request.params.greedy
 
     @property
     def emits_probs(self) -> bool:
-        """Whether a verifier reads `probs`. Greedy tokens are not drawn from softened ones."""
+        """Whether a verifier reads `probs`. Softened distributions are not those that greedy tokens are drawn from."""
         return not (self.request.shared_noise or self.softened)
 
     @property
@@ -203,7 +203,7 @@ class CausalLM(Protocol):
 
 @runtime_checkable
 class KeepsScratch(Protocol):
-    """What a model has that keeps memory from pass to pass, beside its weights and its cache."""
+    """A model that keeps memory from pass to pass, besides its weights and its cache."""
 
     def scratch_bytes(self, rows: int, positions: int) -> int:
         """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
@@ -260,7 +260,7 @@ def check_taps(taps: Sequence[int], num_layers: int) -> None:
         if not 0 <= tap <= num_layers:
             raise ConfigError(
                 f"hidden states of layer {tap} are asked for, and the model has {num_layers} layers",
-                f"ask for layers 0 (the input embeddings) to {num_layers} (what leaves the last layer).",
+                f"ask for layers 0 (the input embeddings) to {num_layers} (the output of the last layer).",
             )
 
 

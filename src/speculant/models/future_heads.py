@@ -1,7 +1,7 @@
 """Heads on the target's last hidden state, one for each further token (Stern et al. 2018; arXiv 2401.10774).
 
 The state of a token predicts the next one by the target's output head. Head i = 0, 1, ... turns it into a state from
-which an output head predicts the token i + 2 places behind: the target's own head, or one of the head's.
+which an output head predicts the token i + 2 places after it: the target's own output head, or one of the head's.
 
     residual blocks     x + SiLU(W x + b), several in a row           (Medusa)
     feed-forward        x + V ReLU(U x + u) + v                       (blockwise parallel decoding)
@@ -87,14 +87,14 @@ class FutureModule(nn.Module, ABC):
 
 
 def residual(layers: Sequence[Linears], x: Tensor) -> Tensor:
-    """Return what leaves residual blocks."""
+    """Return the output of residual blocks."""
     for layer in layers:
         x = x + functional.silu(layer(x))
     return x
 
 
 def feed_forward(layers: Sequence[Linears], x: Tensor) -> Tensor:
-    """Return what leaves a feed-forward block."""
+    """Return the output of a feed-forward block."""
     up, down = layers
     return x + down(up(x).relu())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_optional_json
-from speculant.models.fields import is_whole, show
+from speculant.models.config import is_whole, show
 from speculant.params import SamplingParams
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -61,4 +61,6 @@ def read_sampling(generation: Mapping[str, Any]) -> SamplingParams:
     try:
         return SamplingParams.from_mapping(given)
     except ConfigError as error:
-        raise ModelError(f"{_GENERATION} recommends what can't be used: {error.problem}", error.fix) from error
+        raise ModelError(
+            f"{_GENERATION} recommends a setting that can't be used: {error.problem}", error.fix
+        ) from error

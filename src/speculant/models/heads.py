@@ -1,7 +1,7 @@
 """Heads that are decoders: layers over token embeddings and a target's hidden states (arXiv 2401.15077, 2503.01840).
 
-A row takes in a token's embedding e and a hidden state h. The target made h at the position before, or the head itself
-did for the row's parent in a draft: then h is that row's `Hidden.carried`.
+Each row reads a token's embedding e and a hidden state h: the target's state at the position before, or in a draft the
+`Hidden.carried` of the row's parent.
 
     INPUT       x = fc [e; h];  the first layer has no input norm, and there is no final norm (EAGLE)
     ATTENTION   the first layer attends with [norm(e); norm(h)] and adds to h;  a final norm before the head (EAGLE-3)
@@ -32,7 +32,7 @@ from speculant.models.weights.source import WeightSource, read_plain
 logger = logging.getLogger(__name__)
 
 
-class Entry(Enum):
+class StateEntry(Enum):
     """How a hidden state enters the first layer: see the module's docstring."""
 
     INPUT = "input"
@@ -44,12 +44,12 @@ class HeadConfig:
     """The arithmetic of a head. `decoder` describes its layers, and the tokens that its output head has rows for.
 
     fc_bias: whether fc has a bias. norm_before_residual: with ATTENTION, the first layer adds to norm(h) instead of h.
-    norm_output: the state that goes on to the next row is that after the final norm. own_table, own_head: whether it
+    norm_output: the next row reads the state after the final norm. own_table, own_head: whether it
     has its own embedding table and output head.
     """
 
     decoder: DecoderConfig
-    entry: Entry
+    entry: StateEntry
     fc_bias: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -60,7 +60,7 @@ class HeadConfig:
     def layers(self) -> tuple[Layer, ...]:
         """The layers; with INPUT, the first one has no norm before attention."""
         first, *others = self.decoder.layers
-        return (replace(first, before_attention=None) if self.entry is Entry.INPUT else first, *others)
+        return (replace(first, before_attention=None) if self.entry is StateEntry.INPUT else first, *others)
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class Truncatable(Protocol):
 
 
 def usual_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers of a target whose inputs EAGLE-3 heads take in where a head names none."""
+    """Return the target's layers whose inputs an EAGLE-3 head reads if its files name none."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -124,10 +124,10 @@ class HeadDecoder(nn.Module):
         own, hidden = config.decoder, config.decoder.hidden_size
         self.config = config
         self._target = (target,)  # in a tuple: its parameters are not this module's
-        inputs = hidden if config.entry is Entry.INPUT else 2 * hidden
+        inputs = hidden if config.entry is StateEntry.INPUT else 2 * hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
         self.layers = nn.ModuleList(map(DecoderLayer, config.layers, range(own.num_layers), repeat(hidden), widths))
-        if config.entry is Entry.INPUT:
+        if config.entry is StateEntry.INPUT:
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         else:
             self.hidden_norm, self.norm = RMSNorm(hidden, own.norm), RMSNorm(hidden, own.norm)
@@ -177,7 +177,7 @@ class HeadDecoder(nn.Module):
         """Run the layers over embeddings and states [..., n, hidden] of rows at positions [n]."""
         angles = self._rotary.angles(positions, embedded.dtype)
         first, *others = cast(list[DecoderLayer], self.layers)
-        if self.config.entry is Entry.INPUT:
+        if self.config.entry is StateEntry.INPUT:
             x: Tensor = self.fc(torch.cat((embedded, hidden), dim=-1))
             x = first.add(x, x, angles, attend)
         else:
@@ -186,7 +186,7 @@ class HeadDecoder(nn.Module):
             x = first.add(normed if self.config.norm_before_residual else hidden, entering, angles, attend)
         for layer in others:
             x = layer(x, angles, attend)
-        last = x if self.config.entry is Entry.INPUT else self.norm(x)
+        last = x if self.config.entry is StateEntry.INPUT else self.norm(x)
         return Hidden(last, carried=last if self.config.norm_output else x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Matrices beside a model's own: what heads multiply states by, on the kernels of the model that they belong to.
+"""The matrices of heads, multiplied on the kernels of the model that the heads belong to.
 
-torch computes with threads of its own, which keep looking for work for a while. A native pass that follows such an
-operation takes up to half as long again.
+torch has threads of its own, which spin for a while after an operation. A native pass that follows takes up to half as
+long again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TorchLinears:
 
 
 def linears_of(model: CausalLM, matrices: Sequence[Tensor], biases: Tensor | None = None) -> Linears:
-    """Return what multiplies by matrices [n, k] of one shape and of the model's dtype, and adds biases [h, n]."""
+    """Return the `Linears` of matrices [n, k] of one shape and of the model's dtype, and of biases [h, n]."""
     if isinstance(model, LinearHost):
         return model.linears(matrices, biases)
     return TorchLinears(torch.stack(tuple(matrices)), biases)

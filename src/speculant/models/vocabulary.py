@@ -1,4 +1,4 @@
-"""A draft model whose vocabulary differs from its target's: it reads the target's tokens and draws those of both."""
+"""Draft models with another vocabulary than the target's: they read its tokens, and draw those that both have."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from speculant.models.weights.source import QuantizedBlocks, WeightSource, read_
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """What a draft model reads and draws of a target's vocabulary.
+    """The tokens of a target's vocabulary that a draft model reads and draws.
 
-    size: rows of the target's head. unknown: ids that are a token of one of the two tokenizers only; they are never
-    drawn. substitute: the token of both that the model reads in place of an id that it does not know. lacks: how many
-    of the target's tokens it does not know.
+    size: rows of the target's head. unknown: ids that only one of the two tokenizers has; they are never drawn.
+    substitute: the shared token that the model reads in place of an unknown id. lacks: how many of the target's tokens
+    the model does not have.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every model family, made by transformers, and what the tests do with them."""
+"""Small random checkpoints of every model family, made by transformers, and the sessions that tests run on them."""
 
 from __future__ import annotations
 

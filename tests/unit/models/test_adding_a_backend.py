@@ -1,4 +1,4 @@
-"""The page on adding a backend is true: its code keeps the contract, and is used by its name."""
+"""The page on adding a backend works as written: its code keeps the contract, and is chosen by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that waits until an engine stands."""
+"""Threads that wait until an engine has started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_postponed_thread_starts_when_the_block_ends() -> None:
     assert done == [1]
 
 
-def test_a_postponed_thread_starts_where_the_block_raises() -> None:
+def test_a_postponed_thread_starts_even_if_the_block_raises() -> None:
     done: list[int] = []
     thread = Thread(target=done.append, args=(1,))
 

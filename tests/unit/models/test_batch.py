@@ -1,4 +1,4 @@
-"""A batch says all that a model has to know, in plain data."""
+"""A batch is plain data, and all that a model needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(request: pytest.FixtureRequest) -> KVCache:
     return paged_cache(SHAPE, 16, 4) if request.param == "paged" else slotted_cache(SHAPE, 4, 16)
 
 
-def test_segments_say_what_was_reserved(cache: KVCache) -> None:
+def test_segments_have_the_reserved_slots(cache: KVCache) -> None:
     cache.reserve(2, 5)
     batch = build_batch(FEEDS, cache, CPU)
     assert [(each.seq_id, each.start, each.num_rows, each.end) for each in batch.segments] == [
@@ -62,7 +62,7 @@ def pickled(batch: Batch) -> Batch:
 def test_a_batch_is_whole_without_its_tables(
     cache: KVCache, checkpoints: Checkpoints, sent: Callable[[Batch], Batch], kernels: str
 ) -> None:
-    """A pass needs the batch and the storage; what becomes of the tables meanwhile does not show."""
+    """A pass needs the batch and the storage; later changes of the tables have no effect."""
     model = load_model(checkpoints.target, "float32", kernels=kernels).model
     first = build_batch([SequenceInput(2, [1, 2, 3, 4, 5], DraftTree.empty())], cache, CPU)
     model.forward(first, cache.storage)

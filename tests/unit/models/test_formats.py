@@ -1,4 +1,4 @@
-"""Formats that can't be read are named, with what helps; null entries of a config are absent ones."""
+"""Formats that can't be read are named, with a remedy. Null entries of a config count as absent."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_repository_of_gguf_files_is_called_what_it_is(monkeypatch: pytest.Mon
 
 
 def test_null_key_heads_of_mistral_are_its_query_heads() -> None:
-    """As in transformers 4; version 5 refuses null. Absent, they are 8."""
+    """As in transformers 4; version 5 refuses null. An absent entry means 8."""
     read, shared = plugins.load("speculant.models", "mistral").read_config, {**SMALL, "model_type": "mistral"}
     assert read({**shared, "num_attention_heads": 16, "num_key_value_heads": None}).attention.kv_heads == 16
     del shared["num_key_value_heads"]
@@ -155,7 +155,7 @@ def test_null_sizes_are_those_of_transformers(family: str, key: str) -> None:
     ],
     ids=str,
 )
-def test_null_entries_are_absent_ones(entry: dict[str, Any]) -> None:
+def test_null_entries_count_as_absent(entry: dict[str, Any]) -> None:
     for family in plugins.names("speculant.models"):
         read, shared = plugins.load("speculant.models", family).read_config, {**SMALL, "model_type": family}
         assert read({**shared, **entry}) == read(shared), family
@@ -187,7 +187,7 @@ def test_dynamic_rope_says_that_it_has_no_effect(
         resolve(EngineConfig(model="m", max_model_len=129), model.max_positions)
 
 
-def test_null_is_no_reason_for_a_missing_tensor(folder: Path) -> None:
+def test_null_does_not_excuse_a_missing_tensor(folder: Path) -> None:
     edit(folder / "config.json", tie_word_embeddings=None)
     edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     refused(folder, "lm_head.weight")

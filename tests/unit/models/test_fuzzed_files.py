@@ -1,4 +1,4 @@
-"""Files that were tampered with: loading a checkpoint gives a model that runs, or a ModelError, and nothing else."""
+"""Loading a checkpoint whose files were changed gives a model that runs, or a ModelError."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_changed_bytes_are_read_or_refused(folder: Path, data: st.DataObject) ->
     with_content(file, bytes(raw[: data.draw(st.integers(0, 600) | st.just(len(raw)))]), lambda: load(folder))
 
 
-def test_a_name_that_stands_twice_is_refused(folder: Path) -> None:
+def test_a_repeated_name_is_refused(folder: Path) -> None:
     """The second entry claims the bytes of another tensor, the first one's are left over."""
     file = folder / "model.safetensors"
     header, body = split(file)

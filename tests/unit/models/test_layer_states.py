@@ -28,7 +28,7 @@ def values(states: LayerStates) -> list[list[float]]:
 
 
 def test_no_row_is_written_twice() -> None:
-    """What earlier passes wrote stays, also when memory is allocated anew."""
+    """Rows of earlier passes stay as they are, even if memory is allocated anew."""
     memory, taken = TapMemory(2, WIDTH), list[LayerStates]()
     sizes = (1, 5, TAPPED_ROWS, 3, TAPPED_ROWS + 7, 1)
     for index, rows in enumerate(sizes):
@@ -58,7 +58,7 @@ def test_rows_of_states_are_those_of_each_layer() -> None:
         assert [states.tolist() for states in part] == rows[:, 3:5].tolist()
 
 
-def test_states_grow_by_what_follows_alone() -> None:
+def test_states_grow_by_the_next_rows_alone() -> None:
     rows = torch.zeros(1, 6, WIDTH)
     states = LayerStates(rows, 0, 2)
     assert not states.grow(LayerStates(rows, 3, 4))
@@ -68,7 +68,7 @@ def test_states_grow_by_what_follows_alone() -> None:
 
 
 def test_waiting_states_are_one_range_of_memory() -> None:
-    """States of passes that follow each other are one part, and those of others stay as they were handed out."""
+    """States of successive passes are one part. Others stay as they were handed out."""
     memory, encoded = TapMemory(1, WIDTH), list[int]()
 
     def encode(layers: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What load_model takes, and what it refuses and how it says so."""
+"""The checkpoints that load_model loads, those that it refuses, and its errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refused(folder: Path, *words: str) -> None:
         assert word in str(caught.value)
 
 
-def test_what_a_checkpoint_says(folder: Path) -> None:
+def test_a_checkpoint_has_its_folder_s_metadata(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[5, 7], temperature=0.6)
     checkpoint = load_model(str(folder))
     assert checkpoint.eos_token_ids == {5, 7}
@@ -96,7 +96,7 @@ BAD_ENDS = [-1, 61, 2**40, True, 2.0, "2", {"id": 2}, [2, -1], [[2]], [None]]
 @pytest.mark.parametrize("ends", BAD_ENDS, ids=str)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_refuses_end_tokens_that_are_no_tokens(folder: Path, file: str, ends: Any) -> None:
-    """Both files are checked, also where the other one has the last word."""
+    """Both files are checked, even the one that does not decide."""
     edit(folder / "generation_config.json", eos_token_id=2)
     edit(folder / file, eos_token_id=ends)
     refused(folder, f"{file} has eos_token_id", "from 0 to 60", f"correct {file}.")
@@ -374,12 +374,12 @@ def test_refuses_a_file_as_a_folder(folder: Path) -> None:
     refused(folder / "config.json", "is a file")
 
 
-def test_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("some-org/never-downloaded", "HF_HUB_OFFLINE", "local folder")
 
 
-def test_a_dead_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> Never:
         raise ConnectionError("name resolution failed")
 
@@ -396,7 +396,7 @@ def test_the_hub_is_asked_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, f
     assert not any("bin" in pattern or ".py" in pattern for pattern in asked["allow_patterns"])
 
 
-def test_an_engine_s_models_come_from_where_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_s_models_come_from_the_named_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def download(name: str, **options: Any) -> Path:

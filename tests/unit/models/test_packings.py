@@ -1,4 +1,4 @@
-"""How weights are stored: the faster way on this machine, or the one that was asked for."""
+"""Weights are stored in the faster way on this machine, or in the way that the user names."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_gains_are_kept_a_while_if_the_machine_was_busy(
 
 
 @native
-def test_packing_that_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_packing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packings, "kept_gains", None)
     for name in (PLAIN, CODED):
         backend, _ = choose_backend("auto", None, LARGE, torch.bfloat16, CPU, name)
@@ -112,7 +112,7 @@ def test_float32_weights_are_plain() -> None:
         choose_backend("native", None, LARGE, torch.float32, CPU, CODED)
 
 
-def test_reference_kernels_have_plain_weights_alone() -> None:
+def test_reference_kernels_have_only_plain_weights() -> None:
     assert packing_of(choose_backend("reference", None, CONFIG, torch.bfloat16, CPU)[0]) == Packing()
     with pytest.raises(ConfigError, match="12bit.* on the reference kernels"):
         choose_backend("reference", None, CONFIG, torch.bfloat16, CPU, CODED)

@@ -53,7 +53,7 @@ def test_listing_imports_nothing(package: str) -> None:
     assert plugins.load(package, "works").build() == "built"
 
 
-def test_another_attribute_can_be_asked_for(package: str) -> None:
+def test_plugins_can_be_found_by_another_attribute(package: str) -> None:
     assert plugins.names(package, "Base") == ["shared"]
 
 

@@ -1,4 +1,4 @@
-"""The start cache: the same bits with it, whatever happens to its files, and nothing that fails a start."""
+"""The start cache changes no bit, and no damage to its files stops a start."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_checkpoint_that_changes_meanwhile_is_not_kept(
 
 
 class Deadly:
-    """A file that kills its process after so many writes."""
+    """A file that kills its process after a number of writes."""
 
     def __init__(self, file: BinaryIO, left: int) -> None:
         self._file, self._left = file, left

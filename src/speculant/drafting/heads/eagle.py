@@ -25,7 +25,7 @@ from speculant.drafting.heads.layers import load_layers, read_sizes, renamed
 from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.drafting.heads.short import WithRows, output_rows, short_tokens
 from speculant.models.base import CausalLM
-from speculant.models.heads import Entry, HeadConfig, attach, head_shapes
+from speculant.models.heads import HeadConfig, StateEntry, attach, head_shapes
 
 KIND = "eagle"
 METHOD = Method(default_length=4, uses_model=True)
@@ -61,7 +61,7 @@ def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> 
     sizes = read_sizes(folder.config, weights.names(), target)
     folder.check_size(sizes.hidden_size, target.hidden_size, "hidden states of")
     folder.check_size(folder.config.get("vocab_size"), target.vocab_size, "a vocabulary of")
-    config = HeadConfig(sizes, Entry.INPUT, fc_bias="fc.bias" in weights.names())
+    config = HeadConfig(sizes, StateEntry.INPUT, fc_bias="fc.bias" in weights.names())
     if not tokens:
         return load_layers(config, weights, target, KIND)
     weights.check(head_shapes(config, target), KIND)

@@ -30,8 +30,8 @@ from speculant.drafting.heads.parts import LAYER_PARTS, HeadParts, Part, Role
 from speculant.errors import ModelError, PairError
 from speculant.kernels.reference import rms_norm
 from speculant.models.base import CausalLM
-from speculant.models.fields import flag, is_whole, show
-from speculant.models.heads import Entry, HeadConfig, usual_taps
+from speculant.models.config import flag, is_whole, show
+from speculant.models.heads import HeadConfig, StateEntry, usual_taps
 from speculant.models.linears import linears_of
 
 KIND = "eagle3"
@@ -98,7 +98,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[CausalLM, Encode]:
     sizes = read_sizes(folder.config, names, target).with_head(read_tokens(folder, target))
     config = HeadConfig(
         sizes,
-        Entry.ATTENTION,
+        StateEntry.ATTENTION,
         norm_before_residual=flag(folder.config, "norm_before_residual"),
         norm_output=flag(folder.config, "norm_output"),
         own_table="embed_tokens" in names,

@@ -17,9 +17,9 @@ from speculant.drafting.methods import REFUSED
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models.base import CausalLM
-from speculant.models.fields import show
+from speculant.models.config import show
 from speculant.models.source import resolve_source
-from speculant.models.weights.pickles import no_weights
+from speculant.models.weights.formats import no_weights
 from speculant.models.weights.tensors import TensorFiles
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for

@@ -29,8 +29,8 @@ from speculant.files import read_json
 from speculant.lab.inflation.matrices import Growth, NoisyFiles
 from speculant.lab.inflation.model import decoder_shape, make_folder
 from speculant.lab.inflation.shapes import Shape
+from speculant.models.config import count, show
 from speculant.models.families.llama import read_config
-from speculant.models.fields import count, show
 
 _LAYER_CONFIG = "transformer_layer_config"  # of the `speculators` package
 _INNER = "inner_size"

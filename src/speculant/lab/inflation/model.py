@@ -21,9 +21,9 @@ from torch import Tensor
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.inflation.matrices import Growth, NoisyFiles
 from speculant.lab.inflation.shapes import Shape
+from speculant.models.config import show
 from speculant.models.description import DecoderConfig
 from speculant.models.families.llama import read_config
-from speculant.models.fields import show
 from speculant.models.sizes import parameters
 from speculant.models.source import read_json
 from speculant.models.weights.formats import quantised_format

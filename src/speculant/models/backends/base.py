@@ -29,8 +29,8 @@ class Backend(Protocol):
     """Computes models, and samples on the device that holds them.
 
     name: that of its module. devices: torch's device types; None = all. dtypes: of weights. quantizations: types that
-    it can round weights to when it loads them. priority: "auto" takes the backend with the highest one of those that
-    can compute a model. row_invariant: a row's result has the same bits in every batch.
+    it can round weights to when it loads them. priority: "auto" takes the backend of the highest priority that can
+    compute the model. row_invariant: a row's result has the same bits in every batch.
     """
 
     name: str
@@ -85,7 +85,7 @@ AS_THEY_ARE = Packing()
 
 @runtime_checkable
 class PacksWeights(Protocol):
-    """What a backend has that can store weights in several ways."""
+    """A backend that can store weights in several ways."""
 
     @property
     def packing(self) -> Packing:
@@ -101,7 +101,7 @@ class PacksWeights(Protocol):
         ...
 
     def with_packing(self, packing: Packing) -> Backend:
-        """Return this backend, storing the weights of the models that it loads so."""
+        """Return this backend with this way to store the weights of models that it loads."""
         ...
 
 
@@ -114,13 +114,13 @@ class Store(Protocol):
         ...
 
     def keep(self) -> str:
-        """Keep what was packed, once the model is complete. Returns where the weights are from."""
+        """Keep the weights that were packed, once the model is complete. Returns the origin of its weights."""
         ...
 
 
 @runtime_checkable
 class StoresWeights(Protocol):
-    """What a backend has that can keep packed weights on disk, and map them at the next start."""
+    """A backend that can keep packed weights on disk, and map them at the next start."""
 
     @property
     def store(self) -> Store | None:
@@ -130,7 +130,7 @@ class StoresWeights(Protocol):
     def with_store(self, folder: Path, facts: Sequence[str]) -> Backend:
         """Return this backend, for one model: its packed weights are kept in a folder.
 
-        facts: what they depend on beside the backend and its version; weights that were made of others are not used.
+        facts: all that they depend on besides the backend and its version. Weights with other facts are not used.
         """
         ...
 
@@ -145,7 +145,7 @@ def choose_backend(
 ) -> tuple[Backend, str]:
     """Return a backend that can compute the model, and a description of the choice.
 
-    wanted is a backend's name, or "auto" for the first that can compute the model. weight_packing: how it is to store
+    wanted is a backend's name, or "auto" for the first that can compute the model. weight_packing: how it stores
     weights; "auto" = the fastest way. Raises ConfigError.
     """
     reasons: dict[str, str] = {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculant.models.config import read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
+from speculant.models.config import flag, read_attention, read_decoder, read_mlp, read_norm, read_windows, windowed
 from speculant.models.description import DecoderConfig, Layer
-from speculant.models.fields import flag
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:

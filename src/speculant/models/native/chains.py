@@ -1,4 +1,4 @@
-"""Chains whose passes, distributions and draws are one native call, recorded once and replayed for every draft."""
+"""Chains whose passes, distributions and draws are one native call per draft."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 
 
 def _edits(chain: Chain) -> Edits | None:
-    """Return the edits of a chain's rows; None if its first row has none, and so no other either."""
+    """Return the edits of a chain's rows; None if its first row has none, because then no row has any."""
     node = Node(chain.request)
     return edits_of(node) if node.edited else None
 
 
-def can_replay(chain: Chain) -> bool:
+def is_foreseeable(chain: Chain) -> bool:
     """Whether a chain's noise is known in advance. A constraint's mask is not: it depends on every token drawn."""
     return isinstance(chain.chance, FORESEEABLE) and chain.request.constraint is None
 
@@ -105,7 +105,7 @@ class Drawn:
         )
 
     def serves(self, chains: Sequence[Chain], vocab_size: int) -> bool:
-        """Whether chains are of its kind; those with edits never are, as these change from step to step."""
+        """Whether chains are of its kind. Those with edits never are, because edits change from step to step."""
         return not self._edited and self._width == vocab_size and self._kind == _kind_of(chains)
 
     def prepare(self, chains: Sequence[Chain], scratch: Scratch) -> None:
@@ -125,7 +125,7 @@ class Drawn:
         self.call.stop_below = chains[0].stop_below
 
     def write_to(self, chains: Sequence[Chain]) -> None:
-        """Write the drawn tokens to the chains, and cut their probs to as many."""
+        """Write the drawn tokens to the chains, and shorten their probs to match."""
         for row, chain in enumerate(chains):
             first = row * self._steps
             tokens = self._tokens[first : first + chain.limit].tolist()

@@ -26,9 +26,8 @@ from speculant.models.base import (
     check_tokens,
 )
 from speculant.models.description import DecoderConfig
-from speculant.models.native.chains import ChainRows, Drawn, can_replay
-from speculant.models.native.linears import NativeLinears
-from speculant.models.native.program import Buffers, PackedDecoder, Program, embedding, linear
+from speculant.models.native.chains import ChainRows, Drawn, is_foreseeable
+from speculant.models.native.program import Buffers, NativeLinears, PackedDecoder, Program, embedding, linear
 from speculant.models.native.scratch import scratch_bytes
 from speculant.models.reference.decoder import spread
 from speculant.models.reference.rotary import Rotary
@@ -54,7 +53,7 @@ class NativeDecoder:
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
     dtype, float32 or bfloat16, is that of the weights and of the cache. Matrices are rounded to `quantization`.
-    coded: those of bfloat16 are stored in 12 bits a weight, which changes no bit of a result. store: packed matrices.
+    coded: bfloat16 matrices are stored in 12 bits a weight, which changes no bit of a result. store: of packed ones.
     The kernels may round the activations of a linear layer before they multiply: see csrc/speculant.h.
     """
 
@@ -208,13 +207,13 @@ class NativeDecoder:
         return out if self._head_tokens is None else spread(out, self._head_tokens, self.vocab_size)
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
-        """See `CausalLM.grow`: all chains that can be replayed are drawn in one call."""
-        replayed = [chain for chain in chains if can_replay(chain)]
-        if replayed:
-            self._replay(replayed, cache, vocab_size)
-        return [chain for chain in chains if not can_replay(chain)] if len(replayed) < len(chains) else ()
+        """See `CausalLM.grow`: all foreseeable chains are drawn in one call."""
+        foreseen = [chain for chain in chains if is_foreseeable(chain)]
+        if foreseen:
+            self._draw_at_once(foreseen, cache, vocab_size)
+        return [chain for chain in chains if not is_foreseeable(chain)] if len(foreseen) < len(chains) else ()
 
-    def _replay(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
+    def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
         chains = sorted(chains, key=_by_limit)
         rows = ChainRows(chains, self.vocab_size, cache)
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end)
@@ -235,7 +234,7 @@ class NativeDecoder:
             self.kernels.run(self.program.ops, on)
 
     def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
-        """Pass in what rows take in beside tokens; here that is nothing. draft: the draws that follow, if any."""
+        """Set the inputs that rows have besides tokens: none here. draft: the draws that follow, if any."""
 
 
 def _segments(batch: Batch) -> tuple[array[int], array[int], int]:

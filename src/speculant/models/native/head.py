@@ -13,7 +13,7 @@ from speculant.kernels.memory import Arena
 from speculant.kernels.native import TYPES, Flag, Op, Weight
 from speculant.kernels.native_structs import Draft
 from speculant.models.base import Batch, Chain, Hidden
-from speculant.models.heads import Entry, HeadConfig, head_cache_shape
+from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.program import (
     Buffers,
@@ -33,7 +33,7 @@ _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 @dataclass(frozen=True)
 class Half:
-    """A source in which the matrices `double`, which multiply [e; h], have the columns of one of the two only.
+    """A source in which the matrices `double`, which multiply [e; h], have the columns for one of the two alone.
 
     index: 0 = e, 1 = h.
     """
@@ -65,10 +65,10 @@ def _double(config: HeadConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PackedHead:
-    """All weights of a head. `layers` and the first layer's part for e are in `decoder`.
+    """All weights of a head. `decoder` has its layers.
 
-    hidden: the matrix that multiplies h. With INPUT, `embedded` multiplies e, with a bias or none; with ATTENTION the
-    first layer's own matrix does, and `hidden_norm` is the norm of h.
+    hidden: the matrix that multiplies h. With INPUT, `embedded` multiplies e and may have a bias. With ATTENTION the
+    first layer's matrix in `decoder` multiplies e, and `hidden_norm` is the norm of h.
     """
 
     config: HeadConfig
@@ -100,13 +100,13 @@ class PackedHead:
 
 
 def _by_input(config: HeadConfig) -> bool:
-    return config.entry is Entry.INPUT
+    return config.entry is StateEntry.INPUT
 
 
 class HeadProgram(Program):
     """A recorded pass of a head. `states` [room, hidden] takes the rows' hidden states before it runs.
 
-    `last` [room, hidden] is what the output head reads, `carried` what goes on to the next rows.
+    The output head reads `hidden` [room, hidden], and the next rows read `carried`.
     """
 
     def __init__(self, weights: PackedHead, buffers: Buffers) -> None:
@@ -120,7 +120,7 @@ class HeadProgram(Program):
     def _record(self) -> Iterator[Op]:
         decoder, buffers = self._head.decoder, self._buffers
         yield from self._enter_by_input() if _by_input(self._head.config) else self._enter_by_attention()
-        yield from self._behind_queries(0, decoder.layers[0])
+        yield from self._after_queries(0, decoder.layers[0])
         for index, layer in enumerate(decoder.layers[1:], 1):
             yield from self._layer(index, layer)
         if not _by_input(self._head.config):

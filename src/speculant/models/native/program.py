@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculant.kernels.native import TYPES, Code, Flag, Op, Type, Weight
+from speculant.kernels.native import TYPES, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models.description import Attention, DecoderConfig, Layer, Norm
 from speculant.models.sizes import HEAD, LAYER, NORM, TABLE, activations
 from speculant.models.weights.reader import WeightReader
 from speculant.types import LayerStates
 
 FLOAT_BYTES = 4
+FEWEST_LINEAR_ROWS = 8  # that `NativeLinears` has room for at first
 TAPPED_ROWS = 32  # that one allocation has room for, or those of a pass if they are more
 
 
@@ -183,9 +184,9 @@ class Program:
         buffers = self._buffers
         yield self._tapped_norm(index, layer.input_norm)
         yield linear(layer.qkv, buffers.y, buffers.qkv, layer.qkv_bias)
-        yield from self._behind_queries(index, layer)
+        yield from self._after_queries(index, layer)
 
-    def _behind_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+    def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
         """Yield the rest of a layer, once queries, keys and values are there."""
         buffers, of = self._buffers, layer.of.attention
         x, norms = buffers.x, dict[str, Tensor | float]()
@@ -243,3 +244,27 @@ def _address(value: Tensor | Weight | float) -> float:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return value.address if isinstance(value, Weight) else value
+
+
+class NativeLinears:
+    """See `Linears` (models/linears.py). A row's result depends on that row alone, bit for bit."""
+
+    def __init__(self, kernels: Kernels, type_: Type, matrices: Sequence[Tensor], biases: Tensor | None) -> None:
+        self._kernels, self._weights = kernels, [kernels.pack(type_, matrix) for matrix in matrices]
+        self._biases = None if biases is None else biases.float().contiguous()
+        self._take_room(FEWEST_LINEAR_ROWS)
+
+    def _take_room(self, rows: int) -> None:
+        count, (n, k) = len(self._weights), (self._weights[0].n, self._weights[0].k)
+        self._x, self._out = torch.empty(count, rows, k), torch.empty(count, rows, n)
+        biases = [None] * count if self._biases is None else [*self._biases]
+        self._ops = (Op * count)(*map(linear, self._weights, self._x, self._out, biases))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linears`; float32."""
+        count, rows = x.shape[:2]
+        if rows > self._x.shape[1]:
+            self._take_room(max(rows, 2 * self._x.shape[1]))
+        self._x[:count, :rows] = x
+        self._kernels.run((Op * count).from_buffer(self._ops), Pass(rows=rows))
+        return self._out[:count, :rows].clone()

@@ -1,8 +1,8 @@
 """The start cache: packed weights on disk, so that the next start maps them instead of packing the checkpoint again.
 
 A file is written to a temporary name and renamed when all of it is on the disk. Its writer holds a lock; a temporary
-file without one was left by a process that died. Nothing here fails a start: what can't be read is packed again, and
-what can't be written is left out, which a warning says once.
+file without one was left by a process that died. No error here stops a start: weights that can't be read are packed
+again, weights that can't be written are not kept, and a warning is logged once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class WeightCache:
     kernels: Kernels
 
     def path(self, facts: Sequence[str]) -> Path:
-        """Return where the weights of a model are, if they are there."""
+        """Return the file of a model's weights, which may not exist."""
         return self.folder / (hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32] + SUFFIX)
 
     def find(self, facts: Sequence[str]) -> dict[str, Weight] | None:
-        """Return the weights that were made of this, mapped; None if there are none. A damaged file is deleted."""
+        """Return the mapped weights with these facts; None if there are none. A damaged file is deleted."""
         path = self.path(facts)
         try:
             _remove_abandoned(self.folder)
@@ -70,7 +70,7 @@ class WeightCache:
         return found
 
     def keep(self, facts: Sequence[str], weights: Mapping[str, Weight]) -> None:
-        """Write weights to the disk, and delete those that were used longest ago if there are too many."""
+        """Write weights to the disk, and delete the least recently used files if all take too much."""
         size = sum(len(weight.memory) for weight in weights.values())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,12 +112,12 @@ class WeightStore:
         return found if found is not None and (found.type, found.n, found.k) == (type_, n, k) else None
 
     def add(self, name: str, weight: Weight) -> Weight:
-        """Take in a matrix that was packed, and return it."""
+        """Add a matrix that was packed, and return it."""
         self.made[name] = weight
         return weight
 
     def keep(self) -> str:
-        """Write what was packed, in a thread. Returns where the weights are from."""
+        """Write the packed weights in a thread. Returns the origin of the weights."""
         if not self.made:
             return MAPPED
         weights, self.made = {**self.mapped, **self.made}, {}
@@ -152,7 +152,7 @@ def say_once(text: str) -> None:
 
 @functools.cache
 def _library_digest() -> str:
-    """Return what identifies the code that packs weights."""
+    """Return a digest of the code that packs weights."""
     path = library_path()
     return hashlib.blake2b(path.read_bytes() if path else b"", digest_size=16).hexdigest()
 

@@ -130,7 +130,7 @@ def _fitted(
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """The backend that loads a model, and the files that its packed weights are made of, which may be kept."""
+    """The backend that loads a model, and the files that its packed weights are made from."""
 
     backend: Backend
     tensors: TensorFiles
@@ -156,7 +156,7 @@ class KeptWeights:
         return self._store.mapped_bytes if self._store else 0
 
     def keep(self) -> str:
-        """Keep what was packed unless the files may have changed meanwhile. Returns where the weights are from."""
+        """Keep the packed weights unless the files may have changed meanwhile. Returns the origin of the weights."""
         settled = all(stamp.is_before(self.started) for stamp in self.stamps)
         if self._store is None:
             return ""
@@ -206,7 +206,7 @@ def _check_family(config: Mapping[str, Any]) -> None:
 
 
 def _warn_of_dynamic_rope(config: DecoderConfig) -> None:
-    """Say that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
+    """Warn that dynamic rope scaling has no effect: `config.resolve` refuses a context in which it would have one."""
     if config.attention.rope.kind == "dynamic":
         logger.warning(
             "config.json asks for dynamic rope scaling, which has no effect here. It begins beyond %d positions, and a"

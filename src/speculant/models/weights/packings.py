@@ -1,7 +1,7 @@
 """Chooses how the native kernels store bfloat16 weights: as they are, or in 12 bits each (csrc/coded.h).
 
-Both hold the same numbers and give the same bits, so the choice is one of speed and memory alone. Reading fewer bytes
-is faster where reading them is what a pass waits for; both are timed, on matrices of the model's depths.
+Both hold the same numbers and give the same bits, so the choice is one of speed and memory alone. Fewer bytes are
+faster if a pass waits for memory. Both are timed, on matrices of the model's depths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SECONDS = 0.06  # after which no further round of runs begins
 DISTINCT = 8  # panels of random weights; the others repeat them
 LEAST_GAIN = 1.03  # at one row
 LEAST_ELSEWHERE = 0.97
-STEADY = 1.5  # times whose typical ones are more than this many times the best ones are those of a busy machine
-BUSY_KEPT_S = 3600.0  # gains of a busy machine: starts in between find the weights that are packed as they say
+STEADY = 1.5  # a machine is busy if typical times are more than this many times the best ones
+BUSY_KEPT_S = 3600.0  # for gains of a busy machine, so that the starts that follow find their packed weights
 
 Times = dict[tuple[str, int], dict[int, list[float]]]  # seconds of runs, by packing, rows and depth
 
@@ -90,7 +90,7 @@ def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> di
 
 
 def gains_of(times: Times) -> dict[int, float]:
-    """Return the gains, by rows, of the best times: other programs may delay most runs, but hardly all of so many."""
+    """Return the gains, by rows, of the best times: other programs may delay most runs, but rarely all."""
     best = {key: sum(map(min, layers.values())) for key, layers in times.items()}
     return {rows: best[PLAIN, rows] / best[CODED, rows] for rows in ROWS}
 

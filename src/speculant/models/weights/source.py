@@ -115,9 +115,9 @@ class ShortHead:
 
 
 class CheckedWeights:
-    """The tensors of a source that a model consists of; `check` requires that all were asked for.
+    """The tensors of a source that a model consists of.
 
-    That is, they were read, or their shapes were compared with those of packed ones.
+    `check` requires that each was read, or that its shape was compared with that of a packed one.
     """
 
     def __init__(self, source: WeightSource, names: Collection[str]) -> None:
@@ -139,7 +139,7 @@ class CheckedWeights:
         return self._source.read(name)
 
     def check(self, reader: str) -> None:
-        """Check that every tensor was asked for: without one it is another model. Raises ModelError."""
+        """Check that every tensor was used: without one it is another model. Raises ModelError."""
         if self._unused:
             raise ModelError(
                 f"the {reader} kernels leave {len(self._unused)} tensors of this model unused"

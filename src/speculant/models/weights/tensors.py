@@ -15,11 +15,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from speculant.errors import Converts, ModelError
+from speculant.models.config import count
 from speculant.models.description import DecoderConfig
-from speculant.models.fields import count
 from speculant.models.sizes import HEAD, TABLE, tensor_shapes
 from speculant.models.source import read_json
-from speculant.models.weights.pickles import no_weights
+from speculant.models.weights.formats import no_weights
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -39,7 +39,7 @@ class TensorEntry:
 
 
 class Stamp(NamedTuple):
-    """What changes whenever a file's content does. modified and changed are nanoseconds, the latter of any change."""
+    """Facts of a file that change whenever its content does. modified: of the content, changed: of any fact, in ns."""
 
     path: str
     size: int
@@ -49,13 +49,13 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, file: Path) -> Stamp:
-        """Look at a file, behind links."""
+        """Return the stamp of a file; links are followed."""
         path = file.resolve()
         status = path.stat()
         return cls(str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def is_before(self, moment: float) -> bool:
-        """Whether another change since a moment, in seconds, would have given it another time."""
+        """Whether any change after a moment, in seconds, would show in its times."""
         return max(self.modified, self.changed) / 1e9 < moment - TICK
 
 

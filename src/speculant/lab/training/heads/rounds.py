@@ -1,7 +1,7 @@
-"""Training of a decoder layer for several rows in a row, as it is used.
+"""Training of a decoder layer that continues from its own states, as it does in a draft.
 
-In round 1 it takes in the target's states, in round m those that it made in round m - 1. A row attends to its own last
-m - 1 rows as those rounds made them, and to older rows as round 1 did, since the target's states replace its own once
+Round 1 reads the target's states, and round m reads the states of round m - 1. A row attends to the last m - 1 rows as
+those rounds made them, and to older rows as round 1 made them, since the target's states replace the layer's own once
 tokens are accepted (arXiv 2408.15766; "training-time test" in arXiv 2503.01840, section 3.2).
 """
 
@@ -29,7 +29,7 @@ _AT_A_TIME = 8
 
 
 class RoundsObjective:
-    """See `HeadInTraining`; the first round takes in the states after the target's final norm.
+    """See `HeadInTraining`; the first round reads the states after the target's final norm.
 
     own_config: entries of config.json beside the layer's sizes.
     """
@@ -100,7 +100,7 @@ class RoundsObjective:
         return None
 
     def _entering(self, places: Tensor) -> Tensor:
-        """Return what the first round takes in of each token [b, n, hidden]."""
+        """Return the states [b, n, hidden] that the first round reads."""
         assert self._texts is not None
         return self._texts.states_of(places)
 
@@ -166,7 +166,7 @@ class RoundsOfRows:
         return self._attend(query.transpose(1, 2) * of.head_dim**-0.5).transpose(1, 2)
 
     def _attend(self, query: Tensor) -> Tensor:
-        """Attend with queries [b, heads, n, dim]: a row d rows before sees version m - d, at least the first."""
+        """Attend with queries [b, heads, n, dim]: the key d rows back is that of round m - d, at least round 1."""
         length, newest = query.shape[2], len(self._versions) - 1
         keys, values = self._versions[0]
         distance = torch.arange(length)[:, None] - torch.arange(length)

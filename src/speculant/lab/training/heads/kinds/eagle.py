@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
-from speculant.models.heads import Entry, HeadConfig, HeadDecoder
+from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry
 from speculant.models.reference.decoder import Decoder
 
 REGRESSION = 0.5  # weight of the distance of states, which falls to zero at the end of a run
@@ -24,7 +24,7 @@ class EagleObjective(RoundsObjective):
 
 def make(config: HeadTrainingConfig, target: Decoder) -> EagleObjective:
     """Return a new layer of the target's own shape, with small random weights."""
-    head = HeadDecoder(HeadConfig(layer_sizes(config, target), Entry.INPUT), target)
+    head = HeadDecoder(HeadConfig(layer_sizes(config, target), StateEntry.INPUT), target)
     begin_small(head, config.seed)
     with torch.no_grad():  # it begins as the target's state, so that the residual stream is of the right size
         size = target.hidden_size

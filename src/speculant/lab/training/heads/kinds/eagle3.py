@@ -19,7 +19,7 @@ from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.distance import OutputHead
 from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, layer_sizes
 from speculant.lab.training.heads.texts import Texts
-from speculant.models.heads import Entry, HeadConfig, HeadDecoder, usual_taps
+from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, usual_taps
 from speculant.models.reference.decoder import Decoder
 
 OWN_OUTPUT_HEAD = True  # see `may_have_output_head`
@@ -96,7 +96,7 @@ def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
         )
     layers = tuple(max(0, min(layer, target.num_layers)) for layer in usual_taps(target.num_layers))
     sizes = layer_sizes(config, target).with_head(tuple(range(known or 0)))
-    head = HeadDecoder(HeadConfig(sizes, Entry.ATTENTION, own_head=known is not None), target)
+    head = HeadDecoder(HeadConfig(sizes, StateEntry.ATTENTION, own_head=known is not None), target)
     network = Network(head, len(layers) * target.hidden_size)
     begin_small(network, config.seed)
     with torch.no_grad():  # it begins as the last of the states, and reads it as the target does
