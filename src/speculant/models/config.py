@@ -1,4 +1,4 @@
-"""Reads the parts of a decoder from a Hugging Face config.json: what the families share.
+"""Reads the parts of a decoder from a Hugging Face config.json, as far as families share them.
 
 Each reader checks its entries. A wrong one raises a ModelError that names it.
 """
@@ -30,7 +30,7 @@ MOST_SHOWN = 300  # characters of a value in an error message
 
 
 def read_decoder(hf: Mapping[str, Any], layers: Sequence[Layer], tensors: TensorMap = SAME_NAMES) -> DecoderConfig:
-    """Read what surrounds the layers. tensors: their names in the files."""
+    """Read the embedding, the last norm and the head around layers. tensors: the names in the files."""
     return DecoderConfig(
         embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size")),
         layers=tuple(layers),

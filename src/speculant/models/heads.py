@@ -168,7 +168,7 @@ class HeadDecoder(nn.Module):
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; there are no taps."""
-        assert batch.hidden is not None, "a head takes in a hidden state for each row"
+        assert batch.hidden is not None, "a head reads a hidden state for each row"
         embedded = self.embed(batch.tokens).to(self.cache_shape.dtype)  # a target may have activations of another type
         attend = StoredKeys.build(batch, storage, self.config.decoder, embedded.dtype)
         return self.states(embedded, batch.hidden.to(embedded.dtype), batch.positions, attend)

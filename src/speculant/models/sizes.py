@@ -1,4 +1,4 @@
-"""The cost model: the tensors of a decoder, and what passes and positions take, from its description alone.
+"""The cost model: a decoder's tensors, and the sizes of its passes and of its cache, from its description alone.
 
 A model's tensors have the names that Llama's checkpoints have, in every family: see `TensorMap` for other names.
 """

@@ -23,8 +23,8 @@ def resolve_source(
     revision: a branch, a tag or a commit. download_dir: where downloads are kept; None = the hub's own cache.
 
     "demo" is the embedded pair, of which `role` ("target" or "draft") selects one. A folder that
-    exists takes precedence over a hub id of the same name. HF_HUB_OFFLINE=1 restricts hub ids to what has
-    been downloaded before. Raises ModelError.
+    exists takes precedence over a hub id of the same name. With HF_HUB_OFFLINE=1, only hub ids that
+    have been downloaded before are found. Raises ModelError.
     """
     if source == "demo":
         return _demo(role)

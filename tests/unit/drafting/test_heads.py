@@ -391,7 +391,7 @@ def test_pickles_on_the_hub_are_named_with_the_commands(
     with pytest.raises(ModelError, match="its files are config.json, head.gguf"):
         LLM(checkpoints.target, speculative_config=config)
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name, revision: 1 / 0)
-    with pytest.raises(ModelError, match="could not be asked"):
+    with pytest.raises(ModelError, match="could not be read from the hub"):
         LLM(checkpoints.target, speculative_config=config)
 
 

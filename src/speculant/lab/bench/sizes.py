@@ -29,7 +29,7 @@ class Size:
 
 
 def memory(config: EngineConfig, runtime: Runtime) -> dict[str, float]:
-    """Return what a draft model adds to the target's memory: parameters, and values per position in the cache.
+    """Return the sizes of the target and the draft model: parameters, and the shares that the draft model adds.
 
     The shares are the memory overhead (docs/references.md, metrics) where both models have weights of one type. Other
     drafters add no parameters.

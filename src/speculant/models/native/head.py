@@ -166,7 +166,7 @@ class NativeHead(NativeDecoder):
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`; there are no taps."""
-        assert batch.hidden is not None, "a head takes in a hidden state for each row"
+        assert batch.hidden is not None, "a head reads a hidden state for each row"
         layout, rows = self.layout(batch, storage), len(batch.tokens)
         program = self.program
         program.states[:rows] = batch.hidden
@@ -176,7 +176,7 @@ class NativeHead(NativeDecoder):
     def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
         program, first = self.program, 0
         for chain in chains:
-            assert chain.hidden is not None, "a head takes in a hidden state for each row"
+            assert chain.hidden is not None, "a head reads a hidden state for each row"
             program.states[first : first + len(chain.hidden)] = chain.hidden
             first += len(chain.hidden)
         if draft is not None:

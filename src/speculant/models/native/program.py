@@ -154,7 +154,7 @@ class Program:
         self._weights, self._buffers, self._layers = weights, buffers, layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
-        tapped = [op for op in self.ops if op.copy == buffers.y.data_ptr()]  # until `next_taps` says where
+        tapped = [op for op in self.ops if op.copy == buffers.y.data_ptr()]  # until `next_taps` sets the address
         found = dict(zip(sorted(set(layers)), tapped, strict=True))
         distinct = list(dict.fromkeys(layers))
         self._taps = [found[layer] for layer in distinct]
@@ -200,7 +200,7 @@ class Program:
         yield linear(layer.down, buffers.gated, x, layer.down_bias, Flag.ADD)
 
     def _tapped_norm(self, layer: int, norm: PackedNorm | None) -> Op:
-        """Return the norm of a layer's input; if it is tapped, `next_taps` says where it is copied to."""
+        """Return the norm of a layer's input; if it is tapped, `next_taps` sets the address of the copy."""
         buffers = self._buffers
         return self._norm(norm, buffers.x, buffers.y, buffers.y if layer in self._layers else None)
 

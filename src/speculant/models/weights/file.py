@@ -2,8 +2,7 @@
 
 [ weights, each at a multiple of 64 bytes ][ table: JSON ][ end: length and checksum of the table, MAGIC ]
 
-The table names what the weights were made of (`facts`) and has a checksum of each. A file is used only if all of it is
-as it was written.
+The table has the origin of the weights (`facts`) and a checksum of each. A file is used only if no byte has changed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PIECE = 2**23  # bytes that are written at once
 
 
 class DamagedFileError(Exception):
-    """A file is not what was written, or was made of something else."""
+    """A file has changed since it was written, or has another origin."""
 
 
 def write_weights(file: BinaryIO, facts: Sequence[str], weights: Mapping[str, Weight], kernels: Kernels) -> None:

@@ -19,9 +19,15 @@ _MOST_NAME, _MOST_BITS = 60, 100  # that are shown
 _SUFFIX = ".gguf"
 _GGUF_NAME = re.compile(r"[^/]*/?[^/]*gguf[^/]*", re.IGNORECASE)  # a hub id, perhaps with llama.cpp's ":Q4_K_M"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # what trainers write beside weights
+_NO_WEIGHTS = (
+    "training_args",
+    "optimizer",
+    "scheduler",
+    "rng_state",
+    "scaler",
+)  # files that trainers write next to weights
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/([^/]+)")  # the end of a folder in the hub's cache
-_DESCRIBES = re.compile(r"(?!.*\.bin\.)([\w.-]+\.(json|jinja)|tokenizer[\w.-]*)")  # beside weights
+_DESCRIBES = re.compile(r"(?!.*\.bin\.)([\w.-]+\.(json|jinja)|tokenizer[\w.-]*)")  # files next to weights
 _SHOWN = 5  # files
 _CONVERT = (
     "import sys, torch, safetensors.torch as s; w = {}; "
@@ -115,7 +121,7 @@ def unknown_family(config: Mapping[str, Any], known: Sequence[str]) -> ModelErro
         return ModelError("config.json names no model_type", f"name one of: {', '.join(known)}.")
     use = f"use a checkpoint of one of these families: {', '.join(known)}."
     if config.get("auto_map") is not None:
-        own_code = "and wants to run code of its own (auto_map), which is never done"
+        own_code = "and would run code of its own (auto_map), which is never done"
         return ModelError(f"model_type {show(family)} is unknown {own_code}", use)
     meant = _named_class(config, known)
     advice = f"did you mean {meant!r}? config.json names its class under architectures. Else " if meant else ""
@@ -129,7 +135,7 @@ def _named_class(config: Mapping[str, Any], known: Sequence[str]) -> str | None:
 
 
 def no_weights(folder: Path, lacks: str) -> ModelError:
-    """Return the error for a folder without safetensors: it says what is there, in the hub's repository too.
+    """Return the error for a folder without safetensors. It lists the files that are there, or on the hub.
 
     lacks: for the message, such as "no *.safetensors file".
     """
@@ -140,7 +146,7 @@ def no_weights(folder: Path, lacks: str) -> ModelError:
     files = _files_on_hub(name, hub[2])
     if files is None:
         return ModelError(
-            f"{name} has {lacks}, and the hub could not be asked for its other files",
+            f"{name} has {lacks}, and the list of its other files could not be read from the hub",
             "connect to the network to see them, or name a folder with safetensors weights.",
         )
     local = Path(name.rpartition("/")[2])
@@ -166,7 +172,7 @@ def _error(where: str, lacks: str, files: Sequence[str], folder: Path, before: s
 
 
 def _files_on_hub(name: str, revision: str) -> list[str] | None:
-    """Return the files of a repository; None = the hub can't be asked."""
+    """Return the files of a repository; None = the hub can't be reached."""
     from huggingface_hub import list_repo_files
 
     try:

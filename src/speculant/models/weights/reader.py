@@ -21,7 +21,7 @@ from speculant.models.weights.source import WeightSource, read_plain
 class WeightReader:
     """A source whose tensors are rounded to `dtype` and packed; names follow `prefix`.
 
-    coded: matrices of bfloat16 are stored in 12 bits a weight. store: has packed matrices, and takes in others.
+    coded: matrices of bfloat16 are stored in 12 bits a weight. store: where packed matrices are found and added.
     """
 
     weights: WeightSource

@@ -101,7 +101,7 @@ class TensorFiles:
         return [Stamp.of(file) for file in sorted({entry.file for entry in self.entries.values()})]
 
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps what was read in memory."""
+        """See `WeightSource.read`. The file is mapped anew for each tensor: a mapping keeps read pages in memory."""
         with _open(self.entries[name].file) as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
@@ -140,7 +140,7 @@ def _check_exists(single: Path) -> None:
 
 
 def _read_shards(index: Path) -> dict[str, TensorEntry]:
-    """Read the headers of the files that an index lists, and check that it says which tensor is in which file."""
+    """Read the headers of the files that an index lists, and check that each tensor is in the file that it names."""
     weight_map = _read_weight_map(index)
     headers = [_read_header(index.parent / file) for file in sorted(set(weight_map.values()))]
     found = [(name, entry) for header in headers for name, entry in header.items() if not _is_harmless(name)]

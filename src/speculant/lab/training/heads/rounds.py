@@ -31,7 +31,7 @@ _AT_A_TIME = 8
 class RoundsObjective:
     """See `HeadInTraining`; the first round reads the states after the target's final norm.
 
-    own_config: entries of config.json beside the layer's sizes.
+    own_config: entries of config.json besides the layer's sizes.
     """
 
     name = "distance to the target"
