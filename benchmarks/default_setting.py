@@ -24,8 +24,8 @@ from shapes import VOCABULARY, write_pair
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
-from speculant.lab.bench.acceptance import Reader, Text, measure_acceptance
-from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.acceptance import Text, TextReader, measure_acceptance
+from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
 
@@ -58,7 +58,7 @@ def engines(target: Checkpoint, folders: tuple[Path, Path]) -> dict[str, Runtime
     }
 
 
-def oracle_seconds(accepted: np.ndarray[Any, Any], costs: StepCosts) -> float:
+def oracle_seconds(accepted: np.ndarray[Any, Any], costs: LengthCosts) -> float:
     """Return the least time to commit a text. accepted [T]: 1 where a drafted token would be accepted, else 0."""
     lengths = np.arange(LONGEST + 1)
     steps = np.interp(lengths, costs.lengths, np.add(costs.draft_s, costs.other_s))
@@ -83,7 +83,7 @@ def oracle(runtimes: dict[str, Runtime], draft: Checkpoint, prompts: Sequence[li
             plain.engine.step()
         texts.append(Text(prompt, request.output))
     sampler, size = plain.checkpoint.backend.sampler, plain.checkpoint.model.vocab_size
-    readers = [Reader(model, sampler, size) for model in (plain.checkpoint.model, draft.model)]
+    readers = [TextReader(model, sampler, size) for model in (plain.checkpoint.model, draft.model)]
     given = [each.given[1:] for each in measure_acceptance(*readers, texts, GREEDY)]
     seconds = sum(oracle_seconds(each, costs) for each in given)
     return {

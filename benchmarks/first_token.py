@@ -22,7 +22,7 @@ from speculant import SamplingParams
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.lab.bench.measuring import interleave, ratios, spreads
-from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload, code_prompt
 
 PROMPT, TOKENS = 1024, 8  # tokens of the prompt, and to generate
@@ -46,7 +46,7 @@ def make_workload(runtime: Runtime) -> Workload:
     return Workload("code", [code_prompt(runtime.tokenizer, 0, length)], [0.0])
 
 
-def figures(run: Run) -> dict[str, float]:
+def figures(run: BenchRun) -> dict[str, float]:
     """Return the time to first token, and the first gap that took time: the one before the second token."""
     [timing] = run.timings
     assert timing.ttft_s is not None, "a run without tokens"

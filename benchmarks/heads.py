@@ -39,8 +39,8 @@ from speculant.errors import SpeculantError
 from speculant.files import read_json
 from speculant.lab.bench.gains import gains
 from speculant.lab.bench.measuring import Spread
-from speculant.lab.bench.runs import Bench, Mode, Run
-from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
+from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.inflation.pair import SHAPES, inflated_head
 from speculant.lab.theory.curve import VerificationCurve
@@ -131,8 +131,8 @@ class Group:
     name: str
     source: Source
     benches: Mapping[str, Bench]
-    costs: Mapping[str, StepCosts] = field(default_factory=dict)  # by label: of the longest chain, and of a tree
-    runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
+    costs: Mapping[str, LengthCosts] = field(default_factory=dict)  # by label: of the longest chain, and of a tree
+    runs: dict[str, dict[str, list[BenchRun]]] = field(default_factory=dict)
 
     @cached_property
     def method(self) -> Method:
@@ -165,7 +165,7 @@ class Group:
             "ways": {label: self._way(label, runs, rates) for label in self.benches if label != PLAIN},
         }
 
-    def _way(self, label: str, runs: Mapping[str, Sequence[Run]], rates: Sequence[float]) -> dict[str, Any]:
+    def _way(self, label: str, runs: Mapping[str, Sequence[BenchRun]], rates: Sequence[float]) -> dict[str, Any]:
         plain, own = runs[PLAIN], runs[label]
         pooled = SpeculationMetrics()
         for run in own:
@@ -180,7 +180,9 @@ class Group:
             "of": len(own),
         }
 
-    def _predicted(self, label: str, plain: Sequence[Run], own: Sequence[Run], rates: Sequence[float]) -> float | None:
+    def _predicted(
+        self, label: str, plain: Sequence[BenchRun], own: Sequence[BenchRun], rates: Sequence[float]
+    ) -> float | None:
         if label == TREE and label in self.costs:
             costs = self.costs[label]
             steps = [count for run in own for count in run.speculation.per_step_accepted]
@@ -201,23 +203,23 @@ def by_position(runs: Sequence[SpeculationMetrics]) -> list[float]:
     ]
 
 
-def predict(rates: Sequence[float], costs: StepCosts, length: int) -> float:
+def predict(rates: Sequence[float], costs: LengthCosts, length: int) -> float:
     """Return the speed over plain decoding of chains of a length, by acceptance by position and costs."""
     rows = tuple(drafted + 1 for drafted in costs.lengths)
     times = step_costs(costs.cost_ratio, VerificationCurve(rows, tuple(costs.other_s)), costs.lengths[-1])
     return float(speedups(survival(rates, costs.lengths[-1]), costs.overhead + times)[length])
 
 
-def _costs(costs: StepCosts) -> dict[str, Any]:
+def _costs(costs: LengthCosts) -> dict[str, Any]:
     rest = {str(length): other / costs.other_s[0] for length, other in zip(costs.lengths, costs.other_s, strict=True)}
     return {"c": costs.cost_ratio, "overhead": costs.overhead, "V": rest, "plain_s": costs.plain_s}
 
 
-def _decode_s(run: Run) -> float:
+def _decode_s(run: BenchRun) -> float:
     return sum(timing.decode_s for timing in run.timings)
 
 
-def _decoded(run: Run) -> int:
+def _decoded(run: BenchRun) -> int:
     return sum(len(output) - 1 for output in run.outputs)
 
 

@@ -35,7 +35,7 @@ from speculant.cache.factory import paged_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.lab.bench.measuring import Spread, interleave, ratios
-from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.lab.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
 from speculant.lab.theory.trees import best_tree, expected_accepted
@@ -198,7 +198,7 @@ def run_all(
     subjects: Sequence[Subject],
     workload: Workload,
     arguments: argparse.Namespace,
-) -> dict[str, list[Run]]:
+) -> dict[str, list[BenchRun]]:
     """Run everything once a round."""
     modes = {PLAIN: plain, **{subject.name: subject.mode(arguments.tokens) for subject in subjects}}
     for name, each in modes.items():
@@ -208,7 +208,7 @@ def run_all(
     )
 
 
-def table(runs: Mapping[str, Sequence[Run]], subjects: Sequence[Subject], rates: Rates) -> dict[str, Any]:
+def table(runs: Mapping[str, Sequence[BenchRun]], subjects: Sequence[Subject], rates: Rates) -> dict[str, Any]:
     """Return a row for each subject."""
     speeds = {name: [{"speed": run.figures()["tokens_per_s"]} for run in each] for name, each in runs.items()}
 
@@ -229,7 +229,7 @@ def table(runs: Mapping[str, Sequence[Run]], subjects: Sequence[Subject], rates:
     return rows
 
 
-def pooled(runs: Sequence[Run]) -> dict[str, float]:
+def pooled(runs: Sequence[BenchRun]) -> dict[str, float]:
     """Return 1 + accepted tokens / passes that checked a draft, over all rounds, and the mean's standard error."""
     counts = SpeculationMetrics()
     for run in runs:

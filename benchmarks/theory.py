@@ -33,7 +33,7 @@ from benchmarks.measuring import write
 import speculant
 from speculant.config import EngineConfig
 from speculant.drafting.lookup.tables import BigramTables
-from speculant.lab.bench.acceptance import Reader, Text, estimate
+from speculant.lab.bench.acceptance import Text, TextReader, estimate
 from speculant.lab.bench.alpha import measure_alpha
 from speculant.lab.bench.pair import Candidate, load_pair, write_texts
 from speculant.lab.bench.workloads import WorkloadConfig, make_workload
@@ -265,7 +265,7 @@ def sources(target: Checkpoint, draft: Candidate) -> dict[str, Source]:
     tables = BigramTables.of_counts(counts.tokens, counts.pairs, counts.counts, 64)
 
     def by_model(model: CausalLM) -> Source:
-        return lambda text, params: Reader(model, sampler, size).distributions(text, params).cpu().numpy()
+        return lambda text, params: TextReader(model, sampler, size).distributions(text, params).cpu().numpy()
 
     def by_table(rows: Callable[[list[int]], Tensor]) -> Source:
         def read(text: Text, params: SamplingParams) -> Array:

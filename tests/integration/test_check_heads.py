@@ -17,7 +17,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError, PairError, SpeculantError
 from speculant.lab.bench import drafting, pair
 from speculant.lab.bench.acceptance import Estimate
-from speculant.lab.bench.step_costs import StepCosts
+from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.speedup import expected_tokens, survival
 from speculant.params import SamplingParams
@@ -114,7 +114,7 @@ def test_tokens_per_pass_are_those_of_the_engine(checkpoints: Checkpoints, tmp_p
 
 
 def test_prediction_is_tokens_over_costs() -> None:
-    costs = StepCosts((0, 1, 2, 4), [0.0, 0.1, 0.1, 0.1], [1.0, 1.1, 1.2, 1.4])
+    costs = LengthCosts((0, 1, 2, 4), [0.0, 0.1, 0.1, 0.1], [1.0, 1.1, 1.2, 1.4])
     found = drafting.predict([1, 2, 4], np.array([1.5, 1.8, 2.0]), ALPHA, costs)
     assert found.tokens == pytest.approx([1, 1.5, 1.8, 1.9, 2.0])
     assert found.speeds == pytest.approx([1, 1.5 / 1.2, 1.8 / 1.3, 1.9 / 1.4, 2.0 / 1.5])
@@ -124,7 +124,7 @@ def test_prediction_is_tokens_over_costs() -> None:
 
 def test_more_nodes_never_bring_more_than_fewer() -> None:
     """A gain that grows with the number of nodes is chance, and so is a loss."""
-    costs = StepCosts((0, 1, 2, 3), [0.0] * 4, [1.0] * 4)
+    costs = LengthCosts((0, 1, 2, 3), [0.0] * 4, [1.0] * 4)
     found = drafting.predict([1, 2, 3], np.array([1.2, 1.6, 1.5]), ALPHA, costs)
     assert found.tokens == pytest.approx([1, 1.2, 1.4, 1.4])
 

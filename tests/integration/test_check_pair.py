@@ -21,14 +21,13 @@ from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.lab.bench import pair
-from speculant.lab.bench.acceptance import Acceptance, Text
+from speculant.lab.bench.acceptance import Text, TextAcceptance
 from speculant.lab.bench.measuring import SPECULATIVE, both_ways
 from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.step_costs import StepCosts
+from speculant.lab.bench.step_costs import LengthCosts
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.curve import FLAT
-from speculant.lab.theory.speedup import speedups, step_costs, survival
-from speculant.lab.theory.texts import expected_costs
+from speculant.lab.theory.speedup import expected_costs, speedups, step_costs, survival
 from speculant.params import SamplingParams
 from tests.models import ALPHABET, Checkpoints, Shape, write_checkpoint
 
@@ -172,13 +171,13 @@ def test_passes_are_those_of_the_engine(checkpoints: Checkpoints) -> None:
 
 def test_prediction_is_the_formulas_for_one_rate() -> None:
     lengths = tuple(range(11))
-    costs = StepCosts(lengths, [0.2 * length for length in lengths], [1.0] * 11)
-    found = pair.predict([Acceptance(np.full(3000, 0.8), np.full(3000, 0.8))], costs, costs)
+    costs = LengthCosts(lengths, [0.2 * length for length in lengths], [1.0] * 11)
+    found = pair.predict([TextAcceptance(np.full(3000, 0.8), np.full(3000, 0.8))], costs, costs)
     assert found.alpha.mean == pytest.approx(0.8)
     assert found.speeds == pytest.approx(speedups(survival(0.8, 10), step_costs(0.2, FLAT, 10)), rel=5e-3)
     assert found.best_length == found.best_draft == int(np.argmax(found.speeds))
-    slow = StepCosts(lengths, [2.0 * length for length in lengths], [1.0] * 11)
-    found = pair.predict([Acceptance(np.full(300, 0.8), np.full(300, 0.8))], slow, slow)
+    slow = LengthCosts(lengths, [2.0 * length for length in lengths], [1.0] * 11)
+    found = pair.predict([TextAcceptance(np.full(300, 0.8), np.full(300, 0.8))], slow, slow)
     assert (found.best_length, found.best_draft) == (0, 1)
 
 

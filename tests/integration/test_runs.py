@@ -11,7 +11,7 @@ from speculant import LLM
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.errors import CapacityError, RequestError
-from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
@@ -188,5 +188,5 @@ def test_stops_end_a_request_as_ever(checkpoints: Checkpoints) -> None:
     workload = _workload(runtime, 1)
     [whole] = Bench(runtime).run(workload, PLAIN).outputs
     text = runtime.tokenizer.decode(whole)
-    stopped: Run = Bench(runtime).run(workload, Mode(replace(GREEDY, stop=[text[4:6]])))
+    stopped: BenchRun = Bench(runtime).run(workload, Mode(replace(GREEDY, stop=[text[4:6]])))
     assert len(stopped.outputs[0]) <= 6

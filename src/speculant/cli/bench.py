@@ -36,7 +36,7 @@ from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.engine.build import Runtime
-    from speculant.lab.bench.measuring import Case, Way
+    from speculant.lab.bench.measuring import BenchCase, Way
     from speculant.lab.bench.workloads import Workload
 
 THROUGHPUT_EXAMPLES = examples(
@@ -183,7 +183,7 @@ def _ways(plan: Plan, params: SamplingParams, runtime: Runtime) -> dict[str, Way
     return ways_of(Bench(runtime), {**modes, **one_at_a_time(modes)} if plan.alone_too else modes)
 
 
-def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: Mapping[str, Way]) -> list[Case]:
+def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: Mapping[str, Way]) -> list[BenchCase]:
     from speculant.lab.bench.measuring import measure
 
     num_runs = len(workloads) * len(ways) * plan.rounds
@@ -191,7 +191,7 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: 
         return [measure(ways, workload, plan.rounds, runs.begin, runs.tell) for workload in workloads]
 
 
-def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
+def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[BenchCase]) -> dict[str, Any]:
     from speculant.lab.bench.report import document
 
     value = document(plan.benchmark, config, runtime, cases)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from speculant.lab.bench.compare import Setting
-    from speculant.lab.bench.measuring import Case, Way
+    from speculant.lab.bench.measuring import BenchCase, Way
     from speculant.lab.bench.workloads import Workload
 
 EXAMPLES = examples(
@@ -128,7 +128,7 @@ def _build(
     return chosen, build_ways(config, chosen, params, sequential=not together)
 
 
-def _measure(ways: Mapping[str, Way], workloads: Sequence[Workload], rounds: int) -> list[Case]:
+def _measure(ways: Mapping[str, Way], workloads: Sequence[Workload], rounds: int) -> list[BenchCase]:
     from speculant.lab.bench.measuring import measure
 
     with progress_of_runs(len(workloads) * len(ways) * rounds) as runs:

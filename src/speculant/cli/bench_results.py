@@ -9,11 +9,11 @@ from speculant.cli.terminal import messages, print_json, results
 from speculant.lab.bench.outputs import OutputFiles
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.measuring import Case, Way
+    from speculant.lab.bench.measuring import BenchCase, Way
 
 
 def write_files(
-    files: OutputFiles, value: Mapping[str, Any], cases: Sequence[Case], ways: Sequence[Mapping[str, Way]]
+    files: OutputFiles, value: Mapping[str, Any], cases: Sequence[BenchCase], ways: Sequence[Mapping[str, Way]]
 ) -> None:
     """Write what was asked for, and say where it is; see `OutputFiles.write`."""
     for path in files.write(value, cases, ways):

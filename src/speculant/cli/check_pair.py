@@ -21,8 +21,8 @@ from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.lab.bench.measuring import Spread
-    from speculant.lab.bench.pair import Findings, Notify, Prediction
-    from speculant.lab.bench.step_costs import StepCosts
+    from speculant.lab.bench.pair import Findings, Notify, SpeedPrediction
+    from speculant.lab.bench.step_costs import LengthCosts
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",
@@ -144,8 +144,8 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
     }
 
 
-def _prediction(each: Prediction) -> dict[str, Any]:
-    costs: StepCosts = each.costs
+def _prediction(each: SpeedPrediction) -> dict[str, Any]:
+    costs: LengthCosts = each.costs
     return {
         "alpha": asdict(each.alpha),
         "correlation": each.correlation,

@@ -12,7 +12,7 @@ from speculant.cli.terminal import messages
 
 if TYPE_CHECKING:
     from speculant.lab.training.evaluation import Watcher
-    from speculant.lab.training.trainer import Report, Trainer
+    from speculant.lab.training.trainer import Trainer, TrainingReport
 
 _LOG_STEPS = 50  # steps per line of output without a terminal
 
@@ -36,7 +36,7 @@ def _train_with_bar(trainer: Trainer) -> None:
             bar.update(task, completed=report.progress, description=_line(trainer, report))
 
 
-def _line(trainer: Trainer, report: Report) -> str:
+def _line(trainer: Trainer, report: TrainingReport) -> str:
     left = report.elapsed * (1 / max(report.progress, 1e-9) - 1) / 60
     loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
     return f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {left:.0f} min left"

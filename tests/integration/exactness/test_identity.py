@@ -11,8 +11,8 @@ from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
-from speculant.lab.exactness.identity import ROUNDING, WAYS, Comparison, compare, explained, first_gap
-from speculant.lab.exactness.texts import Reader, complete, reread
+from speculant.lab.exactness.identity import ROUNDING, WAYS, TextComparison, compare, explained, first_gap
+from speculant.lab.exactness.texts import TargetReader, complete, reread
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, KeyedNoise
 from speculant.sampling.distribution import Node
@@ -81,7 +81,7 @@ def test_the_gap_is_how_much_the_target_prefers_its_token(checkpoints: Checkpoin
     other.tokens[len(text.prompt) + place] = theirs
     here = reread(text, place)
     here.params = SamplingParams(temperature=params.temperature or 1.0)
-    distribution = Reader(runtime, 1, 40).distributions([Node(here)])[0]
+    distribution = TargetReader(runtime, 1, 40).distributions([Node(here)])[0]
     score = distribution.log() + (0 if params.greedy else noise(text.seed, len(here.tokens), len(distribution)))
     assert first_gap(runtime, text, other) == pytest.approx(float(score[mine] - score[theirs]), abs=1e-9)
     assert float(score[mine] - score[theirs]) > 0
@@ -131,6 +131,6 @@ def test_rounding_explains_by_kernels_dtype_and_distribution(checkpoints: Checkp
     ],
 )
 def test_a_difference_passes_where_rounding_explains_it(gap: float | None, bound: float | None, passed: bool) -> None:
-    found = Comparison("greedy", "plain, together", 8, 8 - (gap is not None), 100, gap, bound)
+    found = TextComparison("greedy", "plain, together", 8, 8 - (gap is not None), 100, gap, bound)
     assert found.passed == passed
     assert found.to_dict()["bitwise"] == (bound is None)

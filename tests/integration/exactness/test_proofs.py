@@ -14,7 +14,7 @@ from speculant.drafting.model import draft_model
 from speculant.engine.build import build_verifiers, load_verifiers
 from speculant.lab.exactness import proofs
 from speculant.lab.exactness.distributions import EXACT
-from speculant.lab.exactness.drafts import Draft, Likeliest, choose_draft
+from speculant.lab.exactness.drafts import Likeliest, TableDrafter, choose_draft
 from speculant.lab.exactness.proofs import CHAINS, TREES, Claim, Proof, claims, prove
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance
@@ -190,6 +190,6 @@ def test_a_method_that_needs_a_real_model_gives_way_too(monkeypatch: pytest.Monk
 
 def test_prompts_let_every_kind_draft() -> None:
     model, ngram = (choose_draft(spec, VERIFIERS) for spec in (MODEL, SpeculativeConfig(method="ngram")))
-    assert isinstance(model, Draft)
+    assert isinstance(model, TableDrafter)
     assert model.prompt(3) == (0,)
     assert ngram.prompt(3) == (0, 1, 2, 0, 1, 2)

@@ -13,8 +13,8 @@ from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
 from speculant.errors import SpeculantError
-from speculant.lab.exactness.check import Scored, Subject, draw_and_score
-from speculant.lab.exactness.texts import Reader, Second, complete, reread, score_texts
+from speculant.lab.exactness.check import ScoredTexts, Subject, draw_and_score
+from speculant.lab.exactness.texts import Second, TargetReader, complete, reread, score_texts
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import Node
@@ -35,11 +35,11 @@ def pair(checkpoints: Checkpoints, **values: object) -> EngineConfig:
     )
 
 
-def drawn(config: EngineConfig, texts: int = 40, params: SamplingParams = FREE) -> Scored:
+def drawn(config: EngineConfig, texts: int = 40, params: SamplingParams = FREE) -> ScoredTexts:
     return draw_and_score(Subject(config, build_engine(config), PROMPTS, params), texts, lambda part: None)
 
 
-def z(found: Scored) -> dict[str, float]:
+def z(found: ScoredTexts) -> dict[str, float]:
     return {score.name: score.z for score in found.scores.made}
 
 
@@ -113,7 +113,7 @@ def test_the_reader_sees_the_distributions_drawn_from(checkpoints: Checkpoints, 
     """A seeded token is the argmax of its distribution and the noise of its place."""
     runtime = build_engine(pair(checkpoints, dtype=dtype, max_num_batched_tokens=4))
     (text,) = complete(runtime, [PROMPTS[1]], [replace(DISTRIBUTION, seed=3, speculation=False)])
-    reader = Reader(runtime, 1, len(text.tokens))
+    reader = TargetReader(runtime, 1, len(text.tokens))
     for place in range(text.num_output):
         here = reread(text, place)
         reader.end(here)
@@ -131,7 +131,7 @@ def distribution_draw(request: Request, distribution: torch.Tensor) -> int:
 def test_reading_on_is_reading_anew(checkpoints: Checkpoints) -> None:
     runtime = build_engine(pair(checkpoints, max_num_batched_tokens=4))
     text = texts_of(runtime, DISTRIBUTION)[1]
-    reader, fresh, growing = Reader(runtime, 1, 40), Reader(runtime, 1, 40), reread(text)
+    reader, fresh, growing = TargetReader(runtime, 1, 40), TargetReader(runtime, 1, 40), reread(text)
     for place in range(text.num_output):
         whole = reread(text, place)
         assert torch.equal(reader.distributions([Node(growing)]), fresh.distributions([Node(whole)]))
@@ -144,7 +144,7 @@ def test_the_second_drafter_tells_its_distribution(checkpoints: Checkpoints) -> 
     runtime = build_engine(config)
     draft = load_model(checkpoints.far, "float64", role="draft")
     text = texts_of(runtime, DISTRIBUTION)[0]
-    alone = Reader(replace(runtime, checkpoint=draft), 1, 40)
+    alone = TargetReader(replace(runtime, checkpoint=draft), 1, 40)
     second, copy = Second(config, runtime, 1, 40), reread(text)
     second.begin(copy)
     for token in text.output:

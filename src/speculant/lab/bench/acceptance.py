@@ -39,11 +39,11 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class TextAcceptance:
     """Acceptance of a draft along one text of T output tokens.
 
     overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
-    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the token that came out (`lab/theory/texts.py`).
+    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the token that came out (`lab/theory/speedup.py`).
     """
 
     overlap: Array
@@ -60,7 +60,7 @@ class Estimate:
     tokens: int
 
 
-class Reader:
+class TextReader:
     """A model that reads whole texts and returns the distributions of their output tokens."""
 
     def __init__(self, model: CausalLM, sampler: Sampler, vocab_size: int) -> None:
@@ -82,15 +82,15 @@ class Reader:
 
 
 def measure_acceptance(
-    target: Reader, draft: Reader, texts: Sequence[Text], params: SamplingParams
-) -> list[Acceptance]:
+    target: TextReader, draft: TextReader, texts: Sequence[Text], params: SamplingParams
+) -> list[TextAcceptance]:
     """Return the acceptance along each text."""
     return [
         compare(target.distributions(text, params), draft.distributions(text, params), text.output) for text in texts
     ]
 
 
-def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> Acceptance:
+def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> TextAcceptance:
     """Compare the target's probs p [T, V] and the draft's q [T, V] at the tokens [T] that came out.
 
     A token that p excludes, by a near-tie that this pass decides otherwise, counts as accepted if q is sure of it.
@@ -98,7 +98,7 @@ def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> Acceptance:
     chosen = torch.tensor(output, device=p.device)[:, None]
     own, drafted = p.gather(1, chosen)[:, 0], q.gather(1, chosen)[:, 0]
     given = torch.where(own > 0, drafted / own, drafted).clamp(max=1.0)
-    return Acceptance(acceptance(p.cpu().numpy(), q.cpu().numpy()), given.cpu().numpy())
+    return TextAcceptance(acceptance(p.cpu().numpy(), q.cpu().numpy()), given.cpu().numpy())
 
 
 def pooled(requests: Sequence[SpeculationMetrics]) -> Estimate | None:

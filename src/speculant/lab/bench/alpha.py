@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speculant.lab.bench.acceptance import Acceptance, Estimate, Reader, estimate, measure_acceptance, pooled
+from speculant.lab.bench.acceptance import Estimate, TextAcceptance, TextReader, estimate, measure_acceptance, pooled
 from speculant.lab.bench.pair import Candidate, write_texts
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory.correlation import correlation_of
-from speculant.lab.theory.texts import expected_costs
+from speculant.lab.theory.speedup import expected_costs
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 
@@ -25,7 +25,7 @@ class Alpha:
     overlap: mean of sum min(p, q) along texts that the target wrote. accepted: accepted / tested of drafts for the same
     prompts, None if nothing was tested. correlation: of neighbours' acceptance. tokens_per_pass: of these drafts; the
     first token of a text comes with its prompt and does not count. expected_per_pass: the same as expected along the
-    texts that the target wrote (`lab/theory/texts.py`).
+    texts that the target wrote (`lab/theory/speedup.py`).
     """
 
     length: int
@@ -58,10 +58,12 @@ def measure_alpha(
     )
 
 
-def along_texts(target: Checkpoint, draft: Candidate, workload: Workload, params: SamplingParams) -> list[Acceptance]:
+def along_texts(
+    target: Checkpoint, draft: Candidate, workload: Workload, params: SamplingParams
+) -> list[TextAcceptance]:
     """Return the acceptance along the target's own texts, without their first tokens, which are never drafted."""
     texts = write_texts(draft.runtime, workload, params)
     sampler, size = target.backend.sampler, target.model.vocab_size
-    readers = Reader(target.model, sampler, size), Reader(draft.checkpoint.model, sampler, size)
+    readers = TextReader(target.model, sampler, size), TextReader(draft.checkpoint.model, sampler, size)
     found = measure_acceptance(*readers, texts, params)
-    return [Acceptance(each.overlap[1:], each.given[1:]) for each in found]
+    return [TextAcceptance(each.overlap[1:], each.given[1:]) for each in found]

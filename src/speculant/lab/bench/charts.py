@@ -11,7 +11,7 @@ import numpy as np
 
 from speculant.engine.profiling import PHASES
 from speculant.errors import ConfigError
-from speculant.lab.bench.timeline import Span
+from speculant.lab.bench.samples import Span
 from speculant.lab.theory.speedup import accepted_lengths, survival
 from speculant.metrics import SpeculationMetrics
 

@@ -11,7 +11,7 @@ from speculant.config import EngineConfig
 from speculant.drafting.methods import LOOKUPS, WITH_MODEL, installed, takes_model
 from speculant.engine.build import build_around
 from speculant.errors import ConfigError
-from speculant.lab.bench.measuring import PLAIN, Case, Way
+from speculant.lab.bench.measuring import PLAIN, BenchCase, Way
 from speculant.lab.bench.report import document, keeps_answers
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.models.weights.load import load_model
@@ -109,7 +109,7 @@ def _without_drafts(config: EngineConfig) -> EngineConfig:
 
 
 def compared(
-    config: EngineConfig, chosen: Sequence[Setting], ways: Mapping[str, Way], cases: Sequence[Case]
+    config: EngineConfig, chosen: Sequence[Setting], ways: Mapping[str, Way], cases: Sequence[BenchCase]
 ) -> dict[str, Any]:
     """Return all measurements, as `--json` prints them: those of `report.document`, and by way what it does."""
     drafting = {name: way.bench.runtime for name, way in ways.items() if name != PLAIN}

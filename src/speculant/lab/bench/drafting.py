@@ -28,11 +28,11 @@ from speculant.lab.bench.pair import (
     Findings,
     Model,
     Notify,
-    Prediction,
+    SpeedPrediction,
     measure_speed,
 )
 from speculant.lab.bench.runs import Bench, Mode
-from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
 from speculant.models.weights.load import Checkpoint, load_model
@@ -135,7 +135,7 @@ def _tokens_per_pass(timings: Sequence[TimingMetrics]) -> float:
     return sum(each.num_tokens - 1 for each in timings) / max(1, passes)
 
 
-def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: StepCosts) -> Prediction:
+def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: LengthCosts) -> SpeedPrediction:
     """Predict the speed of drafts of 0 to max(sizes) nodes from tokens per pass [n] and costs at some sizes.
 
     One more node never brings more than the one before: what the measurement has beyond that is chance.
@@ -149,10 +149,10 @@ def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: StepCos
     reached = np.concatenate([[1.0], gains])
     rates = np.divide(gains, reached[:-1], out=np.zeros_like(gains), where=reached[:-1] > 0).tolist()
     ends = [0.0] if max(sizes) < LONGEST else []  # it drafts no more nodes
-    return Prediction(alpha, costs, speeds, per_pass, None, [*rates, *ends])
+    return SpeedPrediction(alpha, costs, speeds, per_pass, None, [*rates, *ends])
 
 
-def _total(costs: StepCosts) -> list[float]:
+def _total(costs: LengthCosts) -> list[float]:
     return [draft + other for draft, other in zip(costs.draft_s, costs.other_s, strict=True)]
 
 

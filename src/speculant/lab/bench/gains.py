@@ -1,7 +1,7 @@
 """What speculation gained in a run: the costs that were measured, and what the formula makes of them.
 
-Together with the figures of a run (`Run.figures`) and the memory of a draft model (`lab/bench/sizes.py`) these are the
-metrics that a report of speculative decoding needs (docs/references.md, metrics).
+Together with the figures of a run (`BenchRun.figures`) and the memory of a draft model (`lab/bench/sizes.py`) these
+are the metrics that a report of speculative decoding needs (docs/references.md, metrics).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from speculant.lab.bench.runs import Run
+from speculant.lab.bench.runs import BenchRun
 from speculant.lab.theory.curve import VerificationCurve
 from speculant.lab.theory.speedup import best_length, expected_tokens, speedups, step_costs, survival
 
@@ -17,7 +17,7 @@ LONGEST = 32  # the longest draft that is considered
 LEAST = 1e-6  # of a cost
 
 
-def gain(plain: Run, drafted: Run) -> dict[str, float]:
+def gain(plain: BenchRun, drafted: BenchRun) -> dict[str, float]:
     """Return the gain of a run with drafts over one without, by name; {} if a run has no steps to compare.
 
     draft_length: mean nodes of a draft. cost_ratio: c, the time to draft one more token / plain decoding's step.
@@ -48,7 +48,7 @@ def gain(plain: Run, drafted: Run) -> dict[str, float]:
     }
 
 
-def _tokens_per_step(run: Run) -> float:
+def _tokens_per_step(run: BenchRun) -> float:
     """Return the expected tokens of a step after a request's first token, by the length of each draft."""
     spec = run.speculation
     expected = expected_tokens(survival(spec.acceptance_rate, max(spec.per_step_drafted)))
@@ -56,13 +56,13 @@ def _tokens_per_step(run: Run) -> float:
     return 1 + float(sum(expected[length] - 1 for length in spec.per_step_drafted)) / steps
 
 
-def gains(plain: Sequence[Run], drafted: Sequence[Run]) -> list[dict[str, float]]:
+def gains(plain: Sequence[BenchRun], drafted: Sequence[BenchRun]) -> list[dict[str, float]]:
     """Return the gain of each round that has one."""
     found = [gain(*runs) for runs in zip(plain, drafted, strict=True)]
     return [each for each in found if each]
 
 
-def _step_s(run: Run) -> float | None:
+def _step_s(run: BenchRun) -> float | None:
     """Return the typical time from one burst of tokens to the next; None if no request has two."""
     pauses = [pause for timing in run.timings for pause in timing.pauses]
     return statistics.mean(pauses) if pauses else None

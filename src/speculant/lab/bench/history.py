@@ -6,6 +6,7 @@ Ratios of one run compare on a machine that is faster on one day than on another
 from __future__ import annotations
 
 import json
+import platform
 import shlex
 import statistics
 import subprocess
@@ -15,6 +16,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from speculant import __version__
 from speculant.errors import ConfigError, Converts
@@ -32,7 +35,7 @@ ALONE = ("--json",)
 
 
 @dataclass(frozen=True)
-class Entry:
+class HistoryEntry:
     """A run of a benchmark. figures: ratios by name, of which more is better."""
 
     date: str
@@ -76,14 +79,14 @@ class Change:
 class Comparison:
     """The newest run of a command on a machine, beside the earlier ones."""
 
-    entry: Entry
+    entry: HistoryEntry
     num_earlier: int
     changes: Sequence[Change]
 
 
-def entry_of(value: Mapping[str, Any], machine: Mapping[str, Any], arguments: Sequence[str]) -> Entry:
+def entry_of(value: Mapping[str, Any], machine: Mapping[str, Any], arguments: Sequence[str]) -> HistoryEntry:
     """Return the entry of a benchmark's document (`lab.bench.report`, or a server's), run with these arguments."""
-    return Entry(
+    return HistoryEntry(
         datetime.now(UTC).isoformat(timespec="seconds"),
         revision(),
         machine,
@@ -128,10 +131,10 @@ def command_of(arguments: Sequence[str]) -> str:
 
 def revision() -> str:
     """Return the commit of this source, with + if there are changes; the version where it is not under git."""
-    here = Path(__file__).parent
-    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    package = Path(__file__).parents[2]
+    if _git(package, "ls-files", "--error-unmatch", __file__) is None:
         return __version__
-    commit, changes = _git(here, "rev-parse", "--short", "HEAD"), _git(here.parent, "status", "--porcelain", ".")
+    commit, changes = _git(package, "rev-parse", "--short", "HEAD"), _git(package, "status", "--porcelain", ".")
     return f"{commit}{'+' if changes else ''}"
 
 
@@ -153,7 +156,7 @@ def append(path: Path, value: Mapping[str, Any], machine: Mapping[str, Any]) -> 
         file.write(json.dumps(asdict(entry), ensure_ascii=False) + "\n")
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[HistoryEntry]:
     """Return the entries of a history, in order; raises ConfigError for a file that is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -167,24 +170,24 @@ def read(path: Path) -> list[Entry]:
     return entries
 
 
-def _read_line(place: str, line: str) -> Entry:
+def _read_line(place: str, line: str) -> HistoryEntry:
     with Converts(ConfigError, f"{place} is no entry of a history", "remove the line, or name another file."):
         given = json.loads(line)
         figures = {str(name): Spread(**spread) for name, spread in given.pop("figures").items()}
         if not all(isinstance(value, int | float) for each in figures.values() for value in vars(each).values()):
             raise ValueError("a figure is no number")
-        return Entry(**given, figures=figures)
+        return HistoryEntry(**given, figures=figures)
 
 
-def compare(entries: Sequence[Entry]) -> list[Comparison]:
+def compare(entries: Sequence[HistoryEntry]) -> list[Comparison]:
     """Compare the newest entry of each command and machine with those before, the commands in order of their newest."""
-    by_key: dict[tuple[str, str], list[Entry]] = {}
+    by_key: dict[tuple[str, str], list[HistoryEntry]] = {}
     for entry in entries:
         by_key[entry.key] = [*by_key.pop(entry.key, []), entry]
     return [Comparison(own[-1], len(own) - 1, list(_changes(own[-1], own[:-1]))) for own in by_key.values()]
 
 
-def _changes(entry: Entry, earlier: Sequence[Entry]) -> Iterator[Change]:
+def _changes(entry: HistoryEntry, earlier: Sequence[HistoryEntry]) -> Iterator[Change]:
     for figure, now in entry.figures.items():
         if seen := [each.figures[figure] for each in earlier if figure in each.figures]:
             yield Change(figure, now, typical(seen))
@@ -195,3 +198,17 @@ def typical(seen: Sequence[Spread]) -> Spread:
     of_runs = Spread.of([each.median for each in seen])
     low, high = (statistics.median(getattr(each, name) for each in seen) for name in ("q1", "q3"))
     return Spread(min(low, of_runs.q1), of_runs.median, max(high, of_runs.q3))
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures of two runs must have in common to be compared."""
+    return {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload
 from speculant.params import SamplingParams
 
@@ -46,7 +46,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A workload and its runs by mode (the name of a `Way`), one per round.
 
     The others are compared with the first mode. `params` are those of the speculative mode if there is one.
@@ -54,7 +54,7 @@ class Case:
 
     workload: Workload
     params: SamplingParams
-    runs: Mapping[str, Sequence[Run]]
+    runs: Mapping[str, Sequence[BenchRun]]
 
     @property
     def comparable(self) -> bool:
@@ -120,7 +120,7 @@ def one_at_a_time(modes: Mapping[str, Mode]) -> dict[str, Mode]:
 
 def measure(
     ways: Mapping[str, Way], workload: Workload, rounds: int, notify: Notify, tell: Tell = lambda result: None
-) -> Case:
+) -> BenchCase:
     """Run a workload in every way once per round, after a short warm-up run of each that is not counted.
 
     tell: gets a line with the medians so far after each round but the last.
@@ -130,15 +130,15 @@ def measure(
     params = ways.get(SPECULATIVE, ways[PLAIN]).mode.params
     subjects = {name: partial(way.bench.run, workload, way.mode) for name, way in ways.items()}
 
-    def end_round(runs: Mapping[str, Sequence[Run]]) -> None:
-        case = Case(workload, params, runs)
+    def end_round(runs: Mapping[str, Sequence[BenchRun]]) -> None:
+        case = BenchCase(workload, params, runs)
         if case.num_rounds < rounds:
             tell(f"after {case.num_rounds} of {rounds} rounds: {medians(case)}")
 
-    return Case(workload, params, interleave(subjects, rounds, notify, end_round))
+    return BenchCase(workload, params, interleave(subjects, rounds, notify, end_round))
 
 
-def medians(case: Case) -> str:
+def medians(case: BenchCase) -> str:
     """Return the speed of the first mode and those of the others over it, in one line."""
     first = next(iter(case.runs))
     parts = [f"{first} {case.spreads(first)['tokens_per_s'].median:,.0f} tokens/s"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from speculant.engine.profiling import check_trace_path
 
 if TYPE_CHECKING:
-    from speculant.lab.bench.measuring import Case, Way
+    from speculant.lab.bench.measuring import BenchCase, Way
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,16 @@ class OutputFiles:
 
             require_charts()
 
-    def write(self, value: Mapping[str, Any], cases: Sequence[Case], ways: Sequence[Mapping[str, Way]]) -> list[Path]:
+    def write(
+        self, value: Mapping[str, Any], cases: Sequence[BenchCase], ways: Sequence[Mapping[str, Way]]
+    ) -> list[Path]:
         """Write the report and the trace, from one more run per case and way, and the history; return the files.
 
         value: `lab.bench.report.document` of the cases. ways: for each case those of which tokens and steps are shown.
         """
         self.record(value)
         if self.report is not None or self.trace is not None:
-            from speculant.lab.bench.samples import take_samples
-            from speculant.lab.bench.timeline import write_trace
+            from speculant.lab.bench.samples import take_samples, write_trace
 
             samples = [take_samples(case.workload, own) for case, own in zip(cases, ways, strict=True)]
             if self.report is not None:
@@ -57,7 +58,6 @@ class OutputFiles:
     def record(self, value: Mapping[str, Any]) -> None:
         """Append a document's ratios to the history."""
         if self.history is not None:
-            from speculant.lab.bench.history import append
-            from speculant.lab.bench.machine import machine
+            from speculant.lab.bench.history import append, machine
 
             append(self.history, value, machine())

@@ -16,8 +16,8 @@ import jinja2
 from speculant import __version__
 from speculant.errors import ConfigError, Converts
 from speculant.lab.bench import charts
-from speculant.lab.bench.machine import machine
-from speculant.lab.bench.measuring import ONE_AT_A_TIME, Case
+from speculant.lab.bench.history import machine
+from speculant.lab.bench.measuring import ONE_AT_A_TIME, BenchCase
 from speculant.lab.bench.report import conclusions, heading
 from speculant.lab.bench.samples import Sample
 from speculant.lab.bench.tables import SWEPT, interval
@@ -42,7 +42,7 @@ GAINS = {
 }
 
 
-def page(value: Mapping[str, Any], cases: Sequence[Case], samples: Sequence[Sequence[Sample]]) -> str:
+def page(value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence[Sequence[Sample]]) -> str:
     """Return the report of a benchmark.
 
     value: `lab.bench.report.document` of these cases. samples: of each case, one per mode. Raises ConfigError without
@@ -81,7 +81,7 @@ def environment(value: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _case(told: Mapping[str, Any], case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
+def _case(told: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> dict[str, Any]:
     return {
         "heading": heading(told),
         "conclusions": list(conclusions(told)),
@@ -138,7 +138,7 @@ def _spread(each: Mapping[str, float], scale: float) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def _charts(told: Mapping[str, Any], case: Case, samples: Sequence[Sample]) -> list[tuple[str, str]]:
+def _charts(told: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """Return titles and charts; those of drafts are left out if there were none, or if no tokens of them are shown."""
     found = [("Speed", charts.speeds(told["runs"]))]
     if SWEPT in told:
@@ -159,7 +159,7 @@ def _charts(told: Mapping[str, Any], case: Case, samples: Sequence[Sample]) -> l
 
 
 def write_page(
-    path: Path, value: Mapping[str, Any], cases: Sequence[Case], samples: Sequence[Sequence[Sample]]
+    path: Path, value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence[Sequence[Sample]]
 ) -> None:
     """Write `page`; raises ConfigError if that is not possible."""
     text = page(value, cases, samples)

@@ -12,15 +12,22 @@ from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_precision import UNCHANGED
 from speculant.engine.vocabularies import draft_vocabulary
-from speculant.lab.bench.acceptance import Acceptance, Estimate, Reader, Text, estimate, measure_acceptance, pooled
-from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, Case, Spread, both_ways, measure, ways_of
+from speculant.lab.bench.acceptance import (
+    Estimate,
+    Text,
+    TextAcceptance,
+    TextReader,
+    estimate,
+    measure_acceptance,
+    pooled,
+)
+from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, BenchCase, Spread, both_ways, measure, ways_of
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.sizes import Size
-from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.lab.theory.correlation import correlation_of
-from speculant.lab.theory.speedup import best_length
-from speculant.lab.theory.texts import expected_costs
+from speculant.lab.theory.speedup import best_length, expected_costs
 from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import SamplingParams
@@ -71,7 +78,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SpeedPrediction:
     """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length, from 0 on.
 
     correlation: of the acceptance of neighbours (`lab/theory/correlation.py`); None = not known. rates: the probability
@@ -79,7 +86,7 @@ class Prediction:
     """
 
     alpha: Estimate
-    costs: StepCosts
+    costs: LengthCosts
     speeds: Array
     tokens: Array
     correlation: float | None = 0.0
@@ -108,10 +115,10 @@ class Findings:
     draft: Model
     params: SamplingParams
     num_texts: int
-    predictions: Mapping[str, Prediction]
+    predictions: Mapping[str, SpeedPrediction]
     chosen: str
     length: int
-    case: Case
+    case: BenchCase
     predicted: float
     lacks: int = 0
 
@@ -192,25 +199,27 @@ def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) ->
 
 def _acceptance(
     target: Checkpoint, candidates: Sequence[Candidate], texts: Sequence[Text], params: SamplingParams
-) -> dict[str, list[Acceptance]]:
+) -> dict[str, list[TextAcceptance]]:
     """Return the acceptance along the texts by precision; first tokens are left out, as they are never drafted."""
     sampler, size = target.backend.sampler, target.model.vocab_size
-    reader = Reader(target.model, sampler, size)
+    reader = TextReader(target.model, sampler, size)
     return {
         each.name: [
-            Acceptance(own.overlap[1:], own.given[1:])
-            for own in measure_acceptance(reader, Reader(each.checkpoint.model, sampler, size), texts, params)
+            TextAcceptance(own.overlap[1:], own.given[1:])
+            for own in measure_acceptance(reader, TextReader(each.checkpoint.model, sampler, size), texts, params)
         ]
         for each in candidates
     }
 
 
-def _costs(candidates: Sequence[Candidate], prompt: Sequence[int], params: SamplingParams) -> dict[str, StepCosts]:
+def _costs(candidates: Sequence[Candidate], prompt: Sequence[int], params: SamplingParams) -> dict[str, LengthCosts]:
     lengths = {each.name: LENGTHS if each.quantization is None else OTHER_LENGTHS for each in candidates}
     return measure_steps(lengths, {each.name: each.runtime for each in candidates}, prompt, params, COST_SECONDS)
 
 
-def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts, longest: int = LONGEST) -> Prediction:
+def predict(
+    acceptance: Sequence[TextAcceptance], costs: LengthCosts, usual: LengthCosts, longest: int = LONGEST
+) -> SpeedPrediction:
     """Predict the speeds of lengths up to the longest from the acceptance along texts and the costs of steps.
 
     usual: the costs with the draft as it is, of which all but drafting is taken: it is the same for every draft.
@@ -218,7 +227,7 @@ def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts
     texts = [each.given for each in acceptance]
     passes = np.sum([expected_costs(text, np.ones(longest + 1)) for text in texts], axis=0)
     num_tokens = sum(len(text) for text in texts)
-    return Prediction(
+    return SpeedPrediction(
         estimate([each.overlap for each in acceptance]),
         costs,
         predicted_speeds(texts, costs, usual, longest),
@@ -227,7 +236,7 @@ def predict(acceptance: Sequence[Acceptance], costs: StepCosts, usual: StepCosts
     )
 
 
-def predicted_speeds(texts: Sequence[Array], costs: StepCosts, usual: StepCosts, longest: int = LONGEST) -> Array:
+def predicted_speeds(texts: Sequence[Array], costs: LengthCosts, usual: LengthCosts, longest: int = LONGEST) -> Array:
     """Return the speed over plain decoding by length, for texts with this acceptance at their tokens."""
     lengths = np.arange(longest + 1)
     times = np.interp(lengths, costs.lengths, costs.draft_s) + np.interp(lengths, usual.lengths, usual.other_s)
@@ -240,10 +249,10 @@ def _measure(
     chosen: Candidate,
     workload: Workload,
     params: SamplingParams,
-    acceptance: Sequence[Acceptance],
-    best: Prediction,
-    usual: StepCosts,
-) -> tuple[Case, float]:
+    acceptance: Sequence[TextAcceptance],
+    best: SpeedPrediction,
+    usual: LengthCosts,
+) -> tuple[BenchCase, float]:
     """Measure plain decoding and the best length in turn, on as many prompts as there is time for.
 
     Returns the measurements, and the predicted speed on the texts of these prompts.
@@ -257,7 +266,7 @@ def _measure(
 
 def measure_speed(
     runtime: Runtime, workload: Workload, params: SamplingParams, length: int, seconds: Sequence[float], speed: float
-) -> Case:
+) -> BenchCase:
     """Measure plain decoding and drafts of one length in turn, on as many prompts as there is time for.
 
     seconds: of plain decoding for each prompt. speed: the expected one over it.

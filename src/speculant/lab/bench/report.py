@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime
 from speculant.lab.bench.acceptance import pooled
-from speculant.lab.bench.categories import by_category
 from speculant.lab.bench.gains import gains
-from speculant.lab.bench.measuring import ONE_AT_A_TIME, PLAIN, SPECULATIVE, Case, base_of, spreads
+from speculant.lab.bench.measuring import ONE_AT_A_TIME, PLAIN, SPECULATIVE, BenchCase, Spread, base_of, ratios, spreads
+from speculant.lab.bench.runs import BenchRun
 from speculant.lab.bench.sizes import memory
 from speculant.lab.bench.tables import cell, interval
 
@@ -23,12 +23,13 @@ RATIOS = (
     (PLAIN, PLAIN + ONE_AT_A_TIME),
     (SPECULATIVE, SPECULATIVE + ONE_AT_A_TIME),
 )
+GAP, PER_PASS = "itl_mean_s", "tokens_per_pass"  # figures of a run
 FEWEST_ROUNDS = 3  # of a median that says something
 NEAR_TIES = "in float32 and bfloat16 near-ties may fall otherwise; --dtype float64 compares without rounding"
 LEARNING = "this drafter learns from earlier requests: after the first run it has seen these prompts' outputs"
 
 
-def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequence[Case]) -> dict[str, Any]:
+def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequence[BenchCase]) -> dict[str, Any]:
     """Return all measurements, as `--json` prints them."""
     return {
         "benchmark": benchmark,
@@ -41,7 +42,7 @@ def document(benchmark: str, config: EngineConfig, runtime: Runtime, cases: Sequ
     }
 
 
-def speculation(runtime: Runtime, case: Case) -> dict[str, Any]:
+def speculation(runtime: Runtime, case: BenchCase) -> dict[str, Any]:
     """Return whether speculation is on, with which drafter and verifier, or why it is off."""
     if SPECULATIVE not in case.runs:
         return {"on": False, "detail": "switched off for these requests" if runtime.drafting else runtime.speculation}
@@ -60,7 +61,7 @@ def keeps_answers(config: EngineConfig) -> bool:
     return bool(method.learns and not method.on_request)
 
 
-def _case(case: Case) -> dict[str, Any]:
+def _case(case: BenchCase) -> dict[str, Any]:
     return {
         **case.workload.to_dict(),
         "sampling": {name: getattr(case.params, name) for name in SAMPLING},
@@ -73,14 +74,14 @@ def _case(case: Case) -> dict[str, Any]:
     }
 
 
-def _pairs(case: Case) -> Iterator[tuple[str, str]]:
+def _pairs(case: BenchCase) -> Iterator[tuple[str, str]]:
     """Yield the modes that are compared: the usual pairs, and any other way with plain decoding."""
     usual = {mode for pair in RATIOS for mode in pair}
     yield from (pair for pair in RATIOS if set(pair) <= set(case.runs))
     yield from ((mode, PLAIN) for mode in case.runs if mode not in usual)
 
 
-def _gain(case: Case, mode: str) -> dict[str, Any]:
+def _gain(case: BenchCase, mode: str) -> dict[str, Any]:
     """Return what drafting gained; the acceptance is that of the first round, as later ones can be the same.
 
     measured_speed: between tokens, over plain decoding; `gain` says what the other figures are.
@@ -97,7 +98,7 @@ def plain_values(spreads: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {name: asdict(spread) for name, spread in spreads.items()}
 
 
-def _outputs(case: Case) -> dict[str, Any]:
+def _outputs(case: BenchCase) -> dict[str, Any]:
     """Return by mode how many outputs equal the plain ones; none are compared if they are sampled without a seed."""
     comparable = case.comparable
     return {
@@ -168,3 +169,44 @@ def _gained(mode: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 def _display_name(mode: str) -> str:
     return mode.removesuffix(ONE_AT_A_TIME) + (", one at a time" if mode.endswith(ONE_AT_A_TIME) else "")
+
+
+def by_category(case: BenchCase) -> dict[str, dict[str, Any]]:
+    """Return figures by category; {} if the prompts have none.
+
+    modes: by name the mean acceptance rate with its interval (of the first round), the tokens per pass and, over plain
+    decoding, the speed between tokens. A figure that a category does not define is missing.
+    """
+    names = case.workload.categories
+    return {
+        name: _figures(case, [place for place, each in enumerate(names) if each == name])
+        for name in dict.fromkeys(names)
+    }
+
+
+def _figures(case: BenchCase, prompts: Sequence[int]) -> dict[str, Any]:
+    samples = case.params.n
+    places = [samples * prompt + sample for prompt in prompts for sample in range(samples)]
+    parts = {mode: [_part(run, places) for run in runs] for mode, runs in case.runs.items()}
+    return {"prompts": len(prompts), "modes": {mode: _mode(parts, mode) for mode in parts}}
+
+
+def _part(run: BenchRun, places: Sequence[int]) -> BenchRun:
+    """Return what a run tells of some of its outputs; its totals are still those of all."""
+    return replace(
+        run,
+        outputs=[run.outputs[place] for place in places],
+        timings=[run.timings[place] for place in places],
+        by_request=[run.by_request[place] for place in places],
+    )
+
+
+def _mode(parts: Mapping[str, Sequence[BenchRun]], mode: str) -> dict[str, Any]:
+    own, base = ([run.figures() for run in parts[each]] for each in (mode, base_of(mode)))
+    accepted = pooled(parts[mode][0].by_request)
+    figures: dict[str, Any] = {"acceptance_rate": asdict(accepted) if accepted else None}
+    if all(PER_PASS in each for each in own):
+        figures[PER_PASS] = asdict(Spread.of([each[PER_PASS] for each in own]))
+    if mode != base_of(mode) and (speed := ratios(base, own).get(GAP)):
+        figures["speed"] = asdict(speed)
+    return figures

@@ -31,7 +31,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """The results of one run; `outputs` and `timings` are per sample, in the order of the prompts.
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
@@ -96,7 +96,7 @@ class Bench:
     def __init__(self, runtime: Runtime, salt: str = "run") -> None:
         self.runtime, self._salt = runtime, salt
 
-    def run(self, workload: Workload, mode: Mode) -> Run:
+    def run(self, workload: Workload, mode: Mode) -> BenchRun:
         """Run every prompt to its end; the first error of a request is raised."""
         metrics = self.runtime.engine.metrics
         before, started = replace(metrics), time.perf_counter()
@@ -112,7 +112,7 @@ class Bench:
         speculation = SpeculationMetrics()
         for request in requests:
             speculation.add(request.metrics.speculative_decoding)
-        return Run(
+        return BenchRun(
             outputs=[request.output for request in requests],
             timings=[delivery.timings[_key(request)] for request in requests],
             speculation=speculation,

@@ -1,13 +1,20 @@
-"""One prompt per way with everything recorded: the phases of its steps, and where each token comes from."""
+"""One prompt per way with everything recorded: the phases of its steps, without a profiler, and each token's origin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from speculant.engine.engine import Engine
+from speculant.engine.profiling import unmarked
+from speculant.errors import ConfigError, Converts
 from speculant.lab.bench.measuring import Way
 from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.timeline import Span, recorded
 from speculant.lab.bench.workloads import Workload
 from speculant.text.detokenize import IncrementalDetokenizer
 
@@ -16,7 +23,36 @@ LINE_END = "\u21b5"  # shown for a rejected line's end
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
+    """A phase of a step (`engine.profiling.PHASES`), in seconds of `time.perf_counter`."""
+
+    phase: str
+    start: float
+    end: float
+
+
+@contextmanager
+def recorded(engine: Engine) -> Iterator[list[Span]]:
+    """Record the phases of the steps inside this block; the list grows while it runs."""
+    spans = list[Span]()
+
+    @contextmanager
+    def mark(phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spans.append(Span(phase, started, time.perf_counter()))
+
+    engine.mark = mark
+    try:
+        yield spans
+    finally:
+        engine.mark = unmarked
+
+
+@dataclass(frozen=True)
+class SamplePiece:
     """The text of a token, and whether it was drafted.
 
     burst: which step committed it, counted from 0. rejected: the texts of draft tokens that were tested in its place
@@ -40,7 +76,7 @@ class Sample:
 
     mode: str
     prompt: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[SamplePiece]
     spans: Sequence[Span]
 
     @property
@@ -62,10 +98,10 @@ def _take(name: str, way: Way, workload: Workload) -> Sample:
     bursts = [0]
     for gap in run.timings[0].gaps:
         bursts.append(bursts[-1] + (gap > 0))
-    pieces = list[Piece]()
+    pieces = list[SamplePiece]()
     for token, drafted, burst, rejected in zip(run.outputs[0], run.drafted[0], bursts, run.rejected[0], strict=True):
         texts = [_text_of(each, detokenizer) for each in rejected]
-        pieces.append(Piece(detokenizer.push(token), drafted, burst, texts))
+        pieces.append(SamplePiece(detokenizer.push(token), drafted, burst, texts))
     pieces[-1] = replace(pieces[-1], text=pieces[-1].text + detokenizer.flush())
     return Sample(name, runtime.tokenizer.decode(list(workload.prompts[0])), pieces, list(spans))
 
@@ -76,3 +112,30 @@ def _text_of(token: int, detokenizer: IncrementalDetokenizer) -> str:
     text = detokenizer.push(token) + detokenizer.flush()
     detokenizer.restore(state)
     return text.replace("\n", LINE_END) or NO_TEXT
+
+
+def chrome_trace(tracks: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """Return a trace that Perfetto opens, with a row per track; each track begins at 0."""
+    events = list[dict[str, Any]]()
+    for row, (name, spans) in enumerate(tracks.items(), 1):
+        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": name}})
+        begin = min((span.start for span in spans), default=0.0)
+        events += [
+            {
+                "ph": "X",
+                "name": span.phase,
+                "cat": "step",
+                "pid": 1,
+                "tid": row,
+                "ts": 1e6 * (span.start - begin),
+                "dur": 1e6 * (span.end - span.start),
+            }
+            for span in spans
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path, tracks: Mapping[str, Sequence[Span]]) -> None:
+    """Write `chrome_trace` as JSON; raises ConfigError if that is not possible."""
+    with Converts(ConfigError, f"{path} can't be written", "name another file."):
+        path.write_text(json.dumps(chrome_trace(tracks)), encoding="utf-8")

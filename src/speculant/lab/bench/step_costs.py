@@ -32,7 +32,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class LengthCosts:
     """Typical times of steps in seconds by draft length; `lengths` ascend from 0, the step of plain decoding."""
 
     lengths: Sequence[int]
@@ -74,7 +74,7 @@ def measure_steps(
     params: SamplingParams,
     seconds: float,
     batch: int = 1,
-) -> dict[str, StepCosts]:
+) -> dict[str, LengthCosts]:
     """Measure all engines in turn, round by round, each at its own lengths, for about `seconds` or two rounds.
 
     The engines must draft a fixed length. batch: sequences that step together, each with a draft of that length. Raises
@@ -103,14 +103,14 @@ def _key(name: str, length: int) -> str:
     return f"{name}, drafts of {length}"
 
 
-def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]]]) -> StepCosts:
+def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]]]) -> LengthCosts:
     """Return the lower quartiles over all rounds of the times by length, which are lists of lists.
 
     Whatever else runs on the machine adds to times and never takes from them. On a busy one it hits every other step,
     so that medians jump from one length to the next.
     """
     steps = [list(itertools.chain(*rounds)) for rounds in times]
-    return StepCosts(
+    return LengthCosts(
         lengths,
         [Spread.of([step.draft_s for step in own]).q1 for own in steps],
         [Spread.of([step.other_s for step in own]).q1 for own in steps],

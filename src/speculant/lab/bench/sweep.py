@@ -16,9 +16,9 @@ from speculant.engine.build import Runtime, build_around
 from speculant.engine.draft_precision import AUTO, rounded
 from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
-from speculant.lab.bench.acceptance import Acceptance, Reader, measure_acceptance
-from speculant.lab.bench.measuring import PLAIN, Case, Notify, Tell, Way, measure, ways_of
-from speculant.lab.bench.pair import FEWEST_TOKENS, Prediction, predict, write_texts
+from speculant.lab.bench.acceptance import TextAcceptance, TextReader, measure_acceptance
+from speculant.lab.bench.measuring import PLAIN, BenchCase, Notify, Tell, Way, measure, ways_of
+from speculant.lab.bench.pair import FEWEST_TOKENS, SpeedPrediction, predict, write_texts
 from speculant.lab.bench.report import document
 from speculant.lab.bench.runs import Bench, Mode
 from speculant.lab.bench.step_costs import measure_steps
@@ -77,7 +77,7 @@ class Predicted:
     batch: int
     runtime: Runtime
     workload: Workload
-    prediction: Prediction
+    prediction: SpeedPrediction
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Swept:
 
     batch: int
     ways: Mapping[str, Way]
-    case: Case
-    prediction: Prediction
+    case: BenchCase
+    prediction: SpeedPrediction
 
 
 def chains_of(config: EngineConfig) -> EngineConfig:
@@ -147,7 +147,7 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
 
 def _acceptance(
     config: EngineConfig, target: Checkpoint, runtime: Runtime, workload: Workload, params: SamplingParams
-) -> list[Acceptance]:
+) -> list[TextAcceptance]:
     """Return the acceptance along the target's texts, without their first tokens, which are never drafted."""
     folder = resolve_source(str(config.draft_model), "draft")
     draft = load_model(
@@ -157,8 +157,8 @@ def _acceptance(
     )  # fmt: skip
     texts = write_texts(runtime, workload, replace(params, speculation=False))
     sampler, size = target.backend.sampler, target.model.vocab_size
-    readers = Reader(target.model, sampler, size), Reader(draft.model, sampler, size)
-    return [Acceptance(own.overlap[1:], own.given[1:]) for own in measure_acceptance(*readers, texts, params)]
+    readers = TextReader(target.model, sampler, size), TextReader(draft.model, sampler, size)
+    return [TextAcceptance(own.overlap[1:], own.given[1:]) for own in measure_acceptance(*readers, texts, params)]
 
 
 def measure_sweep(
@@ -206,7 +206,7 @@ def swept(config: EngineConfig, plan: SweepPlan, found: Sequence[Swept]) -> dict
     return {**value, "speculation": {"on": True, "detail": f"{method} with drafts of {lengths} tokens"}}
 
 
-def _row(case: Mapping[str, Any], prediction: Prediction, length: int) -> dict[str, Any]:
+def _row(case: Mapping[str, Any], prediction: SpeedPrediction, length: int) -> dict[str, Any]:
     way = way_of(length)
     return {
         "length": length,

@@ -11,7 +11,7 @@ from typing import Any
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_verifiers
 from speculant.lab.exactness.drafts import choose_draft
-from speculant.lab.exactness.identity import Comparison, compare, is_filtered
+from speculant.lab.exactness.identity import TextComparison, compare, is_filtered
 from speculant.lab.exactness.proofs import Proof, claims, prove
 from speculant.lab.exactness.scores import FALSE_ALARM, Scores
 from speculant.lab.exactness.texts import complete, score_texts
@@ -56,7 +56,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredTexts:
     """Texts scored by the target's own distributions. `bitwise`: with the same bits as those of the drawn tokens."""
 
     texts: int
@@ -90,8 +90,8 @@ class Report:
     """The results of a check."""
 
     proven: Sequence[Proof]
-    tested: Scored
-    identity: Sequence[Comparison]
+    tested: ScoredTexts
+    identity: Sequence[TextComparison]
     settings: Mapping[str, Any]
 
     @property
@@ -164,7 +164,7 @@ def check(
     tested = draw_and_score(subject, texts, tell)
     found("speculation", tested.speculation.to_dict())
     found("tested", tested.to_list())
-    identity: list[Comparison] = []
+    identity: list[TextComparison] = []
     for kind in ("greedy", "seeded"):
         tell(f"Comparing {kind} texts")
         compared = compare(subject.runtime, kind, subject.prompts, subject.kinds[kind])
@@ -186,7 +186,7 @@ def _prove(subject: Subject, requests: Mapping[str, Request], cases: int, tell: 
         yield proof
 
 
-def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
+def draw_and_score(subject: Subject, count: int, tell: Tell) -> ScoredTexts:
     """Draw texts with speculation, and score every token by the target's own distribution."""
     tell("Drawing texts")
     prompts = list(itertools.islice(itertools.cycle(subject.prompts), count))
@@ -196,7 +196,7 @@ def draw_and_score(subject: Subject, count: int, tell: Tell) -> Scored:
     for text in texts:
         speculation.add(text.metrics.speculative_decoding)
     bitwise = subject.runtime.checkpoint.backend.row_invariant or not is_filtered(subject.params)
-    return Scored(count, scores, speculation, bitwise)
+    return ScoredTexts(count, scores, speculation, bitwise)
 
 
 def settings(subject: Subject, requests: Mapping[str, Request], cases: int, texts: int) -> dict[str, Any]:

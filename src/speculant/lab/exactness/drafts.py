@@ -32,7 +32,7 @@ APART = 1_000_000  # distance of the seeds of a pair and of the tables of furthe
 
 
 @dataclass(frozen=True)
-class Draft:
+class TableDrafter:
     """A drafter of an enumeration, with a description for the user."""
 
     description: str
@@ -88,7 +88,7 @@ class Separate(StatelessDrafter):
         self._drafters.pop(request.seq_id).end(request)
 
 
-def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> Draft:
+def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> TableDrafter:
     """Return the configured method with its own options, if it drafts on tables; else `Likeliest`."""
     name, make = method_name(spec), of_method(spec)
     try:
@@ -97,8 +97,10 @@ def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> 
     except Exception as error:  # noqa: BLE001 - a drafter may raise any error on a table
         needs, why = DrafterNeeds(), f"{type(error).__name__}: {error}"
     if not why:
-        return Draft(f"{name}, around tables", make, needs)
-    return Draft(f"a table's likeliest tokens, as {name} can't draft from tables ({why})", likeliest, Likeliest.needs)
+        return TableDrafter(f"{name}, around tables", make, needs)
+    return TableDrafter(
+        f"a table's likeliest tokens, as {name} can't draft from tables ({why})", likeliest, Likeliest.needs
+    )
 
 
 def of_method(spec: SpeculativeConfig) -> MakeDrafter:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant.engine.build import Runtime
 from speculant.kernels.reference_sampler import gumbel
-from speculant.lab.exactness.texts import Reader, complete, reread
+from speculant.lab.exactness.texts import TargetReader, complete, reread
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, mix_in
 from speculant.sampling.distribution import Node
@@ -24,7 +24,7 @@ WAYS = {"plain, together": (False, False), "speculative, alone": (True, True), "
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TextComparison:
     """One way to run texts, compared with each text alone and without speculation.
 
     gap: the largest first difference, in nats between the two tokens' log-probabilities under the target; None if no
@@ -60,7 +60,9 @@ class Comparison:
         }
 
 
-def compare(runtime: Runtime, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Comparison]:
+def compare(
+    runtime: Runtime, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[TextComparison]:
     """Run prompts in every way of `WAYS`, sampled ones with a seed each, and compare the texts."""
     settings = [params if params.greedy else replace(params, seed=seed) for seed in range(len(prompts))]
     plain = [replace(each, speculation=False) for each in settings]
@@ -72,12 +74,12 @@ def compare(runtime: Runtime, kind: str, prompts: Sequence[Sequence[int]], param
         differing = [gap for gap in gaps if gap is not None]
         tokens = sum(text.num_output for text in expected)
         agreeing, gap = len(texts) - len(differing), max(differing, default=None)
-        found.append(Comparison(kind, way, len(texts), agreeing, tokens, gap, explained(runtime, params)))
+        found.append(TextComparison(kind, way, len(texts), agreeing, tokens, gap, explained(runtime, params)))
     return found
 
 
 def explained(runtime: Runtime, params: SamplingParams) -> float | None:
-    """Return the largest gap that rounding explains; see `Comparison`."""
+    """Return the largest gap that rounding explains; see `TextComparison`."""
     if runtime.checkpoint.backend.row_invariant:
         return None
     if not params.greedy and is_filtered(params):
@@ -104,7 +106,7 @@ def first_gap(runtime: Runtime, expected: Request, other: Request) -> float | No
 def _preferences(runtime: Runtime, request: Request, tokens: Tensor) -> Tensor:
     """Return the target's scores of tokens as the next one: log p, plus the position's noise if there is a seed."""
     unfiltered = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
-    reader = Reader(runtime, 1, len(request.tokens))
+    reader = TargetReader(runtime, 1, len(request.tokens))
     logs = reader.distributions([Node(unfiltered, softened=True)])[0, tokens].log().cpu()
     if request.params.greedy:
         return logs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.lab.exactness.distributions import EXACT, Pair
-from speculant.lab.exactness.drafts import Draft, build_case
+from speculant.lab.exactness.drafts import TableDrafter, build_case
 from speculant.lab.exactness.enumeration import TooManyWaysError
 from speculant.lab.exactness.speculation import Case, enumerate_case
 from speculant.params import SamplingParams
@@ -107,7 +107,10 @@ def on_tables(params: SamplingParams) -> SamplingParams:
 
 
 def prove(
-    claim: Claim, draft: Draft, verifiers: Mapping[str, Verifier], tell: Callable[[str], None] = lambda part: None
+    claim: Claim,
+    draft: TableDrafter,
+    verifiers: Mapping[str, Verifier],
+    tell: Callable[[str], None] = lambda part: None,
 ) -> Proof:
     """Enumerate a claim over random pairs of distributions: zeros, ties, equal and disjoint supports, point masses.
 
@@ -136,11 +139,11 @@ def prove(
     return Proof(claim, draft.description, sorted(sizes), len(found), mean, max(deviations, default=0.0), error)
 
 
-def _sizes(draft: Draft) -> Mapping[Size, int]:
+def _sizes(draft: TableDrafter) -> Mapping[Size, int]:
     return TREES if draft.needs.emits_tree else CHAINS
 
 
-def _cases(claim: Claim, draft: Draft) -> Iterator[Case]:
+def _cases(claim: Claim, draft: TableDrafter) -> Iterator[Case]:
     sizes = _sizes(draft)
     rounds = [size for turn in range(max(sizes.values())) for size, times in sizes.items() if turn < times]
     for seed, (vocab_size, nodes) in enumerate(itertools.cycle(rounds)):
@@ -149,7 +152,7 @@ def _cases(claim: Claim, draft: Draft) -> Iterator[Case]:
         yield Case(pair, nodes, claim.params, claim.verifier, prompt, width=WIDTH, idle=idle)
 
 
-def _measure(case: Case, draft: Draft, verifiers: Mapping[str, Verifier]) -> tuple[float, float]:
+def _measure(case: Case, draft: TableDrafter, verifiers: Mapping[str, Verifier]) -> tuple[float, float]:
     """Return the distance of the output's distribution from the target's, and the mean number of accepted drafts."""
     found = enumerate_case(case, lambda chances: build_case(case, draft.make, chances, verifiers)[0], MOST_WAYS)
     return found.deviation(), found.mean_accepted

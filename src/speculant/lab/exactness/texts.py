@@ -56,7 +56,7 @@ def _raise_error(request: Request) -> None:
         ) from error
 
 
-class Reader:
+class TargetReader:
     """The target without scheduler and drafter, with a cache of its own.
 
     layers: those whose hidden states are kept for `take_rows`: see `forward_target`.
@@ -164,13 +164,13 @@ def score_texts(config: EngineConfig, runtime: Runtime, texts: Sequence[Request]
     scores, width = Scores(), runtime.limits.max_num_seqs
     longest = max(len(text.tokens) for text in texts)
     second = Second(config, runtime, width, longest)
-    reader = Reader(runtime, width, longest + second.num_own_rows, second.layers)
+    reader = TargetReader(runtime, width, longest + second.num_own_rows, second.layers)
     for first in range(0, len(texts), width):
         _score(scores, reader, second, texts[first : first + width])
     return scores
 
 
-def _score(scores: Scores, reader: Reader, second: Second, texts: Sequence[Request]) -> None:
+def _score(scores: Scores, reader: TargetReader, second: Second, texts: Sequence[Request]) -> None:
     again = {text: reread(text) for text in texts}
     for copy in again.values():
         second.begin(copy)

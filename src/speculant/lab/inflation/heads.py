@@ -26,7 +26,7 @@ from speculant.drafting.heads.short import FILE as SHORT_HEAD
 from speculant.engine.drafters import head_parts
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
-from speculant.lab.inflation.matrices import Growth, NoisyFiles
+from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.model import decoder_shape, make_folder
 from speculant.lab.inflation.shapes import Shape
 from speculant.models.config import count, show
@@ -57,23 +57,23 @@ _EQUAL = "Logits are equal up to the order of floating-point sums."
 _NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that it answers differently."
 
 
-def grown(part: Part, growth: Growth, tensor: Tensor, name: str) -> Tensor:
+def grown(part: Part, enlargement: Enlargement, tensor: Tensor, name: str) -> Tensor:
     """Return the tensor of a larger head, from that of a small one and the model's name of it."""
     match part.role:
         case Role.STATE:
-            return torch.cat([growth.written(state) for state in tensor.chunk(part.streams)])
+            return torch.cat([enlargement.written(state) for state in tensor.chunk(part.streams)])
         case Role.TABLE:
-            return growth.table(tensor)
+            return enlargement.table(tensor)
         case Role.OUTPUT:
-            return growth.reading(tensor, name)
+            return enlargement.reading(tensor, name)
         case Role.BETWEEN:
-            return growth.written(growth.reading(tensor, name, part.streams))
+            return enlargement.written(enlargement.reading(tensor, name, part.streams))
         case Role.READER:
-            return growth.reader(tensor, name, part.streams)
+            return enlargement.reader(tensor, name, part.streams)
         case Role.READER_BIAS:
-            return growth.read_bias(tensor, name)
+            return enlargement.read_bias(tensor, name)
         case Role.WRITER:
-            return growth.writer(tensor, name)
+            return enlargement.writer(tensor, name)
         case Role.TOKENS:
             return tensor
 
@@ -102,9 +102,9 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
     head, parts = _open(source)
     names = {stored: name for stored in sorted(head.names()) if (name := parts.rename(stored)) is not None}
     found = {stored: _part(parts, name, head) for stored, name in names.items()}
-    growth, weights = _growth(head, parts, names, shape), NoisyFiles(head.files, noise)
+    enlargement, weights = _enlargement(head, parts, names, shape), NoisyFiles(head.files, noise)
     tensors = {
-        stored: grown(part, growth, weights.read(head.stored[stored]), names[stored]).contiguous()
+        stored: grown(part, enlargement, weights.read(head.stored[stored]), names[stored]).contiguous()
         for stored, part in found.items()
     }
     make_folder(folder)
@@ -113,8 +113,8 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
     file.chmod(0o644)  # save_file makes it readable for its owner only
     if (source / SHORT_HEAD).exists():
         shutil.copyfile(source / SHORT_HEAD, folder / SHORT_HEAD)
-    (folder / "README.md").write_text(_card(head, growth, tensors, noise), encoding="utf-8")
-    text = json.dumps(_grown_config(head.config, growth), indent=2, ensure_ascii=False)
+    (folder / "README.md").write_text(_card(head, enlargement, tensors, noise), encoding="utf-8")
+    text = json.dumps(_grown_config(head.config, enlargement), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -144,7 +144,7 @@ def _part(parts: HeadParts, name: str, head: HeadFolder) -> Part:
     return part
 
 
-def _growth(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], shape: Shape) -> Growth:
+def _enlargement(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], shape: Shape) -> Enlargement:
     """Return how a head grows, whose states may be of another width than the target's."""
     small, head_dim = head_shape(head.folder)
     pattern, entry = next(iter(parts.parts.items()))
@@ -161,7 +161,7 @@ def _growth(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], shape:
     large = Shape(copies * small.hidden_size, copies * small.intermediate_size, 1, 1, 1)
     if "intermediate_size" in _layer_config(head.config):
         large = replace(shape, hidden_size=large.hidden_size, num_hidden_layers=small.num_hidden_layers)
-    return Growth(small, large, head_dim, head.files.common_dtype())
+    return Enlargement(small, large, head_dim, head.files.common_dtype())
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,23 +171,23 @@ def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return inner
 
 
-def _grown_config(config: dict[str, Any], growth: Growth) -> dict[str, Any]:
+def _grown_config(config: dict[str, Any], enlargement: Enlargement) -> dict[str, Any]:
     """Return config.json with the large sizes."""
     inner = _layer_config(config)
-    sizes = {**asdict(growth.large), "head_dim": growth.head_dim, _INNER: growth.large.intermediate_size}
+    sizes = {**asdict(enlargement.large), "head_dim": enlargement.head_dim, _INNER: enlargement.large.intermediate_size}
     implied = ("num_key_value_heads", "head_dim") if "intermediate_size" in inner else ()
     large = {**inner, **{key: size for key, size in sizes.items() if key in inner or key in implied}}
     return {**config, _LAYER_CONFIG: large} if _LAYER_CONFIG in config else large
 
 
-def _card(head: HeadFolder, growth: Growth, tensors: Mapping[str, Tensor], noise: float) -> str:
-    before, after = _layer_config(head.config), _layer_config(_grown_config(head.config, growth))
+def _card(head: HeadFolder, enlargement: Enlargement, tensors: Mapping[str, Tensor], noise: float) -> str:
+    before, after = _layer_config(head.config), _layer_config(_grown_config(head.config, enlargement))
     rows = [(key, before[key], after[key]) for key in before if after[key] != before[key]]
     weights = [sum(math.prod(head.shape(name)) for name in tensors), sum(each.numel() for each in tensors.values())]
     lines = [f"| {what} | {small:,} | {large:,} |" for what, small, large in [*rows, ("weights", *weights)]]
     return _CARD.format(
         name=head.folder.resolve().name,
         sizes="\n".join(lines),
-        copies=growth.copies,
+        copies=enlargement.copies,
         function=_NOISY.format(noise=noise) if noise else _EQUAL,
     )

@@ -50,7 +50,7 @@ class NoisyFiles:
 
 
 @dataclass(frozen=True)
-class Growth:
+class Enlargement:
     """From a small shape to a larger one; the heads' dimension stays. Random weights are of the type `dtype`.
 
     Raises ConfigError where a part of the small shape has no place in the large one.

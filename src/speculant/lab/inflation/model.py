@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.errors import ConfigError, ModelError
-from speculant.lab.inflation.matrices import Growth, NoisyFiles
+from speculant.lab.inflation.matrices import Enlargement, NoisyFiles
 from speculant.lab.inflation.shapes import Shape
 from speculant.models.config import show
 from speculant.models.description import DecoderConfig
@@ -81,14 +81,14 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     weights, decoder = TensorFiles.open(source), read_config(hf)
     check_layers(weights, hf)
     check_tensors(weights, decoder)
-    growth = Growth(decoder_shape(decoder), shape, decoder.attention.head_dim, weights.common_dtype())
-    model = _Inflation(NoisyFiles(weights, noise), growth, decoder.head.tied)
+    enlargement = Enlargement(decoder_shape(decoder), shape, decoder.attention.head_dim, weights.common_dtype())
+    model = _Inflation(NoisyFiles(weights, noise), enlargement, decoder.head.tied)
     grown = {**hf, **asdict(shape), "head_dim": decoder.attention.head_dim, "tie_word_embeddings": False}
     num_weights = [parameters(config) for config in (decoder, read_config(grown))]
     make_folder(folder)
     _copy_files(source, folder)
     _write_weights(folder, model)
-    card = _card(source.resolve().name, growth, num_weights, noise)
+    card = _card(source.resolve().name, enlargement, num_weights, noise)
     (folder / "README.md").write_text(card, encoding="utf-8")
     text = json.dumps(grown, indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")  # the last: without it nothing loads
@@ -97,45 +97,45 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
 class _Inflation:
     """The tensors of the larger model, made from those of the small one."""
 
-    def __init__(self, weights: NoisyFiles, growth: Growth, tie_embeddings: bool) -> None:
-        self._weights, self._growth, self._is_tied = weights, growth, tie_embeddings
+    def __init__(self, weights: NoisyFiles, enlargement: Enlargement, tie_embeddings: bool) -> None:
+        self._weights, self._enlargement, self._is_tied = weights, enlargement, tie_embeddings
 
     @property
     def num_parts(self) -> int:
         """How many parts there are."""
-        return 1 + self._growth.large.num_hidden_layers
+        return 1 + self._enlargement.large.num_hidden_layers
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors by name: the ends of the model, then each layer."""
         yield self._ends()
-        for layer in range(self._growth.large.num_hidden_layers):
+        for layer in range(self._enlargement.large.num_hidden_layers):
             at = f"model.layers.{layer}."
-            is_random = layer >= self._growth.small.num_hidden_layers
+            is_random = layer >= self._enlargement.small.num_hidden_layers
             yield self._random_layer(at) if is_random else self._layer(at)
 
     def _ends(self) -> dict[str, Tensor]:
-        read, growth, head = self._weights.read, self._growth, _EMBEDDING if self._is_tied else _HEAD
+        read, enlargement, head = self._weights.read, self._enlargement, _EMBEDDING if self._is_tied else _HEAD
         return {
-            _EMBEDDING: growth.table(read(_EMBEDDING)),
-            _HEAD: growth.reading(read(head), head),
-            _NORM: growth.written(read(_NORM)),
+            _EMBEDDING: enlargement.table(read(_EMBEDDING)),
+            _HEAD: enlargement.reading(read(head), head),
+            _NORM: enlargement.written(read(_NORM)),
         }
 
     def _layer(self, at: str) -> dict[str, Tensor]:
         """Make a layer whose first places are the small model's."""
-        read, growth = self._weights.read, self._growth
+        read, enlargement = self._weights.read, self._enlargement
         norms, readers, writers = _layer_names(at)
-        made = {name: growth.written(read(name)) for name in norms}
-        made |= {name: growth.reader(read(name), name) for name in readers}
-        return made | {name: growth.writer(read(name), name) for name in writers}
+        made = {name: enlargement.written(read(name)) for name in norms}
+        made |= {name: enlargement.reader(read(name), name) for name in readers}
+        return made | {name: enlargement.writer(read(name), name) for name in writers}
 
     def _random_layer(self, at: str) -> dict[str, Tensor]:
         """Make a layer that is computed and adds nothing to the stream."""
-        growth = self._growth
+        enlargement = self._enlargement
         norms, readers, writers = _layer_names(at)
-        made = {name: torch.ones(growth.large.hidden_size, dtype=growth.dtype) for name in norms}
-        made |= {name: growth.random_reader(name) for name in readers}
-        return made | {name: growth.empty_writer(name) for name in writers}
+        made = {name: torch.ones(enlargement.large.hidden_size, dtype=enlargement.dtype) for name in norms}
+        made |= {name: enlargement.random_reader(name) for name in readers}
+        return made | {name: enlargement.empty_writer(name) for name in writers}
 
 
 def _layer_names(at: str) -> tuple[list[str], list[str], list[str]]:
@@ -206,9 +206,9 @@ def _write_weights(folder: Path, model: _Inflation) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _card(name: str, growth: Growth, num_weights: list[int], noise: float) -> str:
+def _card(name: str, enlargement: Enlargement, num_weights: list[int], noise: float) -> str:
     """Return the model card, which says what this model is."""
-    rows = [(key, size, getattr(growth.large, key)) for key, size in asdict(growth.small).items()]
+    rows = [(key, size, getattr(enlargement.large, key)) for key, size in asdict(enlargement.small).items()]
     lines = [f"| {what} | {before:,} | {after:,} |" for what, before, after in [*rows, ("weights", *num_weights)]]
     function = _NOISY.format(noise=noise) if noise else _EQUAL
-    return _CARD.format(name=name, sizes="\n".join(lines), copies=growth.copies, function=function)
+    return _CARD.format(name=name, sizes="\n".join(lines), copies=enlargement.copies, function=function)

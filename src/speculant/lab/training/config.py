@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from speculant.errors import ConfigError
-from speculant.lab.training.schedule import Schedule
 
 MIN_VOCABULARY = 257  # every byte, and the end of text
 MOST_NUMBERS = 2**34  # weights of a network, or logits of a step: 64 GiB in float32
@@ -72,9 +71,9 @@ class TrainingConfig:
             raise ConfigError("a distilled draft has its target's tokenizer", "leave out --tokenizer.")
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> TrainingSchedule:
         """The length and the learning rates of the run."""
-        return Schedule(self.steps, self.minutes, self.warmup)
+        return TrainingSchedule(self.steps, self.minutes, self.warmup)
 
     def command(self) -> str:
         """Return the command line that starts this run, with the last part of each path."""
@@ -138,3 +137,31 @@ def _check_network(config: TrainingConfig) -> None:
             f"windows of {config.seq} tokens don't fit a model of {config.max_positions} positions",
             "lower --seq or raise --max-positions.",
         )
+
+
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """A run ends after a number of steps or of minutes, whichever comes first.
+
+    The rate rises over the first `warmup` steps, then falls in a straight line and reaches zero at the
+    end. With a time budget it depends on the clock, so a slow machine takes fewer steps but still
+    ends on time and with a rate of zero.
+    """
+
+    steps: int | None
+    minutes: float | None
+    warmup: int = 50
+
+    def __post_init__(self) -> None:
+        if not self.steps and not self.minutes:
+            raise ConfigError("a run needs an end", "give --steps, --minutes or both.")
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """Return how much of the run is over, in [0, 1], after `step` steps and `elapsed` seconds."""
+        by_steps = step / self.steps if self.steps else 0.0
+        by_time = elapsed / (60 * self.minutes) if self.minutes else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def factor(self, step: int, progress: float) -> float:
+        """Return the fraction of the peak rate to use for the step with this number, counted from 0."""
+        return min(1.0, (step + 1) / self.warmup) * (1.0 - progress)

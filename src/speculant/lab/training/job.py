@@ -31,7 +31,7 @@ from speculant.models.weights.load import load_model
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenisedCorpus:
     """A tokenised corpus."""
 
     tokenizer: Tokenizer
@@ -72,12 +72,12 @@ def choose_tokenizer(config: TrainingConfig, corpus: Corpus) -> Tokenizer:
     return tokenizer
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Texts:
+def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> TokenisedCorpus:
     """Tokenise the corpus."""
-    return Texts(tokenizer, encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out))
+    return TokenisedCorpus(tokenizer, encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out))
 
 
-def new_trainer(config: TrainingConfig, texts: Texts) -> Trainer:
+def new_trainer(config: TrainingConfig, texts: TokenisedCorpus) -> Trainer:
     """Make a model with random weights, and its trainer."""
     torch.set_flush_denormal(True)  # gradients of unlikely tokens are subnormal, which is slow
     hf = hf_config(config, texts.tokenizer.get_vocab_size())
@@ -98,7 +98,7 @@ def new_trainer(config: TrainingConfig, texts: Texts) -> Trainer:
     )
 
 
-def finish(config: TrainingConfig, texts: Texts, trainer: Trainer, watch: Watcher | None = None) -> Outcome:
+def finish(config: TrainingConfig, texts: TokenisedCorpus, trainer: Trainer, watch: Watcher | None = None) -> Outcome:
     """Write the model folder, evaluate the exported model, and write the card."""
     hf = trainer.settings["network"]
     export_model(config.out, trainer.model, hf, texts.tokenizer)
@@ -107,7 +107,7 @@ def finish(config: TrainingConfig, texts: Texts, trainer: Trainer, watch: Watche
     return outcome
 
 
-def measure(config: TrainingConfig, texts: Texts, trainer: Trainer, watch: Watcher | None = None) -> Outcome:
+def measure(config: TrainingConfig, texts: TokenisedCorpus, trainer: Trainer, watch: Watcher | None = None) -> Outcome:
     """Evaluate the exported weights, in float32, on the held-out files."""
     model, target = load_decoder(config.out), _load_target(config)
     windows = held_out_windows(texts.held_out, config.seq, texts.end_of_text)
@@ -133,7 +133,7 @@ def _load_target(config: TrainingConfig) -> Decoder | None:
     return load_decoder(config.distill_from) if config.distill_from else None
 
 
-def _training_windows(config: TrainingConfig, texts: Texts) -> Windows:
+def _training_windows(config: TrainingConfig, texts: TokenisedCorpus) -> Windows:
     if _count(texts.training) < 3 * config.seq:
         raise ConfigError(
             f"the files hold {_count(texts.training)} tokens, too few for windows of {config.seq}",
@@ -143,7 +143,7 @@ def _training_windows(config: TrainingConfig, texts: Texts) -> Windows:
     return Windows(texts.training, starts, config.seq, texts.end_of_text, config.seed)
 
 
-def _settings(config: TrainingConfig, hf: dict[str, Any], texts: Texts) -> dict[str, Any]:
+def _settings(config: TrainingConfig, hf: dict[str, Any], texts: TokenisedCorpus) -> dict[str, Any]:
     """Return the settings that a resumed run must repeat; its length may change."""
     names = ("seed", "batch", "seq", "warmup", "matrix_lr", "embedding_lr")
     return {

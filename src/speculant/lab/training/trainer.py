@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from speculant.lab.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from speculant.lab.training.config import TrainingSchedule
 from speculant.lab.training.objective import Objective
 from speculant.lab.training.optimizer import Optimizer
-from speculant.lab.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Report:
+class TrainingReport:
     """One step, for a progress display."""
 
     step: int
@@ -44,7 +44,7 @@ class Trainer:
     windows: Batches
     objective: Objective
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: TrainingSchedule
     batch_size: int  # windows per step
     folder: Path
     settings: dict[str, Any]  # those that a resumed run must repeat
@@ -58,7 +58,7 @@ class Trainer:
         """Resume from the checkpoint in the run's folder."""
         self.state = load_checkpoint(self.folder, self.settings, self.model, self.optimizer)
 
-    def run(self) -> Iterator[Report]:
+    def run(self) -> Iterator[TrainingReport]:
         """Train until the schedule ends; report every step, and save every `save_every` seconds and at the end."""
         saved = self.state.elapsed
         while (progress := self.schedule.progress(self.state.step, self.state.elapsed)) < 1.0:
@@ -77,7 +77,7 @@ class Trainer:
         """Write a checkpoint."""
         save_checkpoint(self.folder, self.settings, self.state, self.model, self.optimizer)
 
-    def _step(self, progress: float) -> Report:
+    def _step(self, progress: float) -> TrainingReport:
         begun = self.clock()
         windows = self.windows.batch(self.state.step * self.batch_size, self.batch_size)
         loss = self.objective.loss(self.model, windows, progress)
@@ -88,4 +88,4 @@ class Trainer:
         self.state.elapsed += seconds
         self.state.losses.append(loss.item())
         tokens = windows[:, 1:].numel()
-        return Report(self.state.step, loss.item(), progress, tokens / max(seconds, 1e-9), self.state.elapsed)
+        return TrainingReport(self.state.step, loss.item(), progress, tokens / max(seconds, 1e-9), self.state.elapsed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from speculant.kernels.reference_sampler import REFERENCE
-from speculant.lab.bench.acceptance import BLOCK, Reader, Text, compare, estimate, measure_acceptance
+from speculant.lab.bench.acceptance import BLOCK, Text, TextReader, compare, estimate, measure_acceptance
 from speculant.models.weights.load import load_model
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
@@ -16,9 +16,9 @@ TEXT = Text([65, 66, 67, 68], [70, 80, 90, 100, 72])
 SAMPLED = SamplingParams(temperature=0.7, top_k=20)
 
 
-def make_reader(folder: str) -> Reader:
+def make_reader(folder: str) -> TextReader:
     model = load_model(folder, "float64").model
-    return Reader(model, REFERENCE, model.vocab_size)
+    return TextReader(model, REFERENCE, model.vocab_size)
 
 
 def test_overlap_and_ratio_at_the_token_that_came_out() -> None:

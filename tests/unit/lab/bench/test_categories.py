@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.lab.bench.categories import by_category
-from speculant.lab.bench.measuring import Case
-from speculant.lab.bench.runs import Run
+from speculant.lab.bench.measuring import BenchCase
+from speculant.lab.bench.report import by_category
+from speculant.lab.bench.runs import BenchRun
 from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from speculant.params import SamplingParams
@@ -15,7 +15,7 @@ STEPS, DRAFTED = 10, 4
 PARAMS = SamplingParams(temperature=0, max_tokens=40)
 
 
-def make_run(*requests: tuple[float, int]) -> Run:
+def make_run(*requests: tuple[float, int]) -> BenchRun:
     """Return a run of requests: the seconds of a step, and how many draft tokens each accepts; none drafts nothing."""
     timings, specs = list[TimingMetrics](), list[SpeculationMetrics]()
     for step_s, accepted in requests:
@@ -27,13 +27,13 @@ def make_run(*requests: tuple[float, int]) -> Run:
             if accepted:
                 specs[-1].record(DRAFTED, accepted, min(DRAFTED, accepted + 1))
     outputs = [[0] * STEPS * (1 + accepted) for _, accepted in requests]
-    return Run(outputs, timings, SpeculationMetrics(), None, 1.0, STEPS, 0.0, 0.0, 0, 0, 1, by_request=specs)
+    return BenchRun(outputs, timings, SpeculationMetrics(), None, 1.0, STEPS, 0.0, 0.0, 0, 0, 1, by_request=specs)
 
 
 def test_each_category_has_figures_of_its_own() -> None:
     workload = Workload("bench", [[1]] * 3, [0.0] * 3, categories=["easy", "hard", "easy"])
     plain, drafted = make_run((1.0, 0), (1.0, 0), (1.0, 0)), make_run((1.2, 4), (1.2, 1), (1.2, 4))
-    found = by_category(Case(workload, PARAMS, {"plain": [plain] * 2, "drafted": [drafted] * 2}))
+    found = by_category(BenchCase(workload, PARAMS, {"plain": [plain] * 2, "drafted": [drafted] * 2}))
     assert list(found) == ["easy", "hard"]
     assert [each["prompts"] for each in found.values()] == [2, 1]
     easy, hard = (each["modes"]["drafted"] for each in found.values())
@@ -52,7 +52,7 @@ def test_several_samples_of_a_prompt_belong_to_its_category() -> None:
     workload = Workload("bench", [[1], [2]], [0.0, 0.0], categories=["easy", "hard"])
     params = SamplingParams(n=2, max_tokens=40)
     runs = {"plain": [make_run(*[(1.0, 0)] * 4)], "drafted": [make_run((1.0, 4), (1.0, 4), (1.0, 1), (1.0, 1))]}
-    found = by_category(Case(workload, params, runs))
+    found = by_category(BenchCase(workload, params, runs))
     rates = [each["modes"]["drafted"]["acceptance_rate"] for each in found.values()]
     assert [rate["mean"] for rate in rates] == [1.0, pytest.approx(0.5)]
     assert [rate["tokens"] for rate in rates] == [2 * STEPS * 4, 2 * STEPS * 2]
@@ -60,4 +60,4 @@ def test_several_samples_of_a_prompt_belong_to_its_category() -> None:
 
 def test_prompts_without_categories_have_no_figures() -> None:
     workload = Workload("code", [[1]], [0.0])
-    assert by_category(Case(workload, PARAMS, {"plain": [make_run((1.0, 0))]})) == {}
+    assert by_category(BenchCase(workload, PARAMS, {"plain": [make_run((1.0, 0))]})) == {}

@@ -9,7 +9,7 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
 from speculant.lab.bench.gains import gain, gains
-from speculant.lab.bench.runs import Run
+from speculant.lab.bench.runs import BenchRun
 from speculant.lab.bench.sizes import Size, memory
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from tests.models import Checkpoints
@@ -17,7 +17,7 @@ from tests.models import Checkpoints
 STEPS, DRAFTED, KEPT = 10, 4, 2
 
 
-def make_run(tokens_per_step: int, step_s: float, draft_s: float = 0.0) -> Run:
+def make_run(tokens_per_step: int, step_s: float, draft_s: float = 0.0) -> BenchRun:
     """Return a run of one request whose steps all take the same time and commit as many tokens."""
     timing, spec = TimingMetrics(arrival=0.0), SpeculationMetrics()
     for step in range(STEPS):
@@ -25,7 +25,7 @@ def make_run(tokens_per_step: int, step_s: float, draft_s: float = 0.0) -> Run:
         if draft_s:
             spec.record(DRAFTED, KEPT, KEPT + 1)
     outputs = [[0] * (STEPS * tokens_per_step)]
-    return Run(outputs, [timing], spec, None, STEPS * step_s, STEPS, STEPS * draft_s, 0.0, 0, 0, 1)
+    return BenchRun(outputs, [timing], spec, None, STEPS * step_s, STEPS, STEPS * draft_s, 0.0, 0, 0, 1)
 
 
 PLAIN, FAST = make_run(1, 2.0), make_run(3, 3.0, draft_s=0.8)

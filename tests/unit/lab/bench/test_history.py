@@ -12,7 +12,7 @@ import pytest
 from speculant import __version__
 from speculant.errors import ConfigError
 from speculant.lab.bench import history
-from speculant.lab.bench.history import Change, Entry, append, command_of, compare, entry_of, read, typical
+from speculant.lab.bench.history import Change, HistoryEntry, append, command_of, compare, entry_of, read, typical
 from speculant.lab.bench.measuring import Spread
 
 MACHINE = {"processor": "a", "threads": 2}
@@ -32,9 +32,9 @@ DOCUMENT = {
 }
 
 
-def an_entry(median: float, spread: float = 0.05, **other: str) -> Entry:
+def an_entry(median: float, spread: float = 0.05, **other: str) -> HistoryEntry:
     figure = Spread(median - spread, median, median + spread)
-    return replace(Entry("2026-01-01", "abc", MACHINE, "speculant bench", {"speed": figure}), **other)
+    return replace(HistoryEntry("2026-01-01", "abc", MACHINE, "speculant bench", {"speed": figure}), **other)
 
 
 def test_an_entry_has_ratios_of_which_more_is_better() -> None:

@@ -9,7 +9,7 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
 from speculant.lab.bench.measuring import (
-    Case,
+    BenchCase,
     Spread,
     both_ways,
     interleave,
@@ -19,7 +19,7 @@ from speculant.lab.bench.measuring import (
     spreads,
     ways_of,
 )
-from speculant.lab.bench.runs import Bench, Mode, Run
+from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload
 from speculant.metrics import SpeculationMetrics, TimingMetrics
 from speculant.params import SamplingParams
@@ -29,9 +29,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 WORKLOAD = Workload("test", [[1], [2]], [0.0, 0.0])
 
 
-def make_run(outputs: Sequence[Sequence[int]], seconds: float = 1.0) -> Run:
+def make_run(outputs: Sequence[Sequence[int]], seconds: float = 1.0) -> BenchRun:
     timings = [TimingMetrics(arrival=0.0) for _ in outputs]
-    return Run(outputs, timings, SpeculationMetrics(), None, seconds, 4, 0.0, 0.0, 0, 0, 1)
+    return BenchRun(outputs, timings, SpeculationMetrics(), None, seconds, 4, 0.0, 0.0, 0, 0, 1)
 
 
 def test_quartiles() -> None:
@@ -76,7 +76,7 @@ def test_modes() -> None:
 def test_differing_outputs_are_counted() -> None:
     plain = [make_run([[1, 2], [3, 4]]), make_run([[1, 2], [3, 4]])]
     other = [make_run([[1, 2], [3, 5]]), make_run([[1, 2], [3, 4]])]
-    case = Case(WORKLOAD, GREEDY, {"plain": plain, "speculative": other})
+    case = BenchCase(WORKLOAD, GREEDY, {"plain": plain, "speculative": other})
     assert (case.num_identical("speculative"), case.num_outputs) == (3, 4)
     assert case.num_identical("plain") == 4
     assert case.compared == ["speculative"]
@@ -86,7 +86,7 @@ def test_differing_outputs_are_counted() -> None:
     ("params", "expected"), [(GREEDY, True), (SamplingParams(seed=1), True), (SamplingParams(), False)]
 )
 def test_greedy_and_seeded_outputs_can_be_compared(params: SamplingParams, expected: bool) -> None:
-    assert Case(WORKLOAD, params, {"plain": [make_run([[1]])]}).comparable is expected
+    assert BenchCase(WORKLOAD, params, {"plain": [make_run([[1]])]}).comparable is expected
 
 
 def test_a_case_has_every_mode_in_every_round(checkpoints: Checkpoints) -> None:

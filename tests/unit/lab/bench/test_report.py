@@ -10,7 +10,7 @@ from rich.console import Console
 
 from speculant.config import EngineConfig
 from speculant.engine.build import build_engine
-from speculant.lab.bench.measuring import Case, both_ways, measure, one_at_a_time, ways_of
+from speculant.lab.bench.measuring import BenchCase, both_ways, measure, one_at_a_time, ways_of
 from speculant.lab.bench.report import conclusions, described_rounds, document, heading
 from speculant.lab.bench.runs import Bench
 from speculant.lab.bench.tables import ROWS, tables
@@ -83,7 +83,7 @@ def test_sampled_outputs_are_not_compared(checkpoints: Checkpoints) -> None:
 
 def test_a_difference_is_said_with_its_likely_cause(checkpoints: Checkpoints) -> None:
     config = EngineConfig(checkpoints.target, checkpoints.near)
-    case = Case(WORKLOAD, GREEDY, {"plain": [make_run([[1], [2]])], "speculative": [make_run([[1], [3]], 0.5)]})
+    case = BenchCase(WORKLOAD, GREEDY, {"plain": [make_run([[1], [2]])], "speculative": [make_run([[1], [3]], 0.5)]})
     [value] = document("latency", config, build_engine(config), [case])["cases"]
     said = list(conclusions(value))
     assert said[0] == "speculative: 2.00 times the tokens/s of plain"

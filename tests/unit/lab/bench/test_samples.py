@@ -8,8 +8,7 @@ from speculant.engine.profiling import PHASES, unmarked
 from speculant.lab.bench import samples
 from speculant.lab.bench.measuring import both_ways, ways_of
 from speculant.lab.bench.runs import Bench
-from speculant.lab.bench.samples import LINE_END, Sample, take_samples
-from speculant.lab.bench.timeline import Span, chrome_trace, recorded
+from speculant.lab.bench.samples import LINE_END, Sample, Span, chrome_trace, recorded, take_samples
 from speculant.lab.bench.workloads import Workload
 from speculant.params import SamplingParams
 from speculant.text.detokenize import IncrementalDetokenizer

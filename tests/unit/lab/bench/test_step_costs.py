@@ -8,7 +8,7 @@ from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around, build_engine
 from speculant.errors import RequestError
 from speculant.lab.bench import step_costs
-from speculant.lab.bench.step_costs import StepCosts, measure_steps
+from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 
@@ -21,13 +21,13 @@ def make_runtime(checkpoints: Checkpoints, draft: str, **arguments: object) -> R
 
 
 def test_costs_of_a_token_and_of_a_draft_are_a_line() -> None:
-    costs = StepCosts((0, 1, 2, 4), (0.5, 3.0, 4.0, 6.0), (9.5, 10.0, 11.0, 12.0))
+    costs = LengthCosts((0, 1, 2, 4), (0.5, 3.0, 4.0, 6.0), (9.5, 10.0, 11.0, 12.0))
     assert costs.plain_s == 10.0
     assert costs.cost_ratio == pytest.approx(0.1)
     assert costs.overhead == pytest.approx(0.2)
-    falling = StepCosts((0, 1, 3), (0.0, 3.0, 1.0), (10.0, 10.0, 10.0))
+    falling = LengthCosts((0, 1, 3), (0.0, 3.0, 1.0), (10.0, 10.0, 10.0))
     assert (falling.cost_ratio, falling.overhead) == (0.0, pytest.approx(0.2))
-    steep = StepCosts((0, 1, 3), (0.0, 1.0, 7.0), (10.0, 10.0, 10.0))
+    steep = LengthCosts((0, 1, 3), (0.0, 1.0, 7.0), (10.0, 10.0, 10.0))
     assert (steep.cost_ratio, steep.overhead) == (pytest.approx(0.22), 0.0)
 
 

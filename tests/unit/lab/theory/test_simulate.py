@@ -10,13 +10,13 @@ from speculant.lab.theory.curve import FLAT, VerificationCurve
 from speculant.lab.theory.simulate import Simulation, simulate
 from speculant.lab.theory.speedup import (
     accepted_lengths,
+    expected_costs,
     expected_tokens,
     operations,
     speedups,
     step_costs,
     survival,
 )
-from speculant.lab.theory.texts import expected_costs
 from tests.unit.lab.theory.process import within_three_errors
 
 ANSWERS, TOKENS = 400, 1500
@@ -79,7 +79,7 @@ def test_accepted_over_tested_is_alpha(alpha: float) -> None:
 
 @LENGTHS
 def test_cost_of_a_short_answer_is_exact(length: int) -> None:
-    """Texts of 20 tokens, where drafts shrink near the end (lab/theory/texts.py)."""
+    """Texts of 20 tokens, where drafts shrink near the end (lab/theory/speedup.py)."""
     costs = step_costs(0.1, FLAT, length)
     found = simulate(0.7, costs, 20, 20_000, np.random.default_rng(5))
     assert within_three_errors(found.cost, expected_costs(np.full(20, 0.7), costs)[length])

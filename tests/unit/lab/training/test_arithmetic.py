@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.cache.factory import slotted_cache
-from speculant.lab.training.config import TrainingConfig
+from speculant.lab.training.config import TrainingConfig, TrainingSchedule
 from speculant.lab.training.network import hf_config, new_network, project_embedding
 from speculant.lab.training.objective import DistillObjective, TextObjective
 from speculant.lab.training.optimizer import Muon, orthogonalize
 from speculant.lab.training.passes import hidden_states
-from speculant.lab.training.schedule import Schedule
 from speculant.models.base import SequenceInput, build_batch
 from speculant.models.reference.decoder import Decoder
 from speculant.types import DraftTree
@@ -98,7 +97,7 @@ def test_a_projected_embedding_keeps_the_strongest_directions(config: TrainingCo
 
 
 def test_the_rate_follows_the_clock_or_the_steps() -> None:
-    by_clock, by_both = Schedule(None, 2.0, warmup=10), Schedule(100, 2.0, warmup=10)
+    by_clock, by_both = TrainingSchedule(None, 2.0, warmup=10), TrainingSchedule(100, 2.0, warmup=10)
     assert by_clock.progress(1000, 60.0) == 0.5
     assert by_both.progress(75, 60.0) == 0.75
     assert by_both.progress(10, 500.0) == 1.0

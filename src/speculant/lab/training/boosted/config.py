@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ConfigError
-from speculant.lab.training.config import TrainingConfig
-from speculant.lab.training.schedule import Schedule
+from speculant.lab.training.config import TrainingConfig, TrainingSchedule
 
 MOST_DRAFTS = 8
 WARM = 0.25  # of the peak rates, for a draft that begins with trained weights
@@ -61,9 +60,9 @@ class BoostedConfig:
         _ = self.schedule, self.network()
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> TrainingSchedule:
         """The length and the learning rates of each draft's run."""
-        return Schedule(self.steps, self.minutes, self.warmup)
+        return TrainingSchedule(self.steps, self.minutes, self.warmup)
 
     def network(self, max_positions: int | None = None) -> TrainingConfig:
         """Return the same run as that of one model; it checks the numbers of both."""

@@ -11,7 +11,7 @@ from speculant.lab.training.heads.texts import Texts
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class HeadAcceptance:
     """Held-out figures by depth, the first drafted token first, on texts of the target.
 
     alpha: mean of sum min(p, q). rank_shares: how often the target's likeliest token has each rank in q.
@@ -40,7 +40,7 @@ class HeadInTraining(Protocol):
         """Take the states of texts from here on."""
         ...
 
-    def acceptance(self, rows: Tensor) -> Acceptance:
+    def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """Measure texts, given by their places [b]."""
         ...
 

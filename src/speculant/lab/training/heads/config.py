@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from speculant.errors import ConfigError, suggest
+from speculant.lab.training.config import TrainingSchedule
 from speculant.lab.training.heads import kinds
-from speculant.lab.training.schedule import Schedule
 
 _RANGES: dict[str, tuple[float, float]] = {
     "minutes": (1e-6, 1e7), "steps": (1, 10**9), "tokens": (1, 10**12), "seq": (8, 10**6), "batch": (1, 10**6),
@@ -73,9 +73,9 @@ class HeadTrainingConfig:
         return Path(self.target).resolve().name if Path(self.target).is_dir() else self.target
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> TrainingSchedule:
         """The length and the learning rates of the run."""
-        return Schedule(self.steps, self.minutes, self.warmup)
+        return TrainingSchedule(self.steps, self.minutes, self.warmup)
 
     def settings(self) -> dict[str, Any]:
         """Return what a resumed run must repeat; its length may change."""

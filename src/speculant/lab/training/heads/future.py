@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculant.lab.training.heads.base import Acceptance
+from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.texts import Texts
 from speculant.models.future_heads import FeedForwardHeads, ResidualHeads
@@ -42,7 +42,7 @@ class FutureObjective:
         weights = DECAY ** torch.arange(len(each))
         return (each * weights).sum() / weights.sum()
 
-    def acceptance(self, rows: Tensor) -> Acceptance:
+    def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """See `HeadInTraining.acceptance`."""
         count = self._heads.shape.num_heads
         alpha, shares, total = torch.zeros(count), torch.zeros(count, RANKS), 0
@@ -51,7 +51,7 @@ class FutureObjective:
                 states, target_states = self._predicted(part)
                 found = overlaps(states, target_states, self._matrix, RANKS)
                 alpha, shares, total = alpha + found[0], shares + found[1], total + len(target_states)
-        return Acceptance((alpha / total).tolist(), (shares / total).tolist(), total)
+        return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     def config(self) -> dict[str, Any]:
         """See `HeadInTraining.config`."""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from speculant.errors import ConfigError
 from speculant.lab.training.checkpoint import FILE_NAME
 from speculant.lab.training.heads import texts as texts_
-from speculant.lab.training.heads.base import Acceptance, HeadInTraining
+from speculant.lab.training.heads.base import HeadAcceptance, HeadInTraining
 from speculant.lab.training.heads.config import HeadTrainingConfig, load_kind
 from speculant.lab.training.heads.texts import Texts, TextsPlan
 from speculant.lab.training.optimizer import Optimizer
@@ -35,7 +35,7 @@ class HeadOutcome:
     texts: int
     steps: int
     minutes: float
-    acceptance: Acceptance
+    acceptance: HeadAcceptance
 
 
 def check_folder(config: HeadTrainingConfig, resume: bool) -> None:

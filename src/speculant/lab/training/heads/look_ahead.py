@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculant.lab.training.heads.base import Acceptance
+from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.distance import distances, overlaps
 from speculant.lab.training.heads.future import DECAY, RANKS
 from speculant.lab.training.heads.texts import Texts
@@ -60,7 +60,7 @@ class LookAheadObjective:
         weights = DECAY ** torch.arange(len(each))
         return (each * weights).sum() / weights.sum()
 
-    def acceptance(self, rows: Tensor) -> Acceptance:
+    def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """See `HeadInTraining.acceptance`; at every STRIDE-th place."""
         count = len(self._inputs)
         alpha, shares, total = torch.zeros(count), torch.zeros(count, RANKS), 0
@@ -70,7 +70,7 @@ class LookAheadObjective:
                 found = [overlaps(made[[t]], own[t], self._matrix, RANKS) for t in range(count)]
                 alpha = alpha + torch.cat([each[0] for each in found])
                 shares, total = shares + torch.cat([each[1] for each in found]), total + own.shape[1]
-        return Acceptance((alpha / total).tolist(), (shares / total).tolist(), total)
+        return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     def config(self) -> dict[str, Any]:
         """See `HeadInTraining.config`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculant.lab.training.heads.base import Acceptance
+from speculant.lab.training.heads.base import HeadAcceptance
 from speculant.lab.training.heads.config import HeadTrainingConfig
 from speculant.lab.training.heads.distance import OutputHead, distances, overlaps
 from speculant.lab.training.heads.texts import Texts
@@ -56,7 +56,7 @@ class RoundsObjective:
         weights = DECAY ** torch.arange(len(each))
         return (each * weights).sum() / weights.sum()
 
-    def acceptance(self, rows: Tensor) -> Acceptance:
+    def acceptance(self, rows: Tensor) -> HeadAcceptance:
         """See `HeadInTraining.acceptance`."""
         assert self._texts is not None
         alpha, shares, total = torch.zeros(self._depth), torch.zeros(self._depth, RANKS), 0
@@ -65,7 +65,7 @@ class RoundsObjective:
                 made, states = self._rounds(part, self._texts.tokens[part])
                 found = overlaps(made, states, self._matrix, RANKS, self._output_head())
                 alpha, shares, total = alpha + found[0], shares + found[1], total + len(states)
-        return Acceptance((alpha / total).tolist(), (shares / total).tolist(), total)
+        return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     def config(self) -> dict[str, Any]:
         """See `HeadInTraining.config`."""
