@@ -1,43 +1,37 @@
-"""Boosted drafts in one tree against as many draws of a single draft, at equal nodes (arXiv 2305.09781).
-
-    python benchmarks/boosted.py [--drafts FOLDER] [--steps 40] [--known-share 0] [--prompts 24] [--tokens 96]
+"""Boosted drafts in one tree beside draws of a single draft, at the same number of nodes (arXiv 2305.09781).
 
 Without --drafts, three drafts are trained for the embedded target, from the embedded draft, with `speculant train
-draft`, on one thread. `held_out` are their figures: `covered`, the share of tokens whose likeliest one some draft up
-to this one has, and `alone`, the share for which it is among as many likeliest tokens of the first draft. Then trees
-of 2 and 3 chains are drafted for the same prompts: a chain of each draft, or draws of the first draft alone. `first`
-is the share of passes in which a token is accepted. `gain`: 1 + accepted tokens / passes that checked a draft
-(`tokens_per_pass`), of the boosted drafts over the other's by prompt, mean and 95% interval. Drafts that agree share
-nodes, so that trees have fewer than they may: `single_cut` is the other tree, cut level by level to as many nodes as
-the boosted drafts' trees really have.
+draft`, on one thread. `held_out` has their figures: `covered`, the share of tokens for which one of the drafts so far
+has the target's likeliest token, and `alone`, the share for which it is among as many likeliest tokens of the first
+draft. Then trees of 2 and 3 chains are drafted for the same prompts: a chain of each draft, or draws of the first draft
+alone. `first` is the share of passes in which a token is accepted. `gain`: the tokens per pass (1 + accepted tokens /
+passes that checked a draft) of the boosted drafts over the other's by prompt, mean and 95% interval. Drafts that agree
+share nodes, so the boosted trees have fewer than they may: `single_cut` is the other tree, cut level by level to the
+number of nodes that the boosted trees really have.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write
 
 from speculant import LLM, SamplingParams
 from speculant.cli.main import app
+from speculant.lab.bench.runner import Benchmark
 from speculant.lab.bench.workloads import code_prompt
 from speculant.types import RequestOutput
 
 COUNTS, DEPTH, TEMPERATURES = (2, 3), 4, (0.0, 1.0)
 TRAINED, SEQ, WARMUP = 40_000, 256, 8  # tokens of the target's texts, in a text, and steps
-STUDENT = 2.07  # quantile of the interval, for about 24 prompts
-PREDICTED = (
-    "After so short a training the second draft predicts 15% of what the first misses. The two likeliest tokens of the "
-    "first draft hold the target's more often than the drafts' likeliest ones together, by 0.03. So K draws of the "
-    "single draft give 2-6% more tokens per pass at temperature 0; at temperature 1 the difference is within 3%."
-)
+STUDENT = 2.07  # Student's quantile of the interval, for about 24 prompts
 
 
 def train(folder: Path, steps: int, known_share: float) -> None:
@@ -68,7 +62,7 @@ def generate(speculative: dict[str, Any], arguments: argparse.Namespace, tempera
 
 
 def figures(outputs: Sequence[RequestOutput]) -> dict[str, float]:
-    """Return what was accepted, and how many nodes that took."""
+    """Return the accepted tokens and the nodes per pass."""
     found = [output.metrics.speculative_decoding for output in outputs]
     passes = sum(each.num_spec_steps for each in found)
     accepted = sum(each.num_accepted_draft_tokens for each in found)
@@ -80,51 +74,54 @@ def figures(outputs: Sequence[RequestOutput]) -> dict[str, float]:
 
 
 def gain(boosted: Sequence[RequestOutput], single: Sequence[RequestOutput]) -> dict[str, float]:
-    """Compare prompt by prompt."""
+    """Return the mean ratio of the tokens per pass, taken prompt by prompt, with its interval."""
     lengths = [[each.metrics.speculative_decoding.mean_acceptance_length for each in own] for own in (boosted, single)]
     ratios = [ours / theirs for ours, theirs in zip(*lengths, strict=True)]
     mean, half = statistics.fmean(ratios), STUDENT * statistics.stdev(ratios) / len(ratios) ** 0.5
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all trees."""
-    seen: dict[str, Any] = {"held_out": {}, "trees": {}}
-    for number in range(1, max(COUNTS) + 1):
-        seen["held_out"][str(number)] = json.loads((folder / str(number) / "measured.json").read_text(encoding="utf-8"))
-    for temperature in TEMPERATURES:
-        for count in COUNTS:
-            boosted, single = (
-                generate(drafting(folder, count, each), arguments, temperature) for each in (True, False)
-            )
-            nodes = round(figures(boosted)["nodes_per_pass"])
-            fewer = {**drafting(folder, count, False), "num_speculative_tokens": nodes}
-            cut = generate(fewer, arguments, temperature)
-            seen["trees"][f"{count} chains of {DEPTH}, temperature {temperature:g}"] = {
-                "boosted": figures(boosted),
-                "single": figures(single),
-                "single_cut": figures(cut),
-                "gain": gain(boosted, single),
-                "gain_at_equal_nodes": gain(boosted, cut),
-            }
-    return seen
-
-
-def main() -> None:
-    """Measure and write results/boosted.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--drafts", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--known-share", type=float, default=0.0)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=96)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train if there are no drafts, and measure all trees."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.drafts or Path(temporary)
         if not (folder / "1").exists():
             train(folder, arguments.steps, arguments.known_share)
-        write("boosted", PREDICTED, measure(folder, arguments))
+        own = {number: folder / str(number) / "measured.json" for number in range(1, max(COUNTS) + 1)}
+        held_out = {str(number): json.loads(file.read_text(encoding="utf-8")) for number, file in own.items()}
+        trees: dict[str, Any] = {}
+        for temperature, count in itertools.product(TEMPERATURES, COUNTS):
+            name = f"{count} chains of {DEPTH}, temperature {temperature:g}"
+            trees[name] = compare(folder, count, arguments, temperature)
+            yield {"held_out": held_out, "trees": trees}
 
+
+def compare(folder: Path, count: int, arguments: argparse.Namespace, temperature: float) -> dict[str, Any]:
+    """Compare trees of `count` chains."""
+    configs = drafting(folder, count, True), drafting(folder, count, False)
+    boosted, single = (generate(config, arguments, temperature) for config in configs)
+    nodes = round(figures(boosted)["nodes_per_pass"])
+    cut = generate({**configs[1], "num_speculative_tokens": nodes}, arguments, temperature)
+    return {
+        "boosted": figures(boosted),
+        "single": figures(single),
+        "single_cut": figures(cut),
+        "gain": gain(boosted, single),
+        "gain_at_equal_nodes": gain(boosted, cut),
+    }
+
+
+BENCHMARK = Benchmark(
+    __file__, __doc__,
+    predicted="After so short a training the second draft predicts 15% of the tokens that the first misses. The two "
+    "likeliest tokens of the first draft hold the target's more often than the drafts' likeliest ones together, by "
+    "0.03. So K draws of the single draft give 2-6% more tokens per pass at temperature 0; at temperature 1 the "
+    "difference is within 3%.",
+    measure=measure,
+    options={
+        "drafts": {"type": Path, "metavar": "FOLDER"}, "steps": 40, "known_share": 0.0, "prompts": 24, "tokens": 96,
+    },
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,22 +1,20 @@
 """Every head beside the draft model, suffix lookup and the default, on the embedded target or on its inflation to 1B.
 
-    python benchmarks/heads.py [--shape 1b] [--methods eagle medusa] [--heads-folder FOLDER] [--rounds 3] [--tokens 64]
-
-FOLDER has a trained head in each of its subfolders blockwise, medusa, eagle, eagle3 and pass; embedded heads are used
-where it has none, and a method without a head is named and skipped. With --shape, target, draft model and heads are
-inflated: texts and acceptance stay, costs are those of the shape.
+--heads-folder has a trained head in each of its subfolders blockwise, medusa, eagle, eagle3 and pass; where it has
+none, the embedded head is used, and a method without a head is named and skipped. With --shape, target, draft model and
+heads are inflated: texts and acceptance stay, costs are those of the shape.
 
 All ways to draft run in one interleaved run: a method's ways and plain decoding in turn, one method after the other,
 round by round, on prompts of the round's own; the first round warms up. Texts are those of never_slower.py, by default
-"held-out", on which neither models nor heads were trained. `speed` is plain decoding's time behind the first token over
+"held-out", on which neither models nor heads were trained. `speed` is plain decoding's time after the first token over
 the way's, in the same round.
 
-Ways: chains of a fixed length, a tree of so many nodes, and the adaptive length. `acceptance_by_position` is accepted
-over tested in the longest chain. `costs` are measured before the run: c, a drafted token's time over a plain step's;
-overhead, that of drafting at all; V, the rest of a step with so many drafted tokens over a plain step's. From these and
-the acceptance by position follows `predicted` for chains (speculant.lab.theory.speedup). For a tree it is what a step
-commits over its cost. For lengths that vary, and lookups, which do not always draft, it is `lab.bench.gains`, by
-the costs of the run itself. Results are written after each method of each round.
+Ways: chains of a fixed length, a tree of a fixed number of nodes, and the adaptive length. `acceptance_by_position` is
+accepted over tested in the longest chain. `costs` are measured before the run: c, a drafted token's time over a plain
+step's; overhead, that of drafting at all; V, the rest of a step over a plain step's, by drafted tokens. From these and
+the acceptance by position follows `predicted` for chains (speculant.lab.theory.speedup). For a tree it is the tokens of
+a step over its cost. For adaptive lengths and for lookups, which do not always draft, it is `lab.bench.gains`, by the
+costs of the run itself. Results are written after each method of each round.
 """
 
 from __future__ import annotations
@@ -26,19 +24,18 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measuring import keep
-from never_slower import DRAFT, HELD_OUT, TEXTS, Pair, prompts
-
 from speculant.engine.build import Runtime
 from speculant.errors import SpeculantError
 from speculant.files import read_json
+from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, TEXTS, LoadedPair, prompts_of
 from speculant.lab.bench.gains import gains
 from speculant.lab.bench.measuring import Spread
+from speculant.lab.bench.runner import Benchmark, markdown, quartiles
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload
@@ -49,18 +46,11 @@ from speculant.metrics import SpeculationMetrics
 from speculant.models.source import embedded_heads, resolve_source
 from speculant.params import SamplingParams
 
-PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
+UNDRAFTED, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 LENGTHS = (2, 4)
 COST_SECONDS = 2.0
-ROUNDS = {True: 32, False: 3}  # at the embedded shape, at others
 HEAD, DEFAULT = "a head", "default"
 STARTED = time.perf_counter()
-PREDICTED = (
-    "At 1B: the draft model 2 to 2.5 with 4 tokens; eagle and eagle3 1.4 to 1.7, best with 2 or a tree; blockwise and "
-    "medusa 1.1 to 1.3; pass 1.0 to 1.2; early_exit above 1 where half of the small layers are a quarter of the cost; "
-    "suffix 1.0 to 1.2. At the embedded size a head's output head is a third of the target's cost: eagle 0.9 to 1.1, "
-    "the others about 1. The adaptive length is at least 0.97 of plain decoding everywhere. Predictions within 10%."
-)
 ARTEFACT = (
     "At a larger shape the layers beyond the small target's are zero, so the first quarter of the layers is a larger "
     "part of the function than in a model of this size: its figures there hold for no real model."
@@ -74,7 +64,7 @@ class Method(NamedTuple):
     lengths: Sequence[int] = LENGTHS
     chain: Mapping[str, Any] = {}
     tree: tuple[Mapping[str, Any], int] | None = None
-    always: bool = True  # it drafts in every step, as many tokens as are asked for
+    always: bool = True  # it drafts in every step, as many tokens as it may
     note: str = ""
 
 
@@ -92,16 +82,16 @@ METHODS = {
 
 
 class Setting(NamedTuple):
-    """What all methods share. prompt: one to measure costs on."""
+    """The parts that all methods share. prompt: for measuring costs."""
 
-    pair: Pair
+    pair: LoadedPair
     plain: Runtime
     params: SamplingParams
     prompt: Sequence[int]
 
 
 class Source(NamedTuple):
-    """Where a method's weights are: the folder that it loads, and the one that was trained; None = it has none."""
+    """The folders of a method's weights: the loaded one and the trained one; None = it has none."""
 
     loaded: Path | None = None
     trained: Path | None = None
@@ -116,9 +106,9 @@ class Source(NamedTuple):
         """Minutes of training: config.json's, else the first that the card names."""
         if self.trained is None:
             return 0.0
-        said = read_json(self.trained / "config.json").get("training")
-        if isinstance(said, dict) and "minutes" in said:
-            return float(said["minutes"])
+        training = read_json(self.trained / "config.json").get("training")
+        if isinstance(training, dict) and "minutes" in training:
+            return float(training["minutes"])
         card = self.trained / "README.md"
         hit = re.search(r"([\d.]+) minutes", card.read_text(encoding="utf-8")) if card.exists() else None
         return float(hit[1]) if hit else None
@@ -126,7 +116,7 @@ class Source(NamedTuple):
 
 @dataclass
 class Group:
-    """A method's ways, as engines by label, plain decoding first; what was measured, by text and label."""
+    """A method's ways, as engines by label, plain decoding first; its runs, by text and label."""
 
     name: str
     source: Source
@@ -136,7 +126,7 @@ class Group:
 
     @cached_property
     def method(self) -> Method:
-        """Its facts."""
+        """The method's facts."""
         return METHODS[self.name]
 
     @property
@@ -153,7 +143,7 @@ class Group:
                 kept.setdefault(label, []).append(run)
 
     def figures(self, text: str) -> dict[str, Any]:
-        """Return what was measured on one kind of text."""
+        """Return the figures of one kind of text."""
         runs = self.runs[text]
         rates = by_position([run.speculation for run in runs[self.longest]]) if self.longest else []
         return {
@@ -162,11 +152,11 @@ class Group:
             "acceptance_by_position": rates,
             "costs": {label: _costs(costs) for label, costs in self.costs.items()},
             **({"note": self.method.note} if self.method.note else {}),
-            "ways": {label: self._way(label, runs, rates) for label in self.benches if label != PLAIN},
+            "ways": {label: self._way(label, runs, rates) for label in self.benches if label != UNDRAFTED},
         }
 
     def _way(self, label: str, runs: Mapping[str, Sequence[BenchRun]], rates: Sequence[float]) -> dict[str, Any]:
-        plain, own = runs[PLAIN], runs[label]
+        plain, own = runs[UNDRAFTED], runs[label]
         pooled = SpeculationMetrics()
         for run in own:
             pooled.add(run.speculation)
@@ -175,7 +165,7 @@ class Group:
             "tokens_per_pass": sum(_decoded(run) for run in own) / sum(run.steps - 1 for run in own),
             "acceptance_rate": pooled.acceptance_rate if pooled.num_tested_tokens else None,
             "predicted": self._predicted(label, plain, own, rates),
-            "speed": asdict(Spread.of([_decode_s(a) / _decode_s(b) for a, b in zip(plain, own, strict=True)])),
+            "speed": quartiles([_decode_s(a) / _decode_s(b) for a, b in zip(plain, own, strict=True)]),
             "identical": sum(a.outputs == b.outputs for a, b in zip(plain, own, strict=True)),
             "of": len(own),
         }
@@ -223,7 +213,7 @@ def _decoded(run: BenchRun) -> int:
     return sum(len(output) - 1 for output in run.outputs)
 
 
-def source_of(name: str, arguments: argparse.Namespace, pair: Pair) -> Source | None:
+def source_of(name: str, arguments: argparse.Namespace, pair: LoadedPair) -> Source | None:
     """Return a method's weights; None = there is no head for it."""
     model = METHODS[name].model
     if model is None:
@@ -255,8 +245,11 @@ def ways_of(name: str, source: Source) -> dict[str, dict[str, Any]]:
 
 
 def load_group(name: str, source: Source, run: Setting) -> Group:
-    """Make a method's engines, and measure what their steps cost. Raises SpeculantError for what can't be loaded."""
-    runtimes = {PLAIN: run.plain, **{label: run.pair.engine(1, own) for label, own in ways_of(name, source).items()}}
+    """Make a method's engines, and measure the costs of their steps. Raises SpeculantError if one can't be loaded."""
+    runtimes = {
+        UNDRAFTED: run.plain,
+        **{label: run.pair.engine(1, own) for label, own in ways_of(name, source).items()},
+    }
     benches = {label: Bench(runtime, f"{name}-{label}") for label, runtime in runtimes.items()}
     group, method = Group(name, source, benches), METHODS[name]
     asked = {group.longest: (0, *method.lengths)} if method.lengths else {}
@@ -282,14 +275,20 @@ def load_groups(arguments: argparse.Namespace, run: Setting, skipped: dict[str, 
 
 
 def say(text: str) -> None:
-    """Tell the state of affairs."""
+    """Print progress."""
     print(f"{time.perf_counter() - STARTED:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def tables(seen: Mapping[str, Any]) -> str:
+    """Return the figures of each kind of text as a table, and the skipped methods."""
+    skipped = [f"{name} was skipped: {reason}" for name, reason in seen["skipped"].items()]
+    return "\n".join([f"\n{text}\n{table(figures)}" for text, figures in seen["texts"].items()] + skipped)
 
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the figures of one kind of text as a table."""
-    heading = ("method", "min", "MiB", "by position", "c", "way", "tokens/pass", "predicted", "speed (quartiles)")
-    rows: list[tuple[str, ...]] = [heading]
+    header = ("method", "min", "MiB", "by position", "c", "way", "tokens/pass", "predicted", "speed (quartiles)")
+    rows: list[tuple[str, ...]] = []
     for name, each in figures.items():
         minutes, costs = each["training_minutes"], next(iter(each["costs"].values()), None)
         about = (
@@ -301,58 +300,54 @@ def table(figures: Mapping[str, Any]) -> str:
         )
         for label, way in each["ways"].items():
             speed, predicted = way["speed"], way["predicted"]
-            said = f"{speed['median']:.2f} ({speed['q1']:.2f} to {speed['q3']:.2f})"
+            spread = f"{speed['median']:.2f} ({speed['q1']:.2f} to {speed['q3']:.2f})"
             expected = "" if predicted is None else f"{predicted:.2f}"
-            rows.append((*about, label, f"{way['tokens_per_pass']:.2f}", expected, said))
+            rows.append((*about, label, f"{way['tokens_per_pass']:.2f}", expected, spread))
             about = ("",) * len(about)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heading))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return markdown(header, rows)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all methods in turn, and write what is known after each."""
-    pair, rounds = Pair.load(None if arguments.shape == "demo" else arguments.shape), arguments.rounds
-    plain, params = pair.engine(1, None), SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
-    texts = {kind: prompts(kind, plain, (1 + rounds) * arguments.prompts) for kind in arguments.texts}
-    seen: dict[str, Any] = {"rounds": 0, "skipped": {}, "texts": {kind: {} for kind in texts}}
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure all methods in turn."""
+    arguments.name = f"heads_{arguments.shape}"
+    pair, rounds, size = LoadedPair.load(arguments.shape), arguments.rounds, arguments.prompts
+    rounds = rounds or (32 if arguments.shape == "demo" else 3)
+    plain = pair.engine(**PLAIN)
+    params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
+    texts = {text: prompts_of(text, plain.tokenizer, (1 + rounds) * size) for text in arguments.texts}
+    seen: dict[str, Any] = {"rounds": 0, "skipped": {}, "texts": {text: {} for text in texts}}
     setting = Setting(pair, plain, params, texts[arguments.texts[0]][0])
     groups = list(load_groups(arguments, setting, seen["skipped"]))
     for number in range(1 + rounds):
-        for kind, own in texts.items():
+        for text, own in texts.items():
             for group in groups:
-                for prompt in own[number * arguments.prompts : (number + 1) * arguments.prompts]:
-                    group.run(kind, prompt, params, number)
+                for prompt in own[number * size : (number + 1) * size]:
+                    group.run(text, prompt, params, number)
                 if number:
-                    seen["texts"][kind][group.name] = group.figures(kind)
-                    keep(f"heads_{arguments.shape}", PREDICTED, seen)
+                    seen["texts"][text][group.name] = group.figures(text)
+                    yield seen
         say(f"round {number} of {rounds}")
         seen["rounds"] = number
-    return seen
+    yield seen
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
-    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[HELD_OUT])
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--heads-folder", type=Path)
-    parser.add_argument("--rounds", type=int, help="32 of the embedded models, 3 of larger ones")
-    parser.add_argument("--prompts", type=int, default=1, help="of each kind of text, in a round")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or ROUNDS[arguments.shape == "demo"]
-    seen = measure(arguments)
-    report = keep(f"heads_{arguments.shape}", PREDICTED, seen)
-    if arguments.json:
-        print(report)
-        return
-    for kind, figures in seen["texts"].items():
-        print(f"\n{kind}\n{table(figures)}")
-    for name, reason in seen["skipped"].items():
-        print(f"{name} was skipped: {reason}")
-
+BENCHMARK = Benchmark(
+    __file__, __doc__,
+    predicted="At 1B: the draft model 2 to 2.5 with 4 tokens; eagle and eagle3 1.4 to 1.7, best with 2 or a tree; "
+    "blockwise and medusa 1.1 to 1.3; pass 1.0 to 1.2; early_exit above 1 where half of the small layers are a "
+    "quarter of the cost; suffix 1.0 to 1.2. At the embedded size a head's output head is a third of the target's "
+    "cost: eagle 0.9 to 1.1, the others about 1. The adaptive length is at least 0.97 of plain decoding everywhere. "
+    "Predictions within 10%.",
+    measure=measure, rounds=0, show=tables,
+    options={
+        "shape": {"choices": ["demo", *SHAPES], "default": "demo"},
+        "texts": {"nargs": "+", "choices": TEXTS, "default": [HELD_OUT]},
+        "methods": {"nargs": "+", "choices": list(METHODS), "default": list(METHODS)},
+        "heads_folder": {"type": Path, "metavar": "FOLDER"},
+        "prompts": {"type": int, "default": 1, "help": "of each kind of text, in a round"},
+        "tokens": 64,
+    },
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,26 +1,24 @@
 """Linear layers of a 1B shape: the native kernels, torch's linear and oneDNN's prepacked one, beside reading memory.
 
-    python benchmarks/linear.py [--rounds 7]
-
 16 Llama layers of Llama 3.2 1B's sizes, every one with weights of its own (973M parameters), in one run and in turn.
-`of_probe` is the weights' bytes over the time, as a share of what a plain read of the same bytes reaches.
+`of_probe` is the weights' bytes over the time, as a share of the speed of a plain read of the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from measuring import interleave, ratio, spread, write
 from torch import Tensor
 from torch.nn import functional
 
 from speculant.kernels.memory import aligned
 from speculant.kernels.native import Flag, Kernels, Op, Pass, Type, Weight, open_kernels
+from speculant.lab.bench.runner import Benchmark, quartiles, ratio, timed
 from speculant.models.native.program import linear
 
 HIDDEN, INSIDE, QKV, LAYERS = 2048, 8192, 3072, 16
@@ -33,11 +31,6 @@ SHAPES = [
 ]  # q/k/v, out, gate, up, down
 TYPES = {"bfloat16": Type.BF16, "int8": Type.INT8, "int4": Type.INT4}
 ROWS = {"bfloat16": (1, 2, 5, 8, 16), "int8": (1, 2, 5, 8), "int4": (1, 2, 5, 8)}
-PREDICTED = (
-    "With panels of three vectors and rows side by side, fewer instructions a product: bfloat16 at 1 row 2.2 x torch, "
-    "1.35 x oneDNN, 97% of the probe; 8 rows 1.15 x the time of 1 (was 1.27). int8: 92%, 8 rows 1.1. int4: 90%, "
-    "4 rows 1.2."
-)
 
 
 @dataclass(frozen=True)
@@ -62,9 +55,7 @@ class Native:
 
     @staticmethod
     def _program(weights: list[Weight], buffers: list[Tensor]) -> Any:
-        x, inside, *out = (
-            buffers  # what is computed is not fed on: 16 layers of products would end in subnormal numbers
-        )
+        x, inside, *out = buffers  # no result is the next input: 16 layers of products would end in subnormal numbers
         ops: list[Op] = []
         for first in range(0, len(weights), 4):
             of = weights[first : first + 4]
@@ -77,7 +68,7 @@ class Native:
         self.kernels.run(self.ops[rows], Pass(rows=rows))
 
     def read(self, memory: Tensor) -> None:
-        """Read as much of this memory as there are weights."""
+        """Read as many bytes of this memory as the weights have."""
         self.kernels.read_seconds(memory[: self.num_bytes])
 
     @property
@@ -101,11 +92,8 @@ def onednn(x: Tensor, packed: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def main() -> None:
-    """Measure and write results/linear.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Time all layers in turn."""
     kernels = open_kernels()
     assert kernels is not None, "the native kernels are not built"
     matrices = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(LAYERS) for shape in SHAPES]
@@ -120,27 +108,34 @@ def main() -> None:
     for name, layers in native.items():
         subjects[f"{name}, read"] = partial(layers.read, probe)
         subjects |= {f"{name}, rows {rows}": partial(layers.run, rows) for rows in ROWS[name]}
-    times = interleave(subjects, rounds)
-    write("linear", PREDICTED, figures(times, native, kernels))
+    yield figures(timed(subjects, arguments.rounds), native, kernels)
 
 
 def figures(times: dict[str, list[float]], native: dict[str, Native], kernels: Kernels) -> dict[str, Any]:
-    """Put the times beside each other, round by round."""
+    """Return the times and their ratios, round by round."""
     one = "bfloat16, rows 1"
     seen: dict[str, Any] = {
         "instruction_set": kernels.isa,
-        "seconds": {name: spread(values) for name, values in times.items()},
+        "seconds": {name: quartiles(values) for name, values in times.items()},
         "torch_over_native": ratio(times, "torch, 1 row", one),
         "onednn_over_native": ratio(times, "oneDNN prepacked, 1 row", one),
     }
     for name, layers in native.items():
         seen[name] = {
-            "probe_gb_per_s": layers.num_bytes / spread(times[f"{name}, read"])["median"] / 1e9,
+            "probe_gb_per_s": layers.num_bytes / quartiles(times[f"{name}, read"])["median"] / 1e9,
             "of_probe": {rows: ratio(times, f"{name}, read", f"{name}, rows {rows}") for rows in ROWS[name]},
             "rows_over_one": {rows: ratio(times, f"{name}, rows {rows}", f"{name}, rows 1") for rows in ROWS[name][1:]},
         }
     return seen
 
 
+BENCHMARK = Benchmark(
+    __file__, __doc__,
+    predicted="With panels of three vectors and rows side by side, fewer instructions a product: bfloat16 at 1 row "
+    "2.2 x torch, 1.35 x oneDNN, 97% of the probe; 8 rows 1.15 x the time of 1 (was 1.27). int8: 92%, 8 rows 1.1. "
+    "int4: 90%, 4 rows 1.2.",
+    measure=measure, rounds=7,
+)  # fmt: skip
+
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,12 +1,10 @@
 """This checkout beside another one: the same workloads in turn, in two processes that stay alive.
 
-    python benchmarks/revisions.py ../other [--starts 7] [--rounds 9] [--large-rounds 9]
-
 `other` is a checkout with an environment of its own in .venv. A round runs every workload twice in each process, one
-process at a time. Where a process's weights lie in memory changes its speed by a third, so the processes are started
+process at a time. The place of a process's weights in memory changes its speed by a third, so the processes are started
 several times: `speed` has the median over starts of the median over rounds of the other's time over this one's. More
-than 1 means that this checkout is faster. `python benchmarks/revisions.py .` compares this checkout with itself, which
-shows the error of the method.
+than 1 means that this checkout is faster. The comparison of this checkout with itself (`.`) shows the error of the
+method.
 """
 
 from __future__ import annotations
@@ -16,12 +14,13 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from measuring import spread, write
-from shapes import write_pair
+from speculant.lab.bench.runner import Benchmark, quartiles
+from speculant.lab.inflation.successors import write_pair
 
 HERE = Path(__file__).parents[1]
 SMALL = [
@@ -30,81 +29,66 @@ SMALL = [
     for batch in (1, 8)
     for distribution in ("greedy", "sampled")
 ]
-LARGE = [
-    "large, plain, 1, greedy",
-    "large, speculative, 1, greedy",
-    "large, plain, 8, greedy",
-    "large, speculative, 8, greedy",
-    "large, plain, 1, prompt",
-]
+LARGE = [f"large, {drafting}, {batch}, greedy" for batch in (1, 8) for drafting in ("plain", "speculative")]
+LARGE += ["large, plain, 1, prompt"]
 AGREEMENT = 0.85
-PREDICTED = "Nothing is slower: no median below 0.98."
+
+Worker = subprocess.Popen[str]
 
 
-class Process:
-    """A worker in a checkout."""
-
-    def __init__(self, checkout: Path, large: Sequence[Path]) -> None:
-        python, script = checkout / ".venv" / "bin" / "python", HERE / "benchmarks" / "revision_worker.py"
-        arguments = [str(python), str(script), json.dumps([str(each) for each in large])]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def run(self, workload: str) -> float:
-        """Return the seconds of a workload."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(workload + "\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def end(self) -> None:
-        """End the process."""
-        self._process.kill()
+def seconds(worker: Worker, workload: str) -> float:
+    """Run a workload in a worker."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(workload + "\n")
+    worker.stdin.flush()
+    return float(worker.stdout.readline())
 
 
-def compare(this: Process, other: Process, workloads: Sequence[str], rounds: int) -> dict[str, float]:
+def compare(this: Worker, other: Worker, workloads: Sequence[str], rounds: int) -> dict[str, float]:
     """Return the median speed of every workload here over there."""
     for workload in workloads:
-        for each in (this, other):
-            each.run(workload)  # the first time, engines are made
+        for worker in (this, other):
+            seconds(worker, workload)  # the first run makes engines
     ratios: dict[str, list[float]] = {workload: [] for workload in workloads}
     for _ in range(rounds):
-        for workload in workloads:
-            seconds = {this: 0.0, other: 0.0}
-            for each in (this, other) * 2:  # nobody runs twice in a row: the second time would find warm caches
-                seconds[each] += each.run(workload)
-            ratios[workload].append(seconds[other] / seconds[this])
+        for workload in workloads:  # no worker runs twice in a row: the second run would find warm caches
+            (here, there), (again, there_again) = (
+                (seconds(this, workload), seconds(other, workload)) for _ in range(2)
+            )
+            ratios[workload].append((there + there_again) / (here + again))
     return {workload: statistics.median(values) for workload, values in ratios.items()}
 
 
-def start_and_compare(other: Path, large: Sequence[Path], workloads: Sequence[str], rounds: int) -> dict[str, float]:
+def start_and_compare(other: Path, pair: Sequence[Path], workloads: Sequence[str], rounds: int) -> dict[str, float]:
     """Compare two new processes."""
-    processes = Process(HERE, large), Process(other, large)
-    try:
-        return compare(*processes, workloads, rounds)
-    finally:
-        for process in processes:
-            process.end()
+    with ExitStack() as stack:
+        workers = []
+        for checkout in (HERE, other):
+            python, script = checkout / ".venv" / "bin" / "python", HERE / "benchmarks" / "revision_worker.py"
+            command = [str(python), str(script), json.dumps([str(folder) for folder in pair])]
+            workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            stack.callback(workers[-1].kill)
+        return compare(*workers, workloads, rounds)
 
 
-def main() -> None:
-    """Run the workloads in turn and write the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path)
-    parser.add_argument("--starts", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--large-rounds", type=int, default=5, help="in the first start alone")
-    options = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare the small workloads in every start, the large ones in one."""
     speeds: dict[str, list[float]] = {workload: [] for workload in SMALL}
     with tempfile.TemporaryDirectory() as folder:
-        large, other = write_pair(Path(folder), AGREEMENT), options.other.resolve()
-        for _ in range(options.starts):
-            for workload, speed in start_and_compare(other, large, SMALL, options.rounds).items():
+        pair, other = write_pair(Path(folder), AGREEMENT), arguments.other.resolve()
+        for _ in range(arguments.starts):
+            for workload, speed in start_and_compare(other, pair, SMALL, arguments.rounds).items():
                 speeds[workload].append(speed)
-        seen: dict[str, Any] = {workload: {"speed": spread(values)} for workload, values in speeds.items()}
-        seen |= start_and_compare(other, large, LARGE, options.large_rounds)
-    write("revisions", PREDICTED, seen)
+        seen: dict[str, Any] = {workload: {"speed": quartiles(values)} for workload, values in speeds.items()}
+        yield seen
+        yield seen | start_and_compare(other, pair, LARGE, arguments.large_rounds)
 
+
+BENCHMARK = Benchmark(
+    __file__, __doc__, predicted="Nothing is slower: no median below 0.98.", measure=measure, rounds=5,
+    options={"other": Path, "starts": 7, "large_rounds": 5},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

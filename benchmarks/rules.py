@@ -1,16 +1,14 @@
-"""Every lossless rule on the same budgets of draft nodes at temperature 1: tokens per draft, and speed.
+"""Every lossless verifier on the same budgets of draft nodes at temperature 1: tokens per draft, and speed.
 
-    python benchmarks/rules.py [--rounds 5] [--quick]
+`tokens_per_pass` is 1 + accepted tokens / passes that checked a draft.
 
-Tokens per draft, `tokens_per_pass` in the results, are 1 + accepted / passes that checked a draft.
-
-First the target writes texts, and both models' distributions along them give the rates at which a rule accepts the
+First the target writes texts, and both models' distributions along them give the rates at which a verifier accepts the
 sibling of each rank (lab/theory/siblings.py). The trees are the best shapes for these rates (lab/theory/trees.py);
-`traversal`, for which there is no such formula, has those of `multi_draft`. Then all rules run in turn, one request
-at a time: chains for `rejection` and `block`, trees for `multi_draft` and `traversal`, both for `match`, with the
-noise that draft and target share (each request has a seed, its own or one that it is given) and, "own noise", with
-independent draws. At last alpha: what `rejection` accepted of what it tested, beside the mean of sum min(p, q) at the
-very contexts that it tested. --quick tries it out and keeps nothing.
+`traversal`, for which there is no such formula, has the trees of `multi_draft`. Then all verifiers run in turn, one
+request at a time: chains for `rejection` and `block`, trees for `multi_draft` and `traversal`, both for `match`, with
+noise that draft and target share (each request has a seed, its own or a given one) and, "own noise", with independent
+draws. The last figure is alpha: accepted over tested tokens of `rejection`, beside the mean of sum min(p, q) at the
+tested contexts.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import write
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,7 +31,8 @@ from speculant import SamplingParams
 from speculant.cache.factory import paged_cache
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_engine
-from speculant.lab.bench.measuring import Spread, interleave, ratios
+from speculant.lab.bench.measuring import interleave
+from speculant.lab.bench.runner import Benchmark, quartiles, ratio
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload
 from speculant.lab.theory.siblings import own_noise_rates, rejection_rates, shared_noise_rates
@@ -51,7 +49,7 @@ from speculant.verification.rejection import Rejection, draft_probs
 Array = NDArray[np.float64]
 Rates = Mapping[str, Sequence[float]]  # by name of a measure and by rank
 
-BUDGETS, RANKS, PROMPTS, TOKENS = (4, 8, 12), 8, 16, 96
+BUDGETS, RANKS = (4, 8, 12), 8
 DRAWS = 4  # of siblings at each context of the texts
 PLAIN, OWN_NOISE, WATCHED = "plain", "match, own noise", "rejection, watched"
 MEASURES: dict[str, Callable[[Array, Array, int, np.random.Generator], Array]] = {
@@ -61,17 +59,8 @@ MEASURES: dict[str, Callable[[Array, Array, int, np.random.Generator], Array]] =
 }
 CHAINS = ("rejection", "block", "match", OWN_NOISE)
 TREES = ("multi_draft", "traversal", "match", OWN_NOISE)
-RATES_OF = {verifier: verifier for verifier in MEASURES} | {
-    "multi_draft": "rejection"
-}  # of the others no formula is known
-PREDICTED = (
-    "alpha 0.62 (the draft's card), equal to the mean of sum min(p, q) within two standard errors. Tokens per pass at "
-    "4, 8 and 12 nodes: rejection 2.4, 2.6, 2.6; block 2.5, 2.75, 2.8; match as a chain 2.1, 2.2, 2.2, with own noise "
-    "1.4 each; multi_draft 2.4, 2.75, 2.95; traversal 2.5, 2.9, 3.1; match as a tree 2.1, 2.4, 2.55, with own noise "
-    "1.55, 1.75, 1.85. What the rates foretell is within 5% of what is seen. Fastest: block with 4 nodes, 1.3 times "
-    "plain; chains of 12 are slower than plain, and no tree is faster than plain, for they are drawn level by level "
-    "outside the kernels."
-)
+# The measure of a verifier's rates; no formula is known for the others.
+RATES_OF = {verifier: verifier for verifier in MEASURES} | {"multi_draft": "rejection"}
 
 
 class OwnNoise(Match):
@@ -81,7 +70,7 @@ class OwnNoise(Match):
 
 
 class Watched(Rejection):
-    """`rejection` that notes sum min(p, q) at every node it tests."""
+    """`rejection` that records sum min(p, q) at every node it tests."""
 
     def __init__(self) -> None:
         self.overlaps: list[float] = []
@@ -96,7 +85,7 @@ class Watched(Rejection):
 
 @dataclass(frozen=True)
 class Subject:
-    """A rule and the draft it checks: the ranks on the way to each node."""
+    """A verifier and the draft that it checks: the ranks on the way to each node."""
 
     verifier: str
     paths: Sequence[Sequence[int]]
@@ -104,11 +93,11 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name in the table."""
         return f"{self.verifier}, {'chain' if self.is_chain else 'tree'} of {len(self.paths)}"
 
     def mode(self, tokens: int) -> Mode:
-        """Return how it is run."""
+        """Return its way to run."""
         speculation = {"verification": self.verifier, "num_speculative_tokens": len(self.paths)}
         return mode(tokens, speculation)
 
@@ -120,10 +109,10 @@ def mode(tokens: int, speculation: Any) -> Mode:
 
 
 def build(arguments: argparse.Namespace, **drafting: Any) -> Runtime:
-    """Make an engine that knows this script's rules too."""
+    """Make an engine that has this script's verifiers too."""
     config = EngineConfig(arguments.model, dtype=arguments.dtype, max_num_seqs=1)
     runtime = build_engine(dataclasses.replace(config, **drafting))
-    runtime.engine._parts.verifiers.update({OWN_NOISE: OwnNoise(), WATCHED: Watched()})
+    runtime.engine._context.verifiers.update({OWN_NOISE: OwnNoise(), WATCHED: Watched()})
     return runtime
 
 
@@ -149,7 +138,7 @@ def distributions_along(model: CausalLM, tokens: Sequence[int]) -> Tensor:
 
 
 def make_subjects(rates: Rates) -> list[Subject]:
-    """Return every rule with every budget, trees in the best shape for it."""
+    """Return every verifier with every budget; trees have the best shape for it."""
     subjects = []
     for budget in BUDGETS:
         chain = [[0] * depth for depth in range(1, budget + 1)]
@@ -160,20 +149,25 @@ def make_subjects(rates: Rates) -> list[Subject]:
     return subjects
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Take all figures."""
+    if arguments.quick:
+        arguments.prompts, arguments.tokens = 2, 16
     chains = build(arguments, draft_model=arguments.draft_model, spec_length=max(BUDGETS))
     workload = make_workload(WorkloadConfig(num_prompts=arguments.prompts), chains, arguments.prompts)
-    bench = Bench(chains)
-    plain = mode(arguments.tokens, False)
+    bench, plain = Bench(chains), mode(arguments.tokens, False)
     written = bench.run(workload, plain).outputs
     texts = [(len(prompt), [*prompt, *out]) for prompt, out in zip(workload.prompts, written, strict=True)]
     draft = load_model(arguments.draft_model, arguments.dtype, role="draft", kernels="auto").model
     rates = measure_rates(texts, chains.checkpoint.model, draft)
     subjects = make_subjects(rates)
     benches = make_benches(arguments, bench, subjects)
-    runs = run_all(benches, plain, subjects, workload, arguments)
-    return {
+    modes = {PLAIN: plain, **{subject.name: subject.mode(arguments.tokens) for subject in subjects}}
+    for name, each in modes.items():
+        benches[name].warm_up(workload, each)
+    ways = {name: partial(benches[name].run, workload, each) for name, each in modes.items()}
+    runs = interleave(ways, arguments.rounds, print)
+    yield {
         "workload": {**workload.to_dict(), "tokens_each": arguments.tokens, "rounds": arguments.rounds},
         "rates": rates,
         "table": table(runs, subjects, rates),
@@ -192,37 +186,17 @@ def make_benches(arguments: argparse.Namespace, chains: Bench, subjects: Sequenc
     return {each.name: chains if each.is_chain else made[json.dumps(each.paths)] for each in subjects} | {PLAIN: chains}
 
 
-def run_all(
-    benches: Mapping[str, Bench],
-    plain: Mode,
-    subjects: Sequence[Subject],
-    workload: Workload,
-    arguments: argparse.Namespace,
-) -> dict[str, list[BenchRun]]:
-    """Run everything once a round."""
-    modes = {PLAIN: plain, **{subject.name: subject.mode(arguments.tokens) for subject in subjects}}
-    for name, each in modes.items():
-        benches[name].warm_up(workload, each)
-    return interleave(
-        {n: partial(benches[n].run, workload, each) for n, each in modes.items()}, arguments.rounds, print
-    )
-
-
 def table(runs: Mapping[str, Sequence[BenchRun]], subjects: Sequence[Subject], rates: Rates) -> dict[str, Any]:
     """Return a row for each subject."""
-    speeds = {name: [{"speed": run.figures()["tokens_per_s"]} for run in each] for name, each in runs.items()}
-
-    def speed(name: str) -> dict[str, Any]:
-        return dataclasses.asdict(Spread.of([each["speed"] for each in speeds[name]]))
-
-    rows: dict[str, Any] = {PLAIN: {"tokens_per_s": speed(PLAIN)}}
+    speeds = {name: [run.figures()["tokens_per_s"] for run in each] for name, each in runs.items()}
+    rows: dict[str, Any] = {PLAIN: {"tokens_per_s": quartiles(speeds[PLAIN])}}
     for subject in subjects:
-        known = RATES_OF.get(subject.verifier)
+        measure = RATES_OF.get(subject.verifier)
         rows[subject.name] = {
             "tokens_per_pass": pooled(runs[subject.name]),
-            "foretold": 1 + expected_accepted(subject.paths, rates[known]) if known else None,
-            "tokens_per_s": speed(subject.name),
-            "over_plain": dataclasses.asdict(ratios(speeds[subject.name], speeds[PLAIN])["speed"]),
+            "foretold": 1 + expected_accepted(subject.paths, rates[measure]) if measure else None,
+            "tokens_per_s": quartiles(speeds[subject.name]),
+            "over_plain": ratio(speeds, subject.name, PLAIN),
             "depth": max(map(len, subject.paths)),
             "shape": None if subject.is_chain else subject.paths,
         }
@@ -241,7 +215,7 @@ def pooled(runs: Sequence[BenchRun]) -> dict[str, float]:
 
 def alpha(runtime: Runtime, bench: Bench, workload: Workload, arguments: argparse.Namespace) -> dict[str, float]:
     """Return accepted / tested of `rejection` beside the mean of sum min(p, q) at the tokens that were tested."""
-    verifier = runtime.engine._parts.verifiers[WATCHED]
+    verifier = runtime.engine._context.verifiers[WATCHED]
     assert isinstance(verifier, Watched)
     counts = SpeculationMetrics()
     for _ in range(arguments.rounds):
@@ -257,25 +231,17 @@ def alpha(runtime: Runtime, bench: Bench, workload: Workload, arguments: argpars
     }
 
 
-def main() -> None:
-    """Measure and write results/rules.json."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--draft-model", default="demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round of few tokens; nothing is written")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.prompts, arguments.tokens = 1, 2, 16
-    seen = run(arguments)
-    if arguments.quick:
-        print(json.dumps(seen, indent=2))
-    else:
-        write("rules", PREDICTED, seen)
-
+BENCHMARK = Benchmark(
+    __file__, __doc__,
+    predicted="alpha 0.62 (the draft's card), equal to the mean of sum min(p, q) within two standard errors. Tokens "
+    "per pass at 4, 8 and 12 nodes: rejection 2.4, 2.6, 2.6; block 2.5, 2.75, 2.8; match as a chain 2.1, 2.2, 2.2, "
+    "with own noise 1.4 each; multi_draft 2.4, 2.75, 2.95; traversal 2.5, 2.9, 3.1; match as a tree 2.1, 2.4, 2.55, "
+    "with own noise 1.55, 1.75, 1.85. The figures that follow from the rates are within 5% of the measured ones. "
+    "Fastest: block with 4 nodes, 1.3 times plain; chains of 12 are slower than plain, and no tree is faster than "
+    "plain, for they are drawn level by level outside the kernels.",
+    measure=measure, rounds=5,
+    options={"model": "demo", "draft_model": "demo", "dtype": "float32", "prompts": 16, "tokens": 96},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

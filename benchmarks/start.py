@@ -1,13 +1,11 @@
-"""The time from `LLM(...)` to the first token, and the memory that it takes: packed anew, and mapped from the cache.
+"""The time from `LLM(...)` to the first token, and its memory: with weights packed anew, and mapped from the cache.
 
-    python benchmarks/start.py [--rounds 5] [--model FOLDER] [--packing auto]
+Each start is a process of its own, and the clock starts after its imports. A first start has an empty cache folder; the
+next start finds the files that the first one left. The checkpoint is in the system's page cache. Memory is the
+process's peak above its memory after the imports, in parts: anonymous memory, and mapped files.
 
-Each start is a process of its own, whose imports are done before. First starts have an empty cache folder, with nothing
-kept of earlier runs; the starts after them find what they left. The checkpoint is in the system's page cache. Memory is
-the process's peak above what it had after the imports, in parts: anonymous memory, and mapped files.
-
-Pages are what the system took to give the process new memory for packed weights. A virtual machine whose unused pages
-go back to its host gets them from there, which may take longer than packing.
+`pages_s` is the time in which the system gave the process new memory for packed weights. On a virtual machine that
+returns unused pages to its host this may take longer than packing.
 """
 
 from __future__ import annotations
@@ -19,20 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import spread, write
-
+from speculant.lab.bench.runner import Benchmark, quartiles
 from speculant.lab.inflation.pair import inflated_pair
 
-MIB, PAUSE_S = 2**20, 6.0  # in a pause the pages of the last process go back to a host
+MIB, PAUSE_S = 2**20, 6.0  # during the pause the pages of the last process return to the host
 FIRST, CACHED, WITHOUT = "first", "cached", "cache off"
-PREDICTED = (
-    "1.04B in bfloat16, 12 bits: the first start 1.7 s beside what the pages take (packing 0.8, costs 0.5, gains 0.2), "
-    "with those 3.4; cached 0.35 s, of which the check of the mapped file 0.1. Peak memory: the packed weights, and "
-    "120 MiB."
-)
 START = """
 import json, sys, time
 from importlib import import_module
@@ -78,7 +71,7 @@ print(json.dumps({
 
 
 def start(model: Path, folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Start a process with this folder for everything that is kept, and wait until it has ended."""
+    """Run a process whose cache is in this folder; return its figures."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     command = [sys.executable, "-c", START, str(model), json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -88,51 +81,55 @@ def start(model: Path, folder: Path, arguments: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def measure(model: Path, rounds: int, arguments: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Start with an empty folder, with what that left, and without the cache, in turn."""
+def run_all(model: Path, rounds: int, arguments: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Start with an empty folder, with the files of that start, and without the cache, in turn."""
     starts: dict[str, list[dict[str, Any]]] = {FIRST: [], CACHED: [], WITHOUT: []}
     for place in range(rounds):
-        time.sleep(PAUSE_S)
-        with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-            first = start(model, Path(folder), arguments)
+        with tempfile.TemporaryDirectory(dir=Path.home()) as name:
+            folder = Path(name)
             time.sleep(PAUSE_S)
-            starts[FIRST].append(first)
-            starts[CACHED].append(start(model, Path(folder), arguments))
-            starts[WITHOUT].append(start(model, Path(folder), {**arguments, "weight_cache": "off"}))
+            starts[FIRST].append(start(model, folder, arguments))
+            time.sleep(PAUSE_S)
+            starts[CACHED].append(start(model, folder, arguments))
+            starts[WITHOUT].append(start(model, folder, {**arguments, "weight_cache": "off"}))
         print(f"round {place + 1}", {name: round(own[-1]["first_token_s"], 2) for name, own in starts.items()})
     return starts
 
 
-def figures(starts: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the quartiles of one kind of start."""
-    last = starts[-1]
     return {
-        "first_token_s": spread([each["first_token_s"] for each in starts]),
-        "made_s": spread([each["made_s"] for each in starts]),
-        "pages_s": spread([each["pages_s"] for each in starts]),
-        "beside_pages_s": spread([each["first_token_s"] - each["pages_s"] for each in starts]),
+        **{name: quartiles([each[name] for each in starts]) for name in ("first_token_s", "made_s", "pages_s")},
+        "beside_pages_s": quartiles([each["first_token_s"] - each["pages_s"] for each in starts]),
         "weights": [each["weights"] for each in starts],
-        "packed_mib": last["packed_bytes"] / MIB,
-        "peak_beside_packed_mib": spread([(each["peak_bytes"] - each["packed_bytes"]) / MIB for each in starts]),
-        "anonymous_mib": spread([each["anonymous_bytes"] / MIB for each in starts]),
-        "file_mib": spread([each["file_bytes"] / MIB for each in starts]),
+        "packed_mib": starts[-1]["packed_bytes"] / MIB,
+        "peak_beside_packed_mib": quartiles([(each["peak_bytes"] - each["packed_bytes"]) / MIB for each in starts]),
+        "anonymous_mib": quartiles([each["anonymous_bytes"] / MIB for each in starts]),
+        "file_mib": quartiles([each["file_bytes"] / MIB for each in starts]),
     }
 
 
-def main() -> None:
-    """Measure and write results/start.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", type=Path, help="a checkpoint in bfloat16 [default: the inflated pair's of 1b]")
-    parser.add_argument("--packing", default="auto")
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start in all ways, in turn."""
     model = arguments.model or inflated_pair("1b")[0]
     for file in model.glob("*.safetensors"):
         file.read_bytes()
-    starts = measure(model, arguments.rounds, {"weight_packing": arguments.packing})
+    starts = run_all(model, arguments.rounds, {"weight_packing": arguments.packing})
     texts = {json.dumps(each["token_ids"]) for own in starts.values() for each in own}
-    write("start", PREDICTED, {"same_texts": len(texts) == 1, **{name: figures(own) for name, own in starts.items()}})
+    yield {"same_texts": len(texts) == 1, **{name: figures(own) for name, own in starts.items()}}
 
+
+BENCHMARK = Benchmark(
+    __file__, __doc__,
+    predicted="1.04B in bfloat16, 12 bits: the first start 1.7 s without the time of the pages (packing 0.8, costs "
+    "0.5, gains 0.2), with it 3.4; cached 0.35 s, of which the check of the mapped file 0.1. Peak memory: the "
+    "packed weights, and 120 MiB.",
+    measure=measure, rounds=5,
+    options={
+        "model": {"type": Path, "help": "a checkpoint in bfloat16 [default: the inflated target of 1b]"},
+        "packing": "auto",
+    },
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

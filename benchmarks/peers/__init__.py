@@ -1,1 +1,1 @@
-"""The same models, prompts and draft lengths through Speculant and other engines: `python -m benchmarks.peers`."""
+"""Speculant and other engines with the same models, prompts and draft lengths: `python -m benchmarks.peers`."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers [--shape 1b] [--rounds 3] [--openvino-python PATH] [--llama-cpp FOLDER]
 
-Greedy decoding of a fixed number of tokens after prompts of code. Each job runs in a process of its own, with nothing
-beside it. Peers take turns, and each round has prompts of its own. A peer that is not installed is named and skipped.
+Greedy decoding of a fixed number of tokens after prompts of code. Each job runs in a process of its own, one at a time.
+Peers take turns, and each round has prompts of its own. A peer that is not installed is named and skipped.
 The models are the embedded pair, or the pair at the cost of a larger shape (`speculant inflate`).
 """
 
@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from benchmarks.peers.vllm_cpu import VLLM
 
 from speculant.cli.machine import inspect_machine
 from speculant.files import cache_folder
+from speculant.lab.bench.runner import origin
 from speculant.text.tokenizer import Tokenizer
 
 FEWEST_ROUNDS = 3
@@ -40,7 +38,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
-    """Measure, print the tables, and write everything as JSON."""
+    """Measure; write the results and print the tables."""
     arguments = read_arguments()
     peers = [peer for peer in make_peers(arguments) if peer.name in arguments.peers]
     reasons = {peer.name: peer.missing() for peer in peers}
@@ -72,11 +70,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=threads)
     names = [peer.name for peer in make_peers(argparse.Namespace())]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
-    parser.add_argument("--transformers-python", help="an interpreter that has transformers, if not this one")
+    parser.add_argument("--transformers-python", help="an interpreter that has transformers, if this one has not")
     parser.add_argument("--openvino-python", help="an interpreter that has openvino-genai and optimum-intel")
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--llama-cpp", type=Path, help="the folder of llama.cpp's programs, or of its sources")
-    parser.add_argument("--cache", type=Path, default=cache_folder("peers"), help="where converted models are kept")
+    parser.add_argument("--cache", type=Path, default=cache_folder("peers"), help="the folder of converted models")
     parser.add_argument("--json", type=Path, help="the results; benchmarks/results/peers_SHAPE.json by default")
     arguments = parser.parse_args()
     if max(arguments.prompts) + arguments.tokens > POSITIONS:
@@ -88,7 +86,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def make_peers(arguments: argparse.Namespace) -> list[Peer]:
-    """Make every peer, where the arguments say it is."""
+    """Make every peer, at the place in the arguments."""
     pythons = {name: getattr(arguments, f"{name}_python", None) for name in ("transformers", "openvino", "vllm")}
     here = sys.executable
     return [
@@ -101,7 +99,7 @@ def make_peers(arguments: argparse.Namespace) -> list[Peer]:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """Return what to measure: every case in every mode."""
+    """Return the plan: every case in every mode."""
     cases = [
         Case(prompt, batch, precision)
         for prompt in arguments.prompts
@@ -114,14 +112,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 def describe(arguments: argparse.Namespace, peers: Sequence[Peer], reasons: dict[str, str | None]) -> dict[str, Any]:
     """Return everything but the cases."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
     machine = asdict(inspect_machine())
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "revision": done.stdout.strip(),
+        **origin(["python", "-m", "benchmarks.peers"]),
         "machine": {name: machine[name] for name in ("processor", "memory", "kernels")},
         "shape": arguments.shape,
         "tokens": arguments.tokens,
@@ -139,17 +132,17 @@ def describe(arguments: argparse.Namespace, peers: Sequence[Peer], reasons: dict
 
 
 def show_notes(value: dict[str, Any]) -> None:
-    """Print versions, what was skipped and how to install it, and what did not run."""
+    """Print versions, skipped peers and how to install them, and the notes of all cases."""
     print()
     for name, peer in value["peers"].items():
-        said = f"{peer['version']}" if peer["missing"] is None else f"skipped: {peer['missing']}. {peer['install']}"
-        print(f"- {name}: {said}")
+        state = peer["version"] if peer["missing"] is None else f"skipped: {peer['missing']}. {peer['install']}"
+        print(f"- {name}: {state}")
     for note in dict.fromkeys(note for case in value["cases"] for note in case["notes"]):
         print(f"- {note}")
 
 
 def tell(line: str) -> None:
-    """Print progress, apart from the tables."""
+    """Print progress to the standard error, as tables go to the standard output."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""What the peers share: a job, what is measured, and the process that does it.
+"""The parts that all peers share: jobs, measurements, and the processes that run them.
 
-A peer is one engine. Each job runs in a process of its own, perhaps with another interpreter, which reads this module
-too: it imports the standard library alone.
+A peer is one engine. Each job runs in a process of its own, perhaps with another interpreter, which imports this module
+too: so it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PRECISIONS = ("bf16", "int8", "int4")  # of weights; each peer has its own formats of them
@@ -25,14 +26,14 @@ _TIMEOUT_S = 3600.0
 
 
 class PeerError(Exception):
-    """A peer that could not do its job: what it said."""
+    """A peer failed; the message quotes its output."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How tokens are drafted: not at all, by the draft model, from the text so far, or as the peer does by itself.
+    """A way to draft: not at all, with the draft model, from the text so far, or by the peer's defaults.
 
-    length: tokens of a draft; None = the peer's own choice.
+    length: tokens of a draft; None = the peer chooses.
     """
 
     kind: str
@@ -54,9 +55,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of one length that run together, as token ids and as text, and how many tokens follow each, greedily.
+    """Prompts of one length that run together, as token ids and as text, and the number of greedy tokens after each.
 
-    The ids begin with those that the tokenizer adds to every text. The warm-up is not measured.
+    The ids begin with the tokens that the tokenizer adds to every text. The warm-up is not measured.
     """
 
     prompts: list[list[int]]
@@ -66,13 +67,13 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """The most that one sequence needs."""
+        """The largest number of positions of a sequence."""
         return max(map(len, self.prompts)) + self.tokens
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process runs: one workload in each mode, with weights of one format."""
+    """The work of one process: one workload in each mode, with weights of one format."""
 
     models: Pair
     format: str
@@ -82,7 +83,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        """Read what `write` wrote."""
+        """Read the file that `write` wrote."""
         value = json.loads(path.read_text(encoding="utf-8"))
         modes, workload = [Mode(**each) for each in value["modes"]], Workload(**value["workload"])
         return cls(Pair(**value["models"]), value["format"], modes, workload, value["threads"])
@@ -94,11 +95,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run took and made; tokens of all sequences together.
+    """The figures of one run; tokens are those of all sequences together.
 
-    first_s: seconds until every sequence has its first token, and `first_tokens` are there. decode_s: from then to the
-    end. passes: of the target, counted for each sequence. drafted: None = the peer does not tell. outputs: token ids by
-    sequence, or `texts` from a peer that gives text; neither from one that runs made-up tokens.
+    first_s: seconds until every sequence has its first token; `first_tokens` exist then. decode_s: from then on.
+    passes: of the target, counted for each sequence. drafted: None = unknown. outputs: token ids by sequence, or
+    `texts` from a peer that returns text; neither from a peer that runs made-up tokens.
     """
 
     first_s: float
@@ -112,7 +113,7 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed once every sequence has its first token."""
+        """The speed after every sequence has its first token."""
         return (self.tokens - self.first_tokens) / self.decode_s
 
     @property
@@ -121,12 +122,12 @@ class Measurement:
         return self.tokens - self.passes
 
     def seconds(self, tokens: int) -> float:
-        """Return the time for so many tokens, prompts included: some peers can't end at an exact number."""
+        """Return the time for this number of tokens, prompts included: some peers can't stop at an exact number."""
         return self.first_s + (tokens - self.first_tokens) / self.tokens_per_s
 
 
 class Progress:
-    """Watches outputs grow, step by step."""
+    """Records the lengths of outputs, step by step."""
 
     def __init__(self, sequences: int) -> None:
         self._lengths = [0] * sequences
@@ -135,7 +136,7 @@ class Progress:
         self._first = self._last = self._started
 
     def record(self, lengths: Sequence[int]) -> None:
-        """Note the number of tokens that each sequence has after a step."""
+        """Record the number of tokens of each sequence after a step."""
         self._last = time.perf_counter()
         self._passes += sum(new > old for new, old in zip(lengths, self._lengths, strict=True))
         self._lengths = list(lengths)
@@ -143,68 +144,60 @@ class Progress:
             self._first, self._first_tokens = self._last, sum(lengths)
 
     def end(self, outputs: list[list[int]], drafted: int | None) -> Measurement:
-        """Return what was measured."""
-        return Measurement(
-            self._first - self._started,
-            self._last - self._first,
-            sum(self._lengths),
-            self._first_tokens,
-            self._passes,
-            drafted,
-            outputs,
-        )
+        """Return the measurement."""
+        first_s, decode_s = self._first - self._started, self._last - self._first
+        tokens = sum(self._lengths)
+        return Measurement(first_s, decode_s, tokens, self._first_tokens, self._passes, drafted, outputs)
 
 
-class Peer(Protocol):
+class Peer(ABC):
     """One engine.
 
     formats: its names of the weight formats for each precision. install: the commands that install it.
     """
 
-    name: str
-    install: str
-    formats: Mapping[str, Sequence[str]]
-
-    def missing(self) -> str | None:
-        """Say why it can't run; None = it can."""
-
-    def version(self) -> str:
-        """Return its version."""
-
-    def refusal(self, mode: Mode, batch: int) -> str | None:
-        """Say why a mode can't run with so many sequences at once; None = it can."""
-
-    def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
-        """Convert the models, unless `folder` has them from before, and return the paths of what the peer reads.
-
-        A conversion's name is made of `content_key`, so that other weights or another converter make a new one.
-        """
-
-    def run(self, job: Job) -> dict[str, Measurement]:
-        """Run a job in a process of its own; return what was measured, by mode. Raises PeerError."""
-
-
-class PythonPeer:
-    """A peer that is a Python package, in this environment or another. A subclass's module has `measure(job)`."""
-
     name = ""
-    package = ""  # the distribution's name
     install = ""
     formats: Mapping[str, Sequence[str]] = {}
 
-    def __init__(self, python: str = sys.executable) -> None:
-        self.python = python
-
     def missing(self) -> str | None:
-        """Say why it can't run; None = it can."""
+        """Return the reason why it can't run; None = it can."""
         try:
             self.version()
         except PeerError as error:
             return str(error)
         return None
 
+    def refusal(self, mode: Mode, batch: int) -> str | None:
+        """Return the reason why a mode can't run for a batch of this size; None = it can."""
+        return None
+
+    def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
+        """Convert the models to the peer's format, unless `folder` has them already; return the converted models.
+
+        `content_key` is part of a conversion's name, so that other weights or another converter make a new conversion.
+        """
+        return models
+
+    @abstractmethod
     def version(self) -> str:
-        """Return the package's version. Raises PeerError."""
+        """Return its version. Raises PeerError."""
+
+    @abstractmethod
+    def run(self, job: Job) -> dict[str, Measurement]:
+        """Run a job in a process of its own; return the measurements by mode. Raises PeerError."""
+
+
+class PythonPeer(Peer):
+    """A peer that is a Python package, in this environment or another. The subclass's module has `measure(job)`."""
+
+    package = ""  # the distribution's name
+
+    def __init__(self, python: str = sys.executable) -> None:
+        self.python = python
+
+    def version(self) -> str:
+        """See `Peer.version`."""
         return self._version_of(self.package)
 
     def _version_of(self, package: str) -> str:
@@ -217,16 +210,8 @@ class PythonPeer:
             raise
         return done.stdout.strip()
 
-    def refusal(self, mode: Mode, batch: int) -> str | None:
-        """Say why a mode can't run with so many sequences at once; None = it can."""
-        return None
-
-    def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
-        """Return the models as they are."""
-        return models
-
     def run(self, job: Job) -> dict[str, Measurement]:
-        """Run a job in a process of its own. Raises PeerError."""
+        """See `Peer.run`."""
         module = type(self).__module__
         with tempfile.TemporaryDirectory() as folder:
             files = Path(folder) / "job.json", Path(folder) / "results.json"
@@ -239,9 +224,9 @@ class PythonPeer:
 def execute(
     command: Sequence[str], threads: int | None = None, paths: Iterable[Path] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with nothing of ours beside it. Raises PeerError if it fails.
+    """Run a command to its end, while this process waits. Raises PeerError if it fails.
 
-    threads: for libraries that ask OMP_NUM_THREADS. paths: for the modules of a Python program.
+    threads: for libraries that read OMP_NUM_THREADS. paths: for the modules of a Python program.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -254,15 +239,15 @@ def execute(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerError(f"{command[0]} did not run: {error}") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
-        raise PeerError(f"{' '.join(command[:3])} failed ({done.returncode}): {' / '.join(said[-3:])}")
+        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+        raise PeerError(f"{' '.join(command[:3])} failed ({done.returncode}): {' / '.join(lines[-3:])}")
     return done
 
 
 def content_key(model: str, converter: Sequence[str]) -> str:
-    """Return a name for the conversion of a model: of its weights, configuration and tokenizer, and of the converter.
+    """Return a name for the conversion of a model, from its weights, configuration, tokenizer and converter.
 
-    converter: what determines the result beside the model, such as the versions of packages.
+    converter: everything else that determines the result, such as the versions of packages.
     """
     digest = hashlib.sha256("\n".join(converter).encode())
     for file in sorted(Path(model).iterdir()):

@@ -1,4 +1,4 @@
-"""Runs all peers in turn on the same prompts: one case after another, the rounds of a case side by side."""
+"""Runs all peers in turn on the same prompts, one case after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speculant.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Case:
-    """What is the same for all peers: tokens of a prompt, prompts at once, precision of the weights."""
+    """The settings that all peers share: tokens of a prompt, prompts at once, precision of the weights."""
 
     prompt_tokens: int
     batch: int
@@ -25,7 +25,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. tokens: new ones for each prompt."""
+    """The cases and modes to measure. tokens: new ones for each prompt."""
 
     cases: Sequence[Case]
     modes: Sequence[Mode]
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement, the texts of its outputs, and what memory gave just before: GB/s that all threads read."""
+    """One measurement, the texts of its outputs, and the memory speed just before: GB/s that all threads read."""
 
     measured: Measurement
     texts: Sequence[str] | None
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The runs of a case by entry, one for each round; notes say what did not run, and why."""
+    """The runs of a case by entry, one for each round; notes have the reasons why others did not run."""
 
     case: Case
     runs: Mapping[Entry, Sequence[Run]] = field(default_factory=dict)
@@ -83,17 +83,17 @@ class _Subject:
 
 
 class Comparison:
-    """The peers that are installed, and the models as each of them reads them."""
+    """The installed peers, and the models in the format of each."""
 
     def __init__(self, peers: Sequence[Peer], models: Pair, folder: Path, tokenizer: Tokenizer) -> None:
-        """models: as Speculant reads them. folder: where conversions are kept."""
+        """models: in Speculant's format. folder: of the conversions."""
         self._peers, self._models, self._folder, self._tokenizer = peers, models, folder, tokenizer
         self._prepared: dict[str, Pair | PeerError] = {}
 
     def run(self, plan: Plan, notify: Callable[[str], None]) -> Iterator[CaseResult]:
-        """Yield the result of each case as soon as it is there. notify: gets the name of what runs next.
+        """Yield the result of each case when it has run. notify: called with a line before each run.
 
-        The workloads of all cases are made before anything is measured: what can't be made fails at once.
+        The workloads of all cases are made before anything is measured, so that an impossible one fails at once.
         """
         notify("making the prompts of all cases")
         made = [self._make_workloads(case, plan) for case in plan.cases]
@@ -128,7 +128,7 @@ class Comparison:
         workloads: Sequence[Workload],
         plan: Plan,
     ) -> None:
-        """Add a peer with one format to the subjects, or say why not."""
+        """Add a peer with one format to the subjects, or the reason why not to the notes."""
         name, refusals = f"{peer.name} {weights}", {mode: peer.refusal(mode, case.batch) for mode in plan.modes}
         modes = [mode for mode, refusal in refusals.items() if refusal is None]
         for reason in dict.fromkeys(filter(None, refusals.values())):
@@ -143,7 +143,7 @@ class Comparison:
             subjects[name] = _Subject(peer, weights, iter(jobs), self._tokenizer.decode)
 
     def _prepare(self, peer: Peer, weights: str) -> Pair | PeerError:
-        """Convert the models once; what failed is not tried again."""
+        """Convert the models once; a failed conversion is not tried again."""
         name = f"{peer.name} {weights}"
         if name not in self._prepared:
             try:
@@ -156,7 +156,7 @@ class Comparison:
 def _by_entry(
     subjects: Mapping[str, _Subject], rounds: Mapping[str, Sequence[dict[str, Run] | PeerError]], notes: Sequence[str]
 ) -> tuple[dict[Entry, list[Run]], list[str]]:
-    """Order the runs by entry; a peer that failed in any round has none, and a note."""
+    """Return the runs by entry, and the notes; a peer that failed in any round has a note and no runs."""
     runs, failures = dict[Entry, list[Run]](), list[str]()
     for name, results in rounds.items():
         failed = [each for each in results if isinstance(each, PeerError)]

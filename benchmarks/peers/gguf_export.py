@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint with a byte-level tokenizer as a GGUF file, as llama.cpp's own converter does.
+"""Writes a Llama checkpoint with a byte-level tokenizer as a GGUF file, like llama.cpp's own converter.
 
     python -m benchmarks.peers.gguf_export FOLDER FILE
 

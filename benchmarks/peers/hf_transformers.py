@@ -43,7 +43,7 @@ def _load(folder: str) -> Any:
 
 
 def _arguments(mode: Mode, draft: Any) -> dict[str, Any]:
-    """Return what `generate` gets; a draft's length is a setting of the draft model."""
+    """Return the arguments of `generate`; a draft's length is a setting of the draft model."""
     fixed = mode.kind == DRAFT
     draft.generation_config.num_assistant_tokens = mode.length if fixed else None
     draft.generation_config.num_assistant_tokens_schedule = "constant" if fixed else None
@@ -57,7 +57,7 @@ def _arguments(mode: Mode, draft: Any) -> dict[str, Any]:
 
 
 class _Watch:
-    """A streamer, which gets the prompts first and then the tokens of each pass."""
+    """A streamer: it receives the prompts first and then the tokens of each pass."""
 
     def __init__(self, sequences: int) -> None:
         self._lengths, self._sequences = [0] * sequences, sequences

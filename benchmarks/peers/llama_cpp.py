@@ -1,7 +1,7 @@
 """llama.cpp, by its own programs: plain, a draft model, lookup; and its bench for several sequences.
 
-Its threads spin while they wait, so nothing else may run beside it. Each mode is a process of its own, which loads the
-model anew; times are those that the program prints, without loading.
+Its threads spin while they wait, so nothing else may run at the same time. Each mode is a process of its own, which
+loads the model; times are those that the program prints, without loading.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.peers.base import DRAFT, LOOKUP, PLAIN, Job, Measurement, Mode, Pair, PeerError, content_key, execute
+from benchmarks.peers.base import (
+    DRAFT,
+    LOOKUP,
+    PLAIN,
+    Job,
+    Measurement,
+    Mode,
+    Pair,
+    Peer,
+    PeerError,
+    content_key,
+    execute,
+)
 
 COMPLETE, SPECULATE, LOOK_UP = "llama-completion", "llama-speculative-simple", "llama-lookup"
 BENCH, QUANTIZE, TOKENIZE = "llama-batched-bench", "llama-quantize", "llama-tokenize"
@@ -22,13 +34,13 @@ PROGRAMS = (COMPLETE, SPECULATE, LOOK_UP, BENCH, QUANTIZE, TOKENIZE)
 _PLACES = ("", "bin", "build/bin")
 _UNROUNDED = "bf16"
 _SPARE = 64  # positions beyond those of the workload
-_RESULT = '{"n_kv_max"'  # how the line of llama-batched-bench begins
+_RESULT = '{"n_kv_max"'  # the start of the line of llama-batched-bench
 _TRIES = 3
 _BATCH = 2048  # tokens of a pass: more than a prompt's for the program that needs it
 
 
-class LlamaCpp:
-    """llama.cpp on the processor. folder: its programs, or its sources with build/bin; None = where PATH finds them."""
+class LlamaCpp(Peer):
+    """llama.cpp on the processor. folder: of its programs, or of its sources with build/bin; None = on PATH."""
 
     name = "llama.cpp"
     install = (
@@ -57,7 +69,7 @@ class LlamaCpp:
         return next((line.removeprefix("version:").strip() for line in lines if line.startswith("version")), "unknown")
 
     def refusal(self, mode: Mode, batch: int) -> str | None:
-        """Refuse drafts for several sequences, which these programs do not have."""
+        """Refuse drafts for several sequences: these programs draft for one."""
         return "its programs draft for one sequence" if batch > 1 and mode.kind != PLAIN else None
 
     def prepare(self, models: Pair, weights: str, folder: Path) -> Pair:
@@ -85,7 +97,7 @@ class LlamaCpp:
             partial.rename(file)
 
     def run(self, job: Job) -> dict[str, Measurement]:
-        """Run each mode's program. Raises PeerError, also if it reads a prompt as other tokens than it should."""
+        """Run each mode's program. Raises PeerError, also if it reads a prompt as other tokens."""
         if len(job.workload.prompts) > 1:
             return {mode.name: self._bench(job) for mode in job.modes}
         with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +141,7 @@ class LlamaCpp:
         return SPECULATE, {"-n": tokens - 1, **drafting}
 
     def _spelling(self, program: str, option: str) -> str:
-        """Return how this version writes an option of drafts."""
+        """Return this version's spelling of an option of drafts."""
         spellings = f"--spec-draft-{option}", f"--draft-{option.removeprefix('n-')}"
         return next((each for each in spellings if each in self._help(program)), spellings[0])
 
@@ -152,7 +164,7 @@ class LlamaCpp:
         }
         command = [self._program(BENCH), *flatten(options)]
         said = ""
-        for _ in range(_TRIES):  # it now and then ends well and prints nothing
+        for _ in range(_TRIES):  # sometimes it succeeds and prints nothing
             done = execute(command)
             said = done.stdout + done.stderr
             if _RESULT in said:
@@ -185,7 +197,7 @@ def flatten(options: Mapping[str, object]) -> list[str]:
 
 
 def read_completion(said: str, text: str) -> Measurement:
-    """Read the times of llama-completion. `said`: all it printed. Raises PeerError if they are not there."""
+    """Read the times of llama-completion. said: all of its output. Raises PeerError if they are missing."""
     prompt, _ = _find_numbers(said, r"prompt eval time =\s*([\d.]+) ms /\s*(\d+) tokens")
     evaluation, runs = _find_numbers(said, r"(?<!prompt )eval time =\s*([\d.]+) ms /\s*(\d+) runs")
     [sampling] = _find_numbers(said, r"sampling time =\s*([\d.]+) ms")
@@ -204,7 +216,7 @@ def read_speculation(said: str, text: str, prompt: str) -> Measurement:
 
 
 def read_bench(said: str) -> Measurement:
-    """Read the line of llama-batched-bench; its tokens are made up, and cost what others do."""
+    """Read the line of llama-batched-bench; its tokens are made up, and their cost is that of real ones."""
     line = next((line for line in said.splitlines() if line.startswith(_RESULT)), None)
     if line is None:
         raise PeerError(f"{BENCH} printed no result: {said.strip()[-200:]}")
@@ -216,5 +228,5 @@ def read_bench(said: str) -> Measurement:
 def _find_numbers(said: str, pattern: str) -> list[float]:
     found = re.search(pattern, said)
     if found is None:
-        raise PeerError(f"no {pattern!r} in what it printed: {said.strip()[-200:]}")
+        raise PeerError(f"no {pattern!r} in its output: {said.strip()[-200:]}")
     return [float(each) for each in found.groups()]

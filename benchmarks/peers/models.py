@@ -17,15 +17,15 @@ from speculant.text.tokenizer import Tokenizer
 
 DEMO = "demo"  # the embedded pair at its own size
 CHOICES = (DEMO, *SHAPES)
-POSITIONS = 8192  # that config.json allows; the pair was trained on 1,024, so that longer texts cost alike and say less
+POSITIONS = 8192  # in config.json; the pair was trained on 1,024: longer texts have the same cost and less sense
 _SPARE, _WARM_UP = 64, 512  # tokens
 _TRIES = 10  # pieces of code for each prompt
 
 
 def make_pair(shape: str, folder: Path) -> Pair:
-    """Return the pair at a shape, with room for long prompts; the weights stay where they are.
+    """Return the pair at a shape, with room for long prompts.
 
-    folder: where the folders with the changed configurations are made.
+    folder: gets folders with changed configurations and with links to the weights.
     """
     if shape == DEMO:
         sources = [resolve_source(DEMO, "target"), resolve_source(DEMO, "draft")]
@@ -49,19 +49,19 @@ def _lengthen(source: Path, folder: Path) -> Path:
 
 
 class Workloads:
-    """Makes workloads, each from pieces of code that no other of the same object has."""
+    """Makes workloads; no two workloads of an object have a piece of code in common."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._numbers = tokenizer, itertools.count()
 
     def make(self, batch: int, length: int, tokens: int) -> Workload:
-        """Make `batch` prompts of exactly `length` tokens, and as many to warm up."""
+        """Make `batch` prompts of exactly `length` tokens, and the same number for the warm-up."""
         prompts = self._take(batch, length)
         texts = [self._tokenizer.decode(prompt) for prompt in prompts]
         return Workload(prompts, texts, self._take(batch, min(length, _WARM_UP)), tokens)
 
     def _take(self, number: int, length: int) -> list[list[int]]:
-        """Return so many prompts; a piece of code that has no end of this length is left out."""
+        """Return `number` prompts; a piece of code that has no end of this length is left out."""
         found = list[list[int]]()
         for _ in range(_TRIES * number):
             prompt = canonical_prompt(self._tokenizer, next(self._numbers), length)
@@ -74,7 +74,7 @@ class Workloads:
 
 
 def canonical_prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int] | None:
-    """Return a piece of code in the tokens that its text is encoded in, as a peer that reads text needs it.
+    """Return the end of a piece of code as tokens into which its text is encoded again, for peers that read text.
 
     None = no end of this piece has exactly `length` tokens.
     """

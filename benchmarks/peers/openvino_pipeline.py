@@ -30,7 +30,7 @@ _EXPORT = {
     "int8": ["int8"],
     "int4": ["int4", "--sym", "--ratio", "1.0", "--group-size", "32", "--group-size-fallback", "adjust"],
 }
-_USUAL_LENGTH = 5  # of a draft, by the documentation; this pipeline wants it set
+_USUAL_LENGTH = 5  # of a draft, by the documentation; this pipeline has no default
 
 
 class OpenVINO(PythonPeer):

@@ -1,4 +1,4 @@
-"""The comparison as values for JSON, and as tables of Markdown."""
+"""The comparison as values for JSON, and as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.peers.base import DEFAULT, plain_value
 from benchmarks.peers.compare import CaseResult, Entry, Run
 
-from speculant.lab.bench.measuring import Spread
+from speculant.lab.bench.runner import markdown, quartiles
 
-MOST_SPREAD = 1.5  # of the largest to the smallest round; a median of rounds that differ more is not printed
+MOST_SPREAD = 1.5  # largest over smallest round; for rounds that differ more, no median is printed
 FIGURES: Mapping[str, Callable[[Run, int], float]] = {
     "first_s": lambda run, tokens: run.measured.first_s,
     "tokens_per_s": lambda run, tokens: run.measured.tokens_per_s,
@@ -62,7 +62,7 @@ def _figures(runs: Sequence[Run], wanted: int, texts: Sequence[Sequence[str]] | 
 
 def _quartiles(values: Sequence[float]) -> dict[str, float]:
     """Return the quartiles of the rounds, and the smallest and the largest."""
-    return {**asdict(Spread.of(values)), "low": min(values), "high": max(values)}
+    return {**quartiles(values), "low": min(values), "high": max(values)}
 
 
 def _reference(result: CaseResult, own: str) -> Sequence[Sequence[str]] | None:
@@ -73,7 +73,7 @@ def _reference(result: CaseResult, own: str) -> Sequence[Sequence[str]] | None:
 
 
 def _same(runs: Sequence[Run], texts: Sequence[Sequence[str]]) -> float | None:
-    """Return how much of the texts is the same up to the first difference, as a mean share of characters."""
+    """Return the mean share of characters before the first difference of the texts."""
     if any(run.texts is None for run in runs):
         return None
     pairs = [
@@ -90,7 +90,7 @@ def _same_start(text: str, other: str) -> int:
 
 
 def _equal(result: CaseResult, own: str, entry: Entry, wanted: int) -> dict[str, Any] | None:
-    """Compare an entry with the same mode of the other peer; its defaults are no equal settings."""
+    """Compare an entry with the same mode of the other peer; defaults of two peers are not equal settings."""
     if entry.peer == own or entry.mode == DEFAULT:
         return None
     other = next((each for each in result.runs if each.peer == own and each.mode == entry.mode), None)
@@ -127,14 +127,10 @@ def tables(cases: Sequence[Mapping[str, Any]]) -> str:
     """
     rows = [_line(case, row) for case in cases for row in case["rows"]]
     bests = [_best_line(case, best) for case in cases for best in case["best"]]
-    parts = [_markdown(HEADER, rows)]
+    table = markdown(HEADER, rows)
     if bests:
-        parts += ["", "Each at its best, Speculant's speed over the other's:", "", _markdown(BEST_HEADER, bests)]
-    return "\n".join(parts)
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+        table += f"\n\nEach at its best, Speculant's speed over the other's:\n\n{markdown(BEST_HEADER, bests)}"
+    return table
 
 
 def _line(case: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
@@ -164,7 +160,7 @@ def _place(case: Mapping[str, Any]) -> list[str]:
 
 
 def _spread(value: Mapping[str, float]) -> str:
-    """Return the median with the quartiles; of rounds that differ by more than MOST_SPREAD, how far they go apart."""
+    """Return the median with the quartiles; for rounds that differ by more than MOST_SPREAD, the extremes."""
     if value["high"] > MOST_SPREAD * value["low"]:
         return f"unsteady: {_number(value['low'])} to {_number(value['high'])}"
     return f"{_number(value['median'])} ({_number(value['q1'])} to {_number(value['q3'])})"

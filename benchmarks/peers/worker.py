@@ -15,7 +15,7 @@ from benchmarks.peers.base import Job
 
 
 def main() -> None:
-    """Run one job. The module's `measure(job)` yields each mode's name and measurement."""
+    """Run one job; the module's `measure(job)` yields each mode's name and measurement."""
     module, job, results = sys.argv[1:]
     measured = importlib.import_module(module).measure(Job.read(Path(job)))
     Path(results).write_text(json.dumps({mode: asdict(each) for mode, each in measured}), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from benchmarks.published import (
+from benchmarks.theory import (
     AKUNU,
     BIGRAM,
     LARGE_DRAFT,

@@ -1,0 +1,109 @@
+"""The embedded pair, at its own size or inflated, decoding prompts of several kinds of text: what benchmarks share."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from speculant.config import EngineConfig
+from speculant.engine.build import Runtime, build_around
+from speculant.lab.bench.workloads import code_prompt
+from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.training.corpus import read_corpus, standard_library
+from speculant.metrics import SpeculationMetrics
+from speculant.models.source import resolve_source
+from speculant.models.weights.load import Checkpoint, load_model
+from speculant.params import SamplingParams
+from speculant.text.tokenizer import Tokenizer
+
+EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"
+TEXTS = (EDIT, COMPLETION, UNSEEN, HELD_OUT)
+DRAFT, TARGET = "the draft", "the target"  # stand for the models' folders in configurations
+PLAIN: dict[str, Any] = {"use_speculative_decoding": False}
+
+
+class LoadedPair(NamedTuple):
+    """A loaded target, which all engines share, and the folders of both models."""
+
+    target: Checkpoint
+    folders: dict[str, str]
+
+    @classmethod
+    def load(cls, shape: str = "demo") -> LoadedPair:
+        """Load the embedded target, or the same target inflated to a larger shape."""
+        embedded = resolve_source("demo", "target"), resolve_source("demo", "draft")
+        return cls.of(*(embedded if shape == "demo" else inflated_pair(shape)))
+
+    @classmethod
+    def of(cls, target: Path, draft: Path, quantization: str | None = None) -> LoadedPair:
+        """Load the target of a pair in bfloat16."""
+        loaded = load_model(str(target), "bfloat16", kernels="auto", quantization=quantization)
+        return cls(loaded, {TARGET: str(target), DRAFT: str(draft)})
+
+    def engine(self, batch: int = 1, config: dict[str, Any] | None = None, **arguments: Any) -> Runtime:
+        """Make an engine. config: of speculation, in which DRAFT and TARGET are models; None = by the arguments."""
+        if config is not None:
+            arguments["speculative_config"] = {key: self.folders.get(str(own), own) for key, own in config.items()}
+        settings = {"dtype": "bfloat16", "max_num_seqs": batch, "max_model_len": 1024, **arguments}
+        return build_around(EngineConfig.from_arguments(model=self.folders[TARGET], **settings), self.target)
+
+
+class Decoded(NamedTuple):
+    """The figures of one run."""
+
+    seconds: float
+    decode_s: float  # of all requests, without their first tokens
+    passes: int
+    speculation: SpeculationMetrics
+
+
+def decode(runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
+    """Generate `tokens` tokens after each prompt, greedily."""
+    engine, params = runtime.engine, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    before, started = engine.metrics.steps, time.perf_counter()
+    requests = [engine.add_request(prompt, params, f"{before}-{index}")[0] for index, prompt in enumerate(prompts)]
+    while engine.has_unfinished():
+        engine.step()
+    seconds, total = time.perf_counter() - started, SpeculationMetrics()
+    for request in requests:
+        total.add(request.metrics.speculative_decoding)
+    decode_s = sum(request.metrics.timing.decode_s for request in requests)
+    return Decoded(seconds, decode_s, engine.metrics.steps - before, total)
+
+
+def alpha(runs: Sequence[Decoded]) -> float | None:
+    """Return accepted over tested tokens of all runs; None = nothing was drafted."""
+    total = SpeculationMetrics()
+    for run in runs:
+        total.add(run.speculation)
+    return total.acceptance_rate if total.num_tested_tokens else None
+
+
+def prompts_of(text: str, tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Return the first prompts of a kind of text.
+
+    EDIT: code, then its first half again. COMPLETION: openings of code. UNSEEN: pseudo-random tokens. HELD_OUT: pieces
+    of the files of Python's standard library on which no model or head was trained.
+    """
+    if text == COMPLETION:
+        return [code_prompt(tokenizer, index) for index in range(count)]
+    if text == UNSEEN:
+        return [[(7919 * (index + 1) * (place + 3)) % 900 + 20 for place in range(64)] for index in range(count)]
+    if text == HELD_OUT:
+        return _held_out(tokenizer, count)
+    pause = tokenizer.encode("\n\n\n", add_special_tokens=False)
+    codes = [code_prompt(tokenizer, index, 160) for index in range(count)]
+    return [[*code, *pause, *code[: len(code) // 2]] for code in codes]
+
+
+def _held_out(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Return the first 64 tokens of pieces of held-out files; each piece begins at a line drawn by its number."""
+    documents, found = read_corpus([standard_library()]).held_out, list[list[int]]()
+    for index in range(count):
+        lines = documents[index % len(documents)].text.splitlines(keepends=True)
+        first = random.Random(f"held-out-{index}").randrange(max(1, len(lines) - 20))
+        found.append(tokenizer.encode("".join(lines[first : first + 60]))[:64])
+    return found
