@@ -445,6 +445,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield (seen := estimate_all(arguments.prompts, arguments.tokens))
     else:
         seen = json.loads(RESULTS.read_text(encoding="utf-8"))["seen"]
+    if arguments.quick:
+        return
     if arguments.figures:
         draw()
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), seen), encoding="utf-8")
