@@ -17,7 +17,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the scri
 
 from speculant import LLM, RequestOutput, SamplingParams
 from speculant.lab.bench.runner import Benchmark
-from tests.exactness.test_identity import DRAFTERS, PROMPTS, speculative
+from tests.exactness.test_identity import PROMPTS, speculative
+
+DRAFTERS = ("draft_model", "ngram", "specinfer", "synthetic")
 
 
 def first_gap(plain: RequestOutput, other: RequestOutput) -> float | None:

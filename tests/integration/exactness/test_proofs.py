@@ -173,7 +173,7 @@ def test_a_lossy_rule_is_enumerated_with_its_own_options() -> None:
 def test_a_method_without_a_source_is_replaced_and_reported() -> None:
     chosen = choose_draft(SpeculativeConfig(method="synthetic"), VERIFIERS)
     assert chosen.needs == Likeliest.needs
-    assert "synthetic can't draft from tables (it drafted nothing there)" in chosen.description
+    assert "synthetic can't draft from tables (it drafted nothing)" in chosen.description
 
 
 def test_a_method_that_needs_a_real_model_gives_way_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How often a draft's tokens are accepted along the target's own texts: both models read them in one pass each."""
+"""The acceptance of a draft model's tokens along texts that the target writes: each model reads them in one pass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from speculant.types import DraftTree
 Array = NDArray[np.float64]
 
 CHUNK = 512  # rows per pass
-BLOCK = 16  # tokens that are taken as one observation: acceptance of neighbours is correlated
-MANY = 16  # texts, from which on their own variance is known well enough
+BLOCK = 16  # tokens that count as one observation: the acceptance of neighbours is correlated
+MANY = 16  # texts whose own variance is known well enough
 NORMAL = 1.959964  # the quantile of a two-sided 95% interval
-NOTHING = 1e-12  # a variance that is rounding
+NOTHING = 1e-12  # a variance below this is rounding
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what the target wrote, as token ids."""
+    """A prompt and the target's output, as token ids."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -40,10 +40,10 @@ class Text:
 
 @dataclass(frozen=True)
 class TextAcceptance:
-    """Acceptance of a draft along one text of T output tokens.
+    """Acceptance of a draft model along one text of T output tokens.
 
     overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
-    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the token that came out (`lab/theory/speedup.py`).
+    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the output token (`lab/theory/speedup.py`).
     """
 
     overlap: Array
@@ -91,9 +91,10 @@ def measure_acceptance(
 
 
 def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> TextAcceptance:
-    """Compare the target's probs p [T, V] and the draft's q [T, V] at the tokens [T] that came out.
+    """Compare the target's probs p [T, V] and the draft model's q [T, V] at the output tokens [T].
 
-    A token that p excludes, by a near-tie that this pass decides otherwise, counts as accepted if q is sure of it.
+    This pass may decide a near-tie otherwise, so that p excludes an output token; such a token counts as accepted with
+    probability q.
     """
     chosen = torch.tensor(output, device=p.device)[:, None]
     own, drafted = p.gather(1, chosen)[:, 0], q.gather(1, chosen)[:, 0]
@@ -104,7 +105,7 @@ def compare(p: Tensor, q: Tensor, output: Sequence[int]) -> TextAcceptance:
 def pooled(requests: Sequence[SpeculationMetrics]) -> Estimate | None:
     """Return accepted / tested over all steps of requests (docs/references.md, metrics); None if nothing was tested.
 
-    Under `rejection` it estimates the same alpha as the mean of the overlaps along the target's own texts (arXiv
+    Under `rejection` it estimates the same alpha as the mean overlap along texts that the target writes (arXiv
     2211.17192, section 4.2). `block` and trees accept more.
     """
     texts = [_tests(each) for each in requests]
@@ -120,9 +121,9 @@ def _tests(metrics: SpeculationMetrics) -> Array:
 def estimate(values: Sequence[Array]) -> Estimate:
     """Return the mean over the tokens of all texts, with Wilson's interval.
 
-    The number of observations in it is the effective one: that of independent tokens with the variance which the means
-    of blocks have. Where all blocks are alike, each counts as one observation. Of many texts, each is a block: some are
-    easier than others from one end to the other, such as one that repeats itself.
+    The interval uses the effective number of observations: that of independent tokens for which the means of blocks
+    would have the observed variance. If all blocks are alike, each counts as one observation. With MANY texts, each
+    text is a block, as some are easier than others from end to end, for example one that repeats itself.
     """
     texts = [text for text in values if len(text)]
     parts = [np.array_split(text, max(1, len(text) // BLOCK)) for text in texts]

@@ -15,17 +15,17 @@ from speculant.lab.theory.speedup import expected_costs
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 
-RULE = "rejection"  # whose acceptance the two estimates are of
+RULE = "rejection"  # the verifier; both estimates are of its acceptance
 
 
 @dataclass(frozen=True)
 class Alpha:
-    """What was found for drafts of `length` tokens.
+    """The estimates for drafts of `length` tokens.
 
     overlap: mean of sum min(p, q) along texts that the target wrote. accepted: accepted / tested of drafts for the same
-    prompts, None if nothing was tested. correlation: of neighbours' acceptance. tokens_per_pass: of these drafts; the
-    first token of a text comes with its prompt and does not count. expected_per_pass: the same as expected along the
-    texts that the target wrote (`lab/theory/speedup.py`).
+    prompts, None if nothing was tested. correlation: of neighbours' acceptance. tokens_per_pass: of these drafts,
+    without the first token of a text, which comes with its prompt. expected_per_pass: its expectation along the texts
+    that the target wrote (`lab/theory/speedup.py`).
     """
 
     length: int
@@ -42,7 +42,7 @@ def measure_alpha(
     """Let the target write texts, compare the models' distributions along them, and draft for the same prompts.
 
     params: temperature, top-k, top-p and min-p; other settings are not part of the distributions. Raises RequestError
-    where a prompt and `params.max_tokens` do not fit into the context.
+    if a prompt and `params.max_tokens` do not fit into the context.
     """
     found = along_texts(target, draft, workload, params)
     drafting = replace(params, speculation={"num_speculative_tokens": length, "verification": RULE})
@@ -61,7 +61,7 @@ def measure_alpha(
 def along_texts(
     target: Checkpoint, draft: Candidate, workload: Workload, params: SamplingParams
 ) -> list[TextAcceptance]:
-    """Return the acceptance along the target's own texts, without their first tokens, which are never drafted."""
+    """Return the acceptance along texts that the target writes, without first tokens, which are never drafted."""
     texts = write_texts(draft.runtime, workload, params)
     sampler, size = target.backend.sampler, target.model.vocab_size
     readers = TextReader(target.model, sampler, size), TextReader(draft.checkpoint.model, sampler, size)

@@ -36,7 +36,7 @@ def require_charts() -> None:
 
 
 def speeds(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Draw tokens per second by mode, with quartiles; `runs` are those of a report's case."""
+    """Draw tokens per second by mode, with quartiles. runs: of a report's case."""
     axes = _axes("tokens/s")
     middle, errors = _with_errors([run["tokens_per_s"] for run in runs.values()])
     axes.barh(_labels(runs), middle, xerr=errors, color="#4c8bd6", ecolor="#333333", capsize=4, height=0.5)
@@ -46,7 +46,7 @@ def speeds(runs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 
 def acceptance_by_position(metrics: SpeculationMetrics) -> str:
-    """Draw how often the token at each position of a draft was accepted, of all that were tested there."""
+    """Draw the share of accepted tokens by position in the draft, of those tested there."""
     tested, accepted = _by_position(metrics.per_step_tested), _by_position(metrics.per_step_accepted)
     axes = _axes("accepted / tested")
     axes.bar(range(1, len(tested) + 1), accepted / np.maximum(tested, 1), color="#5aa469")
@@ -57,7 +57,7 @@ def acceptance_by_position(metrics: SpeculationMetrics) -> str:
 
 
 def accepted_per_draft(metrics: SpeculationMetrics) -> str:
-    """Draw how many tokens of a draft were accepted, beside the distribution for independent tokens of one rate."""
+    """Draw the numbers of accepted tokens of a draft, beside the distribution for independent tokens of one rate."""
     lengths = np.bincount(metrics.per_step_drafted)
     counts = np.bincount(metrics.per_step_accepted, minlength=len(lengths))
     expected = np.zeros(len(lengths))
@@ -73,9 +73,9 @@ def accepted_per_draft(metrics: SpeculationMetrics) -> str:
 
 
 def predicted_and_measured(gains: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Draw the speed between tokens over plain decoding by mode, as the formula has it and as it was, with quartiles.
+    """Draw the predicted and the measured speed between tokens over plain decoding by mode, with quartiles.
 
-    gains: those of a report's case, by mode.
+    gains: of a report's case, by mode.
     """
     axes = _axes("")
     for place, kind in enumerate(("predicted", "measured")):
@@ -92,9 +92,9 @@ def predicted_and_measured(gains: Mapping[str, Mapping[str, Mapping[str, float]]
 
 
 def speed_by_length(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the speed between tokens over plain decoding by draft length, as predicted and as measured, with quartiles.
+    """Draw the predicted and the measured speed between tokens over plain decoding by length, with quartiles.
 
-    rows: those of a sweep's case.
+    rows: of a sweep's case.
     """
     axes, lengths = _axes("speed over plain decoding"), [row["length"] for row in rows]
     middle, errors = _with_errors([row["measured_speed"] for row in rows])
@@ -110,7 +110,7 @@ def speed_by_length(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_errors(spreads: Sequence[Mapping[str, float]]) -> tuple[Any, Any]:
-    """Return medians [n], and how far the quartiles are below and above them [2, n]."""
+    """Return medians [n], and the distances of the quartiles below and above them [2, n]."""
     middle = np.array([each["median"] for each in spreads])
     return middle, np.array([[each["median"] - each["q1"], each["q3"] - each["median"]] for each in spreads]).T
 
@@ -120,7 +120,7 @@ def _labels(names: Iterable[str]) -> list[str]:
 
 
 def timeline(tracks: Mapping[str, Sequence[Span]]) -> str:
-    """Draw the phases of the first steps after the prompt's, a row per mode (arXiv 2211.17192, figure 5)."""
+    """Draw the phases of the first steps after the prompt, a row per mode (arXiv 2211.17192, figure 5)."""
     axes = _axes("")
     for row, spans in enumerate(tracks.values()):
         shown = _first_steps(spans)

@@ -1,4 +1,4 @@
-"""Several ways to decode with one target in one run: each has an engine of its own, and all share the weights."""
+"""Compares several ways to decode with one target: each has an engine of its own, and all share the weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Setting:
 
 
 def settings(methods: Sequence[str], lengths: Sequence[int], others: Sequence[Mapping[str, Any]]) -> list[Setting]:
-    """Return every method at every length, then the others, which are the values of settings.
+    """Return every method at every length, then settings with the values of `others`.
 
-    Without methods the lengths are those of the usual one. Raises ConfigError for a name that occurs twice.
+    Without methods, the lengths are those of the usual method. Raises ConfigError for a name that occurs twice.
     """
     fixed = [{"num_speculative_tokens": length} for length in lengths]
     named = [{"method": method} for method in methods]
@@ -54,10 +54,10 @@ def _name(values: Mapping[str, Any]) -> str:
 
 
 def usual_settings(config: EngineConfig) -> list[Setting]:
-    """Return what is compared if nothing is named.
+    """Return the settings that are compared by default.
 
-    That is the engine's own setting, each method that looks drafts up in text and, if a model is named, the usual one
-    that drafts with it alone.
+    These are the engine's own setting, each method that looks drafts up in text and, if a model is named, the usual
+    method that drafts with a model alone.
     """
     spec = config.speculative()
     models = [WITH_MODEL] if spec is not None and spec.model is not None else []
@@ -65,10 +65,10 @@ def usual_settings(config: EngineConfig) -> list[Setting]:
 
 
 def configured(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:
-    """Return the engine of a way: its values replace the same keys of the config.
+    """Return the config of a way's engine: the values replace the same keys of the config.
 
-    A way that names a method has none of the config's options, which are another method's; it has its draft model if
-    the method uses one. Raises ConfigError for keys and values that an engine can't have.
+    The config's options belong to its own method, so a way that names another method does not take them; it takes the
+    draft model if its method uses one. Raises ConfigError for keys and values that an engine can't have.
     """
     spec, method = config.speculative(), values.get("method")
     assert spec is not None, "speculation is on"
@@ -90,7 +90,7 @@ def build_ways(
 ) -> dict[str, Way]:
     """Load the target once, and make an engine for plain decoding and one for each setting.
 
-    Raises ConfigError, ModelError or PairError for what can't be built, and ConfigError if speculation is switched off.
+    Raises ConfigError, ModelError or PairError if an engine can't be built, and ConfigError if speculation is off.
     """
     if config.use_speculative_decoding is False or params.speculation is False:
         raise ConfigError("speculation is switched off and ways to speculate are compared", "leave that switch out.")
@@ -111,7 +111,7 @@ def _without_drafts(config: EngineConfig) -> EngineConfig:
 def compared(
     config: EngineConfig, chosen: Sequence[Setting], ways: Mapping[str, Way], cases: Sequence[BenchCase]
 ) -> dict[str, Any]:
-    """Return all measurements, as `--json` prints them: those of `report.document`, and by way what it does."""
+    """Return all measurements, as `--json` prints them: those of `report.document`, and each way's settings."""
     drafting = {name: way.bench.runtime for name, way in ways.items() if name != PLAIN}
     value = document("compare", config, next(iter(drafting.values())), cases)
     told = {
@@ -139,7 +139,7 @@ def _notes(config: EngineConfig, chosen: Sequence[Setting]) -> Iterator[str]:
 
 
 def _speed(case: Mapping[str, Any], way: str) -> Mapping[str, float]:
-    """Return the speed between tokens over plain decoding; of answers of one token, their speed."""
+    """Return the speed between tokens over plain decoding; for answers of one token, their whole speed."""
     whole: Mapping[str, float] = case["ratios"][f"{way}/{PLAIN}"]["tokens_per_s"]
     found: Mapping[str, float] = case["gains"][way].get("measured_speed", whole)
     return found

@@ -1,7 +1,7 @@
-"""Whether the drafts of any method pay for a target: what is accepted is seen by drafting, at each length.
+"""Whether the drafts of any method pay for a target: their acceptance is measured by drafting, at several sizes.
 
-Heads, lookups and trees have no distributions along a text that could be compared with the target's (`pair.py`
-does that for a draft model). So the target's prompts are run once for each of some numbers of draft nodes.
+`pair.py` compares a draft model's distributions with the target's along texts. Heads, lookups and trees have no such
+distributions, so the prompts are run once with each of several numbers of draft nodes.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ FEWEST_PROMPTS = 2
 
 
 def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
-    """Load a target with the method that `config` names, measure its drafts and predict their speed.
+    """Load a target and the method that `config` names, measure its drafts and predict their speed.
 
     The engine's limits are replaced by those of one sequence. Raises ModelError, PairError, ConfigError or RequestError
-    for what can't be loaded or run, and RequestError where nothing is drafted.
+    if a part can't be loaded or run, and RequestError if nothing is drafted.
     """
     require_lengths(config)
     params = replace(params, min_tokens=FEWEST_TOKENS)
@@ -82,14 +82,14 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
 
 
 def require_lengths(config: EngineConfig) -> None:
-    """Refuse a method whose drafts are as long as it finds something: no length can be recommended for it."""
+    """Raise ConfigError for a method whose drafts have no fixed length, so that none can be recommended."""
     speculative = config.speculative()
     assert speculative is not None, "a method is named"
     method = str(speculative.method)
     facts: Method = plugins.load("speculant.drafting", method).METHOD
     if facts.varies:
         raise ConfigError(
-            f"drafts of {method!r} are as long as what it finds in a text, so no length can be recommended",
+            f"drafts of {method!r} are as long as the text that it finds, so no length can be recommended",
             f"compare it with plain decoding: `speculant bench compare {config.model} --method {method}`.",
         )
 
@@ -110,8 +110,8 @@ def measure_drafts(
 ) -> tuple[list[int], Array, Estimate]:
     """Draft for all prompts with each number of nodes that the method can draft.
 
-    Returns these numbers, ascending, the tokens per pass after the prompt's with each [n], and what was accepted of
-    what was tested with the largest.
+    Returns these numbers in ascending order, the tokens per pass with each of them [n], and accepted over tested tokens
+    with the largest. The pass over the prompt is not counted.
     """
     bench, tokens, alpha, longest = Bench(candidate.runtime), dict[int, float](), None, LONGEST
     for size in sorted(SIZES, reverse=True):
@@ -130,7 +130,7 @@ def measure_drafts(
 
 
 def _tokens_per_pass(timings: Sequence[TimingMetrics]) -> float:
-    """Return the tokens per pass without the pass over the prompt and its token: the rate that long outputs come to."""
+    """Return the tokens per pass without the pass over the prompt and its token: the limit for long outputs."""
     passes = sum(each.sampled_passes - 1 for each in timings)
     return sum(each.num_tokens - 1 for each in timings) / max(1, passes)
 
@@ -138,7 +138,7 @@ def _tokens_per_pass(timings: Sequence[TimingMetrics]) -> float:
 def predict(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: LengthCosts) -> SpeedPrediction:
     """Predict the speed of drafts of 0 to max(sizes) nodes from tokens per pass [n] and costs at some sizes.
 
-    One more node never brings more than the one before: what the measurement has beyond that is chance.
+    One more node never gains more than the node before: a larger measured gain is chance.
     """
     lengths = np.arange(max(sizes) + 1)
     seen = np.interp(lengths, [0, *sizes], [1.0, *tokens.tolist()])
@@ -157,7 +157,7 @@ def _total(costs: LengthCosts) -> list[float]:
 
 
 def _affordable(candidate: Candidate, workload: Workload, params: SamplingParams) -> tuple[Workload, list[float]]:
-    """Return as many prompts as there is time for, and the seconds that plain decoding takes for each."""
+    """Return the prompts for which there is time, and the seconds that plain decoding takes for each."""
     bench, plain, seconds = Bench(candidate.runtime, "plain"), replace(params, speculation=False), list[float]()
     for prompt in workload.prompts:
         started = time.perf_counter()
@@ -170,7 +170,7 @@ def _affordable(candidate: Candidate, workload: Workload, params: SamplingParams
 
 
 def _described(config: EngineConfig, target: Checkpoint) -> Model:
-    """Describe the drafter; it computes as the target does."""
+    """Describe the drafter; its type is the target's."""
     speculative = config.speculative()
     assert speculative is not None, "a method is named"
     name = f"{speculative.method}, {speculative.model}" if speculative.model else str(speculative.method)

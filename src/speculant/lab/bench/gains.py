@@ -1,7 +1,7 @@
-"""What speculation gained in a run: the costs that were measured, and what the formula makes of them.
+"""The gain from speculation in a run: measured costs, and the speed that the formula predicts from them.
 
 Together with the figures of a run (`BenchRun.figures`) and the memory of a draft model (`lab/bench/sizes.py`) these
-are the metrics that a report of speculative decoding needs (docs/references.md, metrics).
+are the metrics of a report of speculative decoding (docs/references.md, metrics).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def gain(plain: BenchRun, drafted: BenchRun) -> dict[str, float]:
     rate, the length of each draft and theorem 3.8 of arXiv 2211.17192; a step without a draft gives one token.
     best_length, best_speed: the highest predicted speed if every step has a draft, and V grows linearly with the rows.
 
-    A step takes the time from one burst of tokens to the next. Prompts count in no time but that of drafting: a draft
-    model reads the prompt when it drafts first. Of runs with a drafter that draws trees, the lengths are nodes.
+    A step takes the time from one burst of tokens to the next. Only the time of drafting includes prompts: a draft
+    model reads the prompt when it first drafts. For a drafter that drafts trees, lengths are numbers of nodes.
     """
     spec, before, after = drafted.speculation, _step_s(plain), _step_s(drafted)
     if not spec.num_tested_tokens or before is None or after is None:

@@ -1,6 +1,6 @@
-"""The history of benchmarks: a JSON line per run with its ratios, and what became slower since earlier ones.
+"""The history of benchmarks: a JSON line per run with its ratios, and the figures that became slower.
 
-Ratios of one run compare on a machine that is faster on one day than on another; times do not.
+A machine is faster on some days than on others. Ratios within a run can be compared between days; times can't.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from speculant import __version__
 from speculant.errors import ConfigError, Converts
 from speculant.lab.bench.measuring import Spread
 
-FIGURES = {  # of a ratio; those of times are turned over, so that more is better
+FIGURES = {  # of a ratio; ratios of times are inverted, so that more is better
     "tokens_per_s": ("tokens/s", False),
     "itl_mean_s": ("speed between tokens", True),
     "ttft_s": ("speed to the first token", True),
@@ -36,7 +36,7 @@ ALONE = ("--json",)
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A run of a benchmark. figures: ratios by name, of which more is better."""
+    """A run of a benchmark. figures: ratios by name; more is better."""
 
     date: str
     revision: str
@@ -46,16 +46,16 @@ class HistoryEntry:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What the entries that are compared have in common."""
+        """The properties that compared entries share."""
         return self.command, json.dumps(self.machine, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A figure of the newest run of a command, and of the earlier ones.
+    """A figure of the newest run of a command, and of the earlier runs.
 
-    before: the median over the earlier runs, between the least and the most that is usual: the quartiles of a typical
-    run, or of the runs' medians where these are wider apart.
+    before: the median over the earlier runs, with the usual bounds around it: the quartiles of a typical run, or those
+    of the runs' medians if they are further apart.
     """
 
     figure: str
@@ -64,12 +64,12 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """The figure over what it was."""
+        """The figure over the earlier one."""
         return self.now.median / self.before.median
 
     @property
     def verdict(self) -> str:
-        """Say slower or faster if the spreads do not overlap, else unchanged."""
+        """Slower or faster if the spreads do not overlap, else unchanged."""
         if self.now.q3 < self.before.q1:
             return "slower"
         return "faster" if self.now.q1 > self.before.q3 else "unchanged"
@@ -106,7 +106,7 @@ def _figures(value: Mapping[str, Any]) -> Iterator[tuple[str, Spread]]:
 
 
 def _place(case: Mapping[str, Any], number: int) -> str:
-    """Return what tells a case from the others."""
+    """Return the property that distinguishes a case from the others."""
     if number == 1:
         return ""
     return f"batch {case['batch']}: " if "batch" in case else f"prompts of {case['prompt_tokens']['median']:g}: "
@@ -119,7 +119,7 @@ def _spread(ratio: Mapping[str, float], turned: bool) -> Spread:
 
 
 def command_of(arguments: Sequence[str]) -> str:
-    """Return a command line without the flags that only say where the result goes."""
+    """Return a command line without the flags that only choose the place of the result."""
     kept, skipped = list[str](), False
     for argument in arguments:
         if skipped or argument in ALONE or argument.partition("=")[0] in WITH_PATH:
@@ -130,7 +130,7 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def revision() -> str:
-    """Return the commit of this source, with + if there are changes; the version where it is not under git."""
+    """Return the commit of this source, with + if there are changes; without git, the version."""
     package = Path(__file__).parents[2]
     if _git(package, "ls-files", "--error-unmatch", __file__) is None:
         return __version__
@@ -157,7 +157,7 @@ def append(path: Path, value: Mapping[str, Any], machine: Mapping[str, Any]) -> 
 
 
 def read(path: Path) -> list[HistoryEntry]:
-    """Return the entries of a history, in order; raises ConfigError for a file that is none."""
+    """Return the entries of a history, in order; raises ConfigError for any other file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -171,11 +171,11 @@ def read(path: Path) -> list[HistoryEntry]:
 
 
 def _read_line(place: str, line: str) -> HistoryEntry:
-    with Converts(ConfigError, f"{place} is no entry of a history", "remove the line, or name another file."):
+    with Converts(ConfigError, f"{place} is not an entry of a history", "remove the line, or name another file."):
         given = json.loads(line)
         figures = {str(name): Spread(**spread) for name, spread in given.pop("figures").items()}
         if not all(isinstance(value, int | float) for each in figures.values() for value in vars(each).values()):
-            raise ValueError("a figure is no number")
+            raise ValueError("a figure is not a number")
         return HistoryEntry(**given, figures=figures)
 
 
@@ -194,14 +194,14 @@ def _changes(entry: HistoryEntry, earlier: Sequence[HistoryEntry]) -> Iterator[C
 
 
 def typical(seen: Sequence[Spread]) -> Spread:
-    """Return the median of runs' medians, and what is usual around it: see `Change`."""
+    """Return the median of the runs' medians, with the usual bounds around it: see `Change`."""
     of_runs = Spread.of([each.median for each in seen])
     low, high = (statistics.median(getattr(each, name) for each in seen) for name in ("q1", "q3"))
     return Spread(min(low, of_runs.q1), of_runs.median, max(high, of_runs.q3))
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures of two runs must have in common to be compared."""
+    """Return the properties that two runs must share to be compared."""
     return {"processor": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 

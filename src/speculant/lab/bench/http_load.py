@@ -1,8 +1,8 @@
 """Load on a server with OpenAI's API: completions that are streamed, in closed loops and in open ones.
 
-In a closed loop so many clients ask, each again as soon as it is answered: the server is never idle, and how fast
-it answers is its capacity. In an open loop requests come at their own times, whether or not others were answered, as
-they do from many users. Nobody waits for the server there, so that a queue shows in the latencies.
+In a closed loop a number of clients send requests, each as soon as its last one is answered: the server is never idle,
+and its rate of answers is its capacity. In an open loop requests come at their own times, whether or not others were
+answered, like those of many users, so that a queue shows in the latencies.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Fields = Mapping[str, Any]
 
 @dataclass
 class Exchange:
-    """One request and what became of it. Times are readings of `time.perf_counter`, in seconds.
+    """One request and its answer. Times are readings of `time.perf_counter`, in seconds.
 
-    number: its place in the run. `timing.arrival` is when it was due, sent when it was sent. A token's time is that of
-    the event with its text. problem: why there is no complete answer. tokens: of the output, by the server's count.
+    number: its place in the run. `timing.arrival` is the time when it was due, `sent` when it was sent. A token's time
+    is that of the event with its text. problem: the reason for an incomplete answer. tokens: of the output, by the
+    server's count.
     """
 
     number: int
@@ -51,7 +52,7 @@ class Exchange:
 
     @property
     def completed(self) -> bool:
-        """Whether the answer came to its end."""
+        """Whether the answer is complete."""
         return self.problem is None
 
     @property
@@ -60,14 +61,14 @@ class Exchange:
         return self.status == REFUSED
 
     def read(self, data: str, now: float) -> None:
-        """Read the data of an event. Raises ValueError for what is no object of JSON."""
+        """Read the data of an event. Raises ValueError if it is not a JSON object."""
         if data == "[DONE]":
             self.problem = None if self.problem == _EARLY else self.problem
             self.tokens = self.tokens or self.timing.num_tokens
             return
         chunk = json.loads(data)
         if not isinstance(chunk, dict):
-            raise ValueError("an event is no object")
+            raise ValueError("an event is not an object")
         if "error" in chunk:
             self.problem = _message(chunk)
         self.tokens = (chunk.get("usage") or {}).get("completion_tokens") or self.tokens
@@ -79,9 +80,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The requests of one run. Rates are taken over `window` seconds from `started` on.
+    """The requests of one run. Rates are those of the `window` seconds after `started`.
 
-    A request that ends after the window counts by the share of its time that lies inside.
+    A request that ends after the window counts by the share of its time inside the window.
     """
 
     exchanges: Sequence[Exchange]
@@ -95,7 +96,7 @@ class LoadRun:
 
     @property
     def problems(self) -> list[str]:
-        """Why requests failed; those that were refused did not."""
+        """The reasons why requests failed; refused requests did not fail."""
         return [each.problem for each in self.exchanges if each.problem is not None and not each.refused]
 
     def figures(self) -> dict[str, float]:
@@ -137,16 +138,16 @@ class LoadRun:
 class Load:
     """Sends prompts in turn, each run with a cache salt of its own, so that runs share no prefixes.
 
-    connect: makes a client whose base address is the server's; each request has one of its own, as the time that
-    httpx takes to choose among connections grows with the square of their number. A request has the fields that a run
-    names beside its own, which are the prompt's and the stream's.
+    connect: makes a client whose base address is the server's. Each request has a client of its own, as the time in
+    which httpx chooses among connections grows with the square of their number. The fields of a run are added to those
+    of the prompt and the stream.
     """
 
     def __init__(self, connect: Callable[[], httpx.AsyncClient], prompts: Sequence[str | Sequence[int]]) -> None:
         self._connect, self._prompts = connect, prompts
 
     def closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
-        """Let so many clients ask again and again for so many seconds, and wait for their last answers."""
+        """Let clients send requests for a time in seconds, and wait for their last answers."""
         return asyncio.run(self._closed_loop(fields, clients, seconds))
 
     def open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
@@ -227,9 +228,9 @@ def _message(body: Any) -> str:
 
 
 def connector(api_key: str | None) -> Callable[[str], httpx.AsyncClient]:
-    """Return what makes a client of the server at an address, which connects to it without a proxy.
+    """Return a function that makes a client of the server at an address; it connects without a proxy.
 
-    Raises ConfigError where httpx is not installed.
+    Raises ConfigError if httpx is not installed.
     """
     try:
         import httpx

@@ -1,4 +1,4 @@
-"""Modes of running a workload, measured in turn, and statistics of their figures: medians, quartiles, ratios."""
+"""Runs a workload in several modes, in turn, and summarises the figures: medians, quartiles, ratios."""
 
 from __future__ import annotations
 
@@ -104,26 +104,26 @@ def both_ways(params: SamplingParams, speculating: bool, sequential: bool = Fals
 
 
 def base_of(mode: str) -> str:
-    """Return the plain mode that a mode is compared with: one at a time if that one is."""
+    """Return the plain mode with which a mode is compared: one at a time if the mode is."""
     return PLAIN + (ONE_AT_A_TIME if mode.endswith(ONE_AT_A_TIME) else "")
 
 
 def ways_of(bench: Bench, modes: Mapping[str, Mode]) -> dict[str, Way]:
-    """Return modes of one engine."""
+    """Return the modes of one engine as ways."""
     return {name: Way(bench, mode) for name, mode in modes.items()}
 
 
 def one_at_a_time(modes: Mapping[str, Mode]) -> dict[str, Mode]:
-    """Return the same modes, in which each prompt starts when the one before has finished."""
+    """Return the same modes with one prompt at a time."""
     return {name + ONE_AT_A_TIME: replace(mode, sequential=True) for name, mode in modes.items()}
 
 
 def measure(
     ways: Mapping[str, Way], workload: Workload, rounds: int, notify: Notify, tell: Tell = lambda result: None
 ) -> BenchCase:
-    """Run a workload in every way once per round, after a short warm-up run of each that is not counted.
+    """Run a workload in every way once per round, after a short warm-up run of each that does not count.
 
-    tell: gets a line with the medians so far after each round but the last.
+    tell: called with a line of the medians so far, after each round but the last.
     """
     for way in ways.values():
         way.bench.warm_up(workload, way.mode)
@@ -155,8 +155,8 @@ def interleave(
 ) -> dict[str, list[T]]:
     """Run every subject once per round and return the results by subject.
 
-    So noise of the machine affects all alike. Every other round runs backwards, so none is always first.
-    end_round: gets the results so far after each round.
+    So noise of the machine affects all of them alike. Every other round runs backwards, so none is always first.
+    end_round: called with the results so far after each round.
     """
     results: dict[str, list[T]] = {name: [] for name in subjects}
     for round_ in range(rounds):
@@ -168,7 +168,7 @@ def interleave(
 
 
 def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Return each figure's spread over the rounds; one that a round lacks is left out."""
+    """Return each figure's spread over the rounds; a figure that is missing in a round is left out."""
     return {name: Spread.of([each[name] for each in rounds]) for name in _shared(rounds)}
 
 

@@ -1,4 +1,4 @@
-"""The files that a benchmark writes beside its figures. Nothing heavy is imported before one is written."""
+"""The files that a benchmark writes beside its figures. Heavy imports wait until a file is written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OutputFiles:
     ) -> list[Path]:
         """Write the report and the trace, from one more run per case and way, and the history; return the files.
 
-        value: `lab.bench.report.document` of the cases. ways: for each case those of which tokens and steps are shown.
+        value: `lab.bench.report.document` of the cases. ways: for each case the ways whose tokens and steps are shown.
         """
         self.record(value)
         if self.report is not None or self.trace is not None:

@@ -63,7 +63,7 @@ def page(value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence
 
 
 def environment(value: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the figures were measured with."""
+    """Return the versions, the machine and the models of the measurement."""
     memory, where = value["memory"], machine()
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
@@ -95,7 +95,7 @@ def _case(told: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -
 
 
 def _gains(told: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of what drafting gained in each mode; plain ones gained nothing."""
+    """Return the rows of the gains from drafting in each mode; plain modes have none."""
     if not told["gains"]:
         return []
     own = [told["gains"].get(mode, {}) for mode in told["runs"]]
@@ -108,7 +108,7 @@ def _gains(told: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _predictions(told: Mapping[str, Any]) -> list[list[str]]:
-    """Return the row of what a sweep predicted before its runs; the first mode is plain decoding."""
+    """Return the row of the predictions of a sweep; the first mode is plain decoding."""
     if SWEPT not in told:
         return []
     return [["predicted before the runs", "-", *(f"{row['predicted_speed']:.4g}" for row in told[SWEPT])]]
@@ -139,7 +139,7 @@ def _spread(each: Mapping[str, float], scale: float) -> str:
 
 
 def _charts(told: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> list[tuple[str, str]]:
-    """Return titles and charts; those of drafts are left out if there were none, or if no tokens of them are shown."""
+    """Return titles and charts; charts of drafts are left out if there were no drafts or if none are shown."""
     found = [("Speed", charts.speeds(told["runs"]))]
     if SWEPT in told:
         found.append(("Speed by draft length", charts.speed_by_length(told[SWEPT])))

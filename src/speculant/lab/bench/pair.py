@@ -64,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The draft with its weights in one type; `quantization` None = the checkpoint's own. lacks: see `Findings`."""
+    """The draft model with its weights in one type; quantization None = the checkpoint's own. lacks: see `Findings`."""
 
     quantization: str | None
     checkpoint: Checkpoint
@@ -79,10 +79,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SpeedPrediction:
-    """What a draft in one type is expected to do: `speeds` and `tokens` per pass by length, from 0 on.
+    """The prediction for a draft model in one type: speeds, and tokens per pass, by length from 0 on.
 
     correlation: of the acceptance of neighbours (`lab/theory/correlation.py`); None = not known. rates: the probability
-    that a node brings a token once those before it did, for drafts whose nodes differ in that.
+    that a node gains a token if the nodes before it did, for drafts in which it differs from node to node.
     """
 
     alpha: Estimate
@@ -105,10 +105,11 @@ class SpeedPrediction:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was measured.
+    """The result of all measurements.
 
-    `predictions` are by the type of the draft's weights. The speed was measured with those of `chosen`, at `length`;
-    predicted: that speed as predicted, on the same texts. lacks: how many of the target's tokens the draft lacks.
+    `predictions` are by the type of the draft model's weights. The speed was measured with the type `chosen`, at
+    `length`; predicted: the prediction of that speed on the same texts. lacks: how many of the target's tokens the
+    draft model lacks.
     """
 
     target: Model
@@ -124,12 +125,12 @@ class Findings:
 
     @property
     def speed(self) -> Spread:
-        """The measured speed over plain decoding, first tokens aside."""
+        """The measured speed over plain decoding, without first tokens."""
         return self.case.ratios(PLAIN, SPECULATIVE)["itl_mean_s"]
 
     @property
     def accepted(self) -> Estimate | None:
-        """What was accepted of what was tested while the speed was measured; rounds can be the same, so one counts."""
+        """Accepted over tested tokens in the first measured round; later rounds can be the same."""
         return pooled(self.case.runs[SPECULATIVE][0].by_request)
 
     @property
@@ -142,8 +143,8 @@ class Findings:
 def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
     """Load a pair, measure it and predict its speed.
 
-    config names both models; its limits are replaced by those of one sequence. Raises PairError if an id is
-    another token in the draft, ModelError, ConfigError or RequestError for what can't be loaded or run.
+    config names both models; its limits are replaced by those of one sequence. Raises PairError if an id is another
+    token in the draft model, and ModelError, ConfigError or RequestError if a part can't be loaded or run.
     """
     params = replace(params, min_tokens=FEWEST_TOKENS)
     notify("Loading the models")
@@ -169,7 +170,7 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
 
 
 def load_pair(config: EngineConfig) -> tuple[Checkpoint, list[Candidate]]:
-    """Load the target, and the draft in its own type and in those that its backend can round weights to."""
+    """Load the target, and the draft model in its own type and in each type to which its backend can round weights."""
     alone = replace(config, max_num_seqs=1, speculative_config={"draft_length": "fixed"})
     target = load_model(
         config.model, config.dtype, config.device, kernels=config.kernels, quantization=config.quantization,
@@ -192,7 +193,7 @@ def _candidate(config: EngineConfig, target: Checkpoint, quantization: str | Non
 
 
 def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) -> list[Text]:
-    """Return the target's own texts."""
+    """Return texts that the target writes."""
     outputs = Bench(runtime).run(workload, Mode(params, sequential=True)).outputs
     return [Text(prompt, output) for prompt, output in zip(workload.prompts, outputs, strict=True)]
 
@@ -200,7 +201,7 @@ def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) ->
 def _acceptance(
     target: Checkpoint, candidates: Sequence[Candidate], texts: Sequence[Text], params: SamplingParams
 ) -> dict[str, list[TextAcceptance]]:
-    """Return the acceptance along the texts by precision; first tokens are left out, as they are never drafted."""
+    """Return the acceptance along the texts by precision, without first tokens, which are never drafted."""
     sampler, size = target.backend.sampler, target.model.vocab_size
     reader = TextReader(target.model, sampler, size)
     return {
@@ -222,7 +223,8 @@ def predict(
 ) -> SpeedPrediction:
     """Predict the speeds of lengths up to the longest from the acceptance along texts and the costs of steps.
 
-    usual: the costs with the draft as it is, of which all but drafting is taken: it is the same for every draft.
+    usual: the costs with the draft model in its own type; the times without drafting are taken from these, as they are
+    the same for every type.
     """
     texts = [each.given for each in acceptance]
     passes = np.sum([expected_costs(text, np.ones(longest + 1)) for text in texts], axis=0)
@@ -253,7 +255,7 @@ def _measure(
     best: SpeedPrediction,
     usual: LengthCosts,
 ) -> tuple[BenchCase, float]:
-    """Measure plain decoding and the best length in turn, on as many prompts as there is time for.
+    """Measure plain decoding and the best length in turn, on the prompts for which there is time.
 
     Returns the measurements, and the predicted speed on the texts of these prompts.
     """
@@ -267,9 +269,9 @@ def _measure(
 def measure_speed(
     runtime: Runtime, workload: Workload, params: SamplingParams, length: int, seconds: Sequence[float], speed: float
 ) -> BenchCase:
-    """Measure plain decoding and drafts of one length in turn, on as many prompts as there is time for.
+    """Measure plain decoding and drafts of one length in turn, on the prompts for which there is time.
 
-    seconds: of plain decoding for each prompt. speed: the expected one over it.
+    seconds: of plain decoding for each prompt. speed: the expected speed over plain decoding.
     """
     per_round = np.cumsum(seconds) * (1 + 1 / speed)
     count = max(1, int(np.searchsorted(per_round, SPEED_SECONDS / FEWEST_ROUNDS)))

@@ -1,4 +1,4 @@
-"""Prompts from a file: a text a line, or JSON lines such as those of Spec-Bench."""
+"""Prompts from a file: one text per line, or JSON lines such as those of Spec-Bench."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMS = 'write a text, a list of token ids, {"prompt": ...} of either, or {"turn
 
 
 class FilePrompt(NamedTuple):
-    """A text or token ids, and the kind of task that the file says it is."""
+    """A text or token ids, and the kind of task that the file names."""
 
     content: str | list[int]
     category: str | None = None
@@ -22,8 +22,8 @@ def read_prompts(path: Path) -> list[FilePrompt]:
     """Read one prompt per line.
 
     A line of a .jsonl file is a text, a list of token ids, {"prompt": either}, or {"turns": [text, ...]} as in
-    Spec-Bench, of which the first turn is taken; an object may have a `category`. Raises RequestError for a file that
-    can't be read or has no prompts, and for a line that is none of these.
+    Spec-Bench, whose first turn is the prompt; an object may have a `category`. Raises RequestError for a file that
+    can't be read or has no prompts, and for any other line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -57,7 +57,7 @@ def _read_line(place: str, line: str) -> FilePrompt:
 
 
 def _content(value: Any) -> Any:
-    """Return what a line's prompt should be; a first turn is a text."""
+    """Return the place of a line's prompt, which may hold anything; a first turn is a text."""
     if not isinstance(value, dict):
         return value
     if "prompt" in value or "turns" not in value:

@@ -24,7 +24,7 @@ RATIOS = (
     (SPECULATIVE, SPECULATIVE + ONE_AT_A_TIME),
 )
 GAP, PER_PASS = "itl_mean_s", "tokens_per_pass"  # figures of a run
-FEWEST_ROUNDS = 3  # of a median that says something
+FEWEST_ROUNDS = 3  # of a useful median
 NEAR_TIES = "in float32 and bfloat16 near-ties may fall otherwise; --dtype float64 compares without rounding"
 LEARNING = "this drafter learns from earlier requests: after the first run it has seen these prompts' outputs"
 
@@ -53,7 +53,7 @@ def speculation(runtime: Runtime, case: BenchCase) -> dict[str, Any]:
 
 
 def keeps_answers(config: EngineConfig) -> bool:
-    """Whether the named drafter keeps what earlier requests said, those of other cache salts too."""
+    """Whether the named drafter keeps the outputs of earlier requests, even those with other cache salts."""
     spec = config.speculative()
     if spec is None or spec.method is None:
         return False
@@ -75,16 +75,16 @@ def _case(case: BenchCase) -> dict[str, Any]:
 
 
 def _pairs(case: BenchCase) -> Iterator[tuple[str, str]]:
-    """Yield the modes that are compared: the usual pairs, and any other way with plain decoding."""
+    """Yield the pairs of modes that are compared: the usual ones, and any other way with plain decoding."""
     usual = {mode for pair in RATIOS for mode in pair}
     yield from (pair for pair in RATIOS if set(pair) <= set(case.runs))
     yield from ((mode, PLAIN) for mode in case.runs if mode not in usual)
 
 
 def _gain(case: BenchCase, mode: str) -> dict[str, Any]:
-    """Return what drafting gained; the acceptance is that of the first round, as later ones can be the same.
+    """Return the gain from drafting; the acceptance is that of the first round, as later ones can be the same.
 
-    measured_speed: between tokens, over plain decoding; `gain` says what the other figures are.
+    measured_speed: between tokens, over plain decoding; see `gain` for the other figures.
     """
     found = pooled(case.runs[mode][0].by_request)
     figures = spreads(rounds) if (rounds := gains(case.runs[base_of(mode)], case.runs[mode])) else {}
@@ -99,7 +99,7 @@ def plain_values(spreads: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _outputs(case: BenchCase) -> dict[str, Any]:
-    """Return by mode how many outputs equal the plain ones; none are compared if they are sampled without a seed."""
+    """Return by mode how many outputs equal the plain ones; outputs sampled without a seed are not compared."""
     comparable = case.comparable
     return {
         "compared": comparable and bool(case.compared),
@@ -129,7 +129,7 @@ def described_rounds(number: int) -> str:
 
 
 def conclusions(case: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the conclusions of a case: those of its benchmark, or speeds; and whether the outputs are the same."""
+    """Yield the conclusions of a case: those of its benchmark, or its speeds; then whether the outputs are the same."""
     if "conclusions" in case:
         yield from case["conclusions"]
     else:
@@ -147,12 +147,12 @@ def _speeds(case: Mapping[str, Any]) -> Iterator[str]:
         over, _, under = name.partition("/")
         times = cell(ratio["tokens_per_s"])
         yield f"{_display_name(over)}: {times} times the tokens/s of {_display_name(under)}"
-    for mode, found in case.get("gains", {}).items():  # a server tells none
+    for mode, found in case.get("gains", {}).items():  # a server has none
         yield from _gained(_display_name(mode), found)
 
 
 def _gained(mode: str, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the acceptance rate and what follows from it; nothing if nothing was drafted."""
+    """Yield the acceptance rate, the costs and the predicted speed; nothing if nothing was drafted."""
     rate = found["acceptance_rate"]
     if rate is None or "best_length" not in found:
         return
@@ -192,7 +192,7 @@ def _figures(case: BenchCase, prompts: Sequence[int]) -> dict[str, Any]:
 
 
 def _part(run: BenchRun, places: Sequence[int]) -> BenchRun:
-    """Return what a run tells of some of its outputs; its totals are still those of all."""
+    """Return a run with some of its outputs; its totals stay those of all outputs."""
     return replace(
         run,
         outputs=[run.outputs[place] for place in places],

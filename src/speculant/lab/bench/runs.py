@@ -1,4 +1,4 @@
-"""One run of a workload through an engine. A token's time is that of the `Engine.step` call that returns it."""
+"""One run of a workload on an engine. A token's time is that of the `Engine.step` call that returns it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ class Mode:
 class BenchRun:
     """The results of one run; `outputs` and `timings` are per sample, in the order of the prompts.
 
-    Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the
-    largest number of cache blocks in use after a step. `draft_s` and `verify_s` are the times
-    of all steps' drafting, and of their target passes with the verdicts. `drafted` tells for each token of the outputs
-    whether it was drafted, `rejected` which draft tokens were rejected in its place. `speculation` is the sum of
-    `by_request`.
+    Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the largest number of
+    cache blocks in use after a step. `draft_s` and `verify_s` are the times of drafting in all steps, and of target
+    passes with the verdicts. `drafted` has for each output token whether it was drafted, `rejected` the draft tokens
+    that were rejected in its place. `speculation` is the sum of `by_request`.
     """
 
     outputs: Sequence[Sequence[int]]
@@ -89,8 +88,8 @@ class BenchRun:
 class Bench:
     """Runs workloads on an engine that serves no other requests.
 
-    Each run has a cache salt of its own, whose beginning is `salt`. So its prompts share prefixes with one another, and
-    nothing with the other runs of the engine: no drafts are looked up in the texts that these have finished.
+    Each run has a cache salt of its own that begins with `salt`. So its prompts share prefixes with one another and
+    nothing with other runs of the engine: no drafts are looked up in the texts of other runs.
     """
 
     def __init__(self, runtime: Runtime, salt: str = "run") -> None:

@@ -55,8 +55,8 @@ def recorded(engine: Engine) -> Iterator[list[Span]]:
 class SamplePiece:
     """The text of a token, and whether it was drafted.
 
-    burst: which step committed it, counted from 0. rejected: the texts of draft tokens that were tested in its place
-    and rejected.
+    burst: the number of the step that committed it, from 0. rejected: the texts of draft tokens that were rejected in
+    its place.
     """
 
     text: str
@@ -66,7 +66,7 @@ class SamplePiece:
 
     @property
     def kind(self) -> str:
-        """Where the token comes from: accepted, corrected, or plain, which no draft token stood in the place of."""
+        """The token's origin: accepted, corrected, or plain if no draft token was tested in its place."""
         return "accepted" if self.drafted else "corrected" if self.rejected else "plain"
 
 
@@ -86,7 +86,7 @@ class Sample:
 
 
 def take_samples(workload: Workload, ways: Mapping[str, Way]) -> list[Sample]:
-    """Run the first prompt once in each way, beside what is measured."""
+    """Run the first prompt once in each way, apart from the measured runs."""
     return [_take(name, way, workload.first(1)) for name, way in ways.items()]
 
 

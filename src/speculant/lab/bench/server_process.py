@@ -1,4 +1,4 @@
-"""A server in a process of its own, so that whoever measures it does not share its interpreter."""
+"""A server in a process of its own: a benchmark in the same interpreter would slow it down."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from urllib.parse import urlsplit
 
 from speculant.errors import ServerError
 
-LISTENING = "Listening at"  # what the server says before its address
+LISTENING = "Listening at"  # the server prints its address after this
 _COMMAND = (sys.executable, "-m", "speculant.cli.main", "serve", "--host", "127.0.0.1", "--port", "0")
-_POLL = 0.05  # seconds between looks at a server that starts
-_END = 40.0  # seconds that it gets to end
-_MOST_SAID = 2000  # characters of what it said that an error quotes
+_POLL = 0.05  # seconds between looks at a starting server
+_END = 40.0  # seconds before it is killed
+_MOST_QUOTED = 2000  # characters of its output in an error
 
 
 @contextmanager
 def own_server(settings: Mapping[str, str]) -> Iterator[str]:
     """Run `speculant serve` on a free port of this machine, and yield its address once it serves requests.
 
-    settings: environment variables, which every flag of the engine has. The process ends with the block, after SIGTERM
-    too. Raises ServerError, with what the server said, if it ends before.
+    settings: environment variables; every flag of the engine has one. The process ends with the block, after SIGTERM
+    too. Raises ServerError, with the server's output, if it ends before.
     """
     with tempfile.TemporaryDirectory() as folder, _sigterm_exits():
         log = Path(folder) / "log"
@@ -49,7 +49,7 @@ def own_server(settings: Mapping[str, str]) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until the server says its address and answers there."""
+    """Wait until the server prints its address and answers there."""
     while process.poll() is None:
         found = re.search(rf"^{LISTENING} (\S+)", _text(log), re.MULTILINE)
         if found and _is_healthy(found[1]):
@@ -58,7 +58,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     text = _text(log)
     if explained := re.search(r"^error: (.*)\n  fix: (.*)", text, re.MULTILINE):
         raise ServerError(f"the server did not start: {explained[1]}", explained[2])
-    raise ServerError(f"the server ended at once: {text[-_MOST_SAID:].strip()}", "start it with `speculant serve`.")
+    raise ServerError(f"the server ended at once: {text[-_MOST_QUOTED:].strip()}", "start it with `speculant serve`.")
 
 
 def _text(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""A server under load: its capacity, then requests that come at multiples of it, speculation on and off in turn."""
+"""A server under load: its capacity, then requests at multiples of it, with speculation on and off in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speculant.lab.bench.measuring import PLAIN, SPECULATIVE, Notify, Spread, in
 from speculant.lab.bench.report import plain_values
 from speculant.lab.bench.workloads import poisson_process
 
-LATE = 0.05  # seconds by which one request in a hundred may be sent too late
+LATE = 0.05  # seconds; one request in a hundred may be sent this late
 _WARM_UP = 1.0  # seconds
 _MOST_PROBLEMS = 3  # that are listed
 
@@ -24,10 +24,10 @@ Runs = Mapping[str, Sequence[LoadRun]]  # by mode, one per round
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is measured.
+    """The loads to measure.
 
-    loads: arrivals per second, as multiples of the capacity. seconds: in which requests come, in each run. clients: of
-    the closed loops, at least as many as the server runs at a time; more of them wait. seed: of the arrival times.
+    loads: arrivals per second, as multiples of the capacity. seconds: of arrivals, in each run. clients: of the closed
+    loops, at least the number of requests that the server runs at a time; further ones wait. seed: of arrival times.
     """
 
     clients: int
@@ -45,7 +45,7 @@ class LoadPlan:
             raise ConfigError(f"a load occurs twice in {list(self.loads)}", "name each once.")
 
     def num_runs(self, modes: int) -> int:
-        """Return how many runs there are in so many modes."""
+        """Return the number of runs for a number of modes."""
         return self.rounds * modes * (1 + len(self.loads))
 
     def arrivals(self, rate: float, load: float, number: int) -> list[float]:
@@ -82,7 +82,7 @@ class Measured:
 
 
 def measure_serving(load: Load, modes: Mapping[str, Fields], plan: LoadPlan, notify: Notify) -> Measured:
-    """Measure a server in each mode: the fields that its requests have.
+    """Measure a server in each mode, which is given by fields of its requests.
 
     The capacity is that of the first mode, in requests per second, as the median of the rounds. So all modes get the
     same requests at the same times. Raises ServerError for a run that completes no request.
@@ -111,7 +111,7 @@ def _closed_loop(load: Load, fields: Fields, plan: LoadPlan) -> LoadRun:
 
 
 def _arriving(load: Load, fields: Fields, plan: LoadPlan, multiple: float, rate: float) -> Callable[[], LoadRun]:
-    """Return what runs the next round of a load."""
+    """Return a function that runs the next round of a load."""
     rounds = itertools.count()
     return lambda: _checked(load.open_loop(fields, plan.arrivals(rate, multiple, next(rounds))))
 

@@ -1,4 +1,4 @@
-"""What a step of an engine costs by the length of its drafts, for one sequence or several that step together."""
+"""The cost of an engine's step by the length of its drafts, for one sequence or several that step together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
 from speculant.types import Request
 
-STEPS = 3  # that count, per request
+STEPS = 3  # per request, whose times count
 MOST_TURNS = 20  # of two rounds, forwards and backwards
 SALT = "step-costs"
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of one step in seconds: drafting, and all else (the target's pass, verification, bookkeeping)."""
+    """The time of one step in seconds: drafting, and the rest (the target's pass, verification, bookkeeping)."""
 
     draft_s: float
     other_s: float
@@ -78,7 +78,7 @@ def measure_steps(
     """Measure all engines in turn, round by round, each at its own lengths, for about `seconds` or two rounds.
 
     The engines must draft a fixed length. batch: sequences that step together, each with a draft of that length. Raises
-    RequestError where the context has no room for a draft, or an engine runs fewer sequences at a time.
+    RequestError if the context has no room for a draft, or if an engine runs fewer sequences at a time.
     """
     ids = (f"{SALT}-{number}" for number in itertools.count())
     subjects: dict[str, Callable[[], list[StepTime]]] = {
@@ -89,9 +89,7 @@ def measure_steps(
     times: dict[str, list[list[StepTime]]] = {key: [] for key in subjects}
     order, started = random.Random(SALT), time.perf_counter()
     for _ in range(MOST_TURNS):
-        shuffled = order.sample(
-            list(subjects), len(subjects)
-        )  # in one order, steps would keep pace with other programs
+        shuffled = order.sample(list(subjects), len(subjects))  # a fixed order could keep pace with other programs
         for key, rounds in interleave({key: subjects[key] for key in shuffled}, 2).items():
             times[key] += rounds
         if time.perf_counter() - started > seconds:
@@ -104,10 +102,10 @@ def _key(name: str, length: int) -> str:
 
 
 def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]]]) -> LengthCosts:
-    """Return the lower quartiles over all rounds of the times by length, which are lists of lists.
+    """Return the lower quartiles of the times by length, over all rounds.
 
-    Whatever else runs on the machine adds to times and never takes from them. On a busy one it hits every other step,
-    so that medians jump from one length to the next.
+    Other programs only add to times. On a busy machine they disturb about half of the steps, so medians would jump from
+    one length to the next.
     """
     steps = [list(itertools.chain(*rounds)) for rounds in times]
     return LengthCosts(
@@ -120,7 +118,7 @@ def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]
 def _sample(
     runtime: Runtime, prompt: Sequence[int], params: SamplingParams, length: int, ids: Iterator[str], batch: int = 1
 ) -> list[StepTime]:
-    """Run a prompt `batch` times for a few steps; return the times of those in which all have a draft of this length.
+    """Run a prompt `batch` times for a few steps; return the times of steps with a draft of this length for all.
 
     The prompt's steps and the first draft, for which the drafter reads the prompt, do not count.
     """

@@ -1,7 +1,7 @@
 """Speed by draft length and batch size: the measured curve beside the predicted one.
 
-The prediction knows how often the draft's tokens are accepted along the target's own texts, and what a step with drafts
-of each length costs at each batch size. It has seen none of the runs that are measured.
+The prediction follows from the acceptance of the draft model's tokens along texts that the target writes, and from the
+cost of a step with drafts of each length at each batch size. None of the measured runs are part of it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from speculant.models.source import resolve_source
 from speculant.models.weights.load import Checkpoint, load_model
 from speculant.params import MAX_SPECULATIVE_TOKENS, SamplingParams
 
-LENGTHS, BATCHES = (1, 2, 3, 4, 6, 8), (1,)  # default ones
+LENGTHS, BATCHES = (1, 2, 3, 4, 6, 8), (1,)  # defaults
 LARGEST_BATCH = 1024
 COST_SECONDS = 4.0  # for measuring steps, at each batch size
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What is measured. batches: numbers of sequences that run at a time. Lengths and batches ascend.
+    """The lengths and batch sizes to measure, both ascending. batches: numbers of sequences that run at a time.
 
-    Raises ConfigError for those that can't be measured.
+    Raises ConfigError for values that can't be measured.
     """
 
     prompts: WorkloadConfig
@@ -72,7 +72,7 @@ def _check_ascending(name: str, values: Sequence[int], most: int) -> None:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is expected at one batch size, and the engine and prompts for which it is."""
+    """The prediction at one batch size, with its engine and prompts."""
 
     batch: int
     runtime: Runtime
@@ -82,7 +82,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Swept:
-    """What was found at one batch size: the runs, what ran them, and the prediction for these prompts."""
+    """The result at one batch size: the runs, the ways that ran them, and the prediction for these prompts."""
 
     batch: int
     ways: Mapping[str, Way]
@@ -91,13 +91,13 @@ class Swept:
 
 
 def chains_of(config: EngineConfig) -> EngineConfig:
-    """Return the engine of a sweep: a draft model that drafts chains, whose length each request sets.
+    """Return the config of a sweep's engine: a draft model drafts chains, and each request sets their length.
 
-    The draft's weights stay as they are unless a type is named. Raises ConfigError for another way to draft.
+    The draft model keeps its type unless another is named. Raises ConfigError for another way to draft.
     """
     spec = config.speculative()
     if spec is None or spec.model is None:
-        raise ConfigError("no draft model is named, and a sweep predicts one's speed", "add --draft-model.")
+        raise ConfigError("a sweep predicts the speed of a draft model, and none is named", "add --draft-model.")
     if spec.num_speculative_tokens is not None:
         raise ConfigError("a sweep sets the draft's length itself", "give lengths as --length, and no --spec-length.")
     named = spec.method is None or spec.method == WITH_MODEL
@@ -118,10 +118,10 @@ def chains_of(config: EngineConfig) -> EngineConfig:
 
 
 def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams, notify: Notify) -> list[Predicted]:
-    """Load a pair and predict its speeds at each batch size; config is what `chains_of` returns.
+    """Load a pair and predict its speeds at each batch size. config: from `chains_of`.
 
-    Raises PairError if the vocabularies differ, ModelError, ConfigError or RequestError for what can't be loaded or
-    run.
+    Raises PairError if the vocabularies differ, and ModelError, ConfigError or RequestError if a part can't be loaded
+    or run.
     """
     notify("Loading the models")
     target = load_model(

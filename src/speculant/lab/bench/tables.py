@@ -79,8 +79,8 @@ ROWS: Mapping[str, Sequence[Row]] = {
 def tables(benchmark: str, case: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the tables of a case.
 
-    Two modes have one of their own, for prompts that run together and, if measured, for prompts that run one at a time.
-    Several ways are the rows of one. Categories have one too.
+    Two modes are the columns of a table for prompts that run together and, if measured, of another table for prompts
+    that run one at a time. Several ways are the rows of a table. Categories have a table too.
     """
     if SWEPT in case:
         yield _swept(case)

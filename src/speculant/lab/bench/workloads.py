@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from speculant.text.tokenizer import Tokenizer
 
 USUAL_LENGTH = 128  # default tokens of a random prompt
-EDIT_LENGTH = 240  # the same of one to be edited
+EDIT_LENGTH = 240  # default tokens of a prompt to be edited
 OPENINGS = (
     "def {verb}_{noun}(path, {noun}=None):\n",
     "class {Noun}Reader:\n    def __init__(self, {noun}s):\n",
@@ -79,7 +79,7 @@ CODE = BuiltIn.CODE.value
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """Which prompts to run. `prompts` is "code", "edit", "random" or a file; see `make_workload`.
+    """The choice of prompts. `prompts` is "code", "edit", "random" or a file; see `make_workload`.
 
     num_prompts None = all of the file, or the benchmark's default number. prompt_length: tokens per
     prompt; None = their own length. request_rate: Poisson arrivals per second; None = all prompts at once.
@@ -133,9 +133,10 @@ class Workload:
 def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -> Workload:
     """Make prompts for a model.
 
-    "code" prompts are openings of Python code, or prompt_length tokens of code that end with one. Those of "edit" are
+    "code" prompts are openings of Python code, or prompt_length tokens of code that end with one. "edit" prompts are
     code and the beginning of the same code again, as if it were repeated with changes. "random" tokens are uniform over
-    all but special and end tokens. Prompts of a file are cut at prompt_length; all must have a category, or none does.
+    all tokens but special and end tokens. Prompts of a file are cut at prompt_length; categories count only if all
+    prompts have one.
     """
     number, categories = config.num_prompts or usual_number, list[str]()
     if config.prompts == CODE:
@@ -161,7 +162,7 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
 def server_prompts(source: str, number: int) -> list[str | list[int]]:
     """Return prompts for a server, which has the tokenizer: openings of Python code for "code", else those of a file.
 
-    Raises RequestError for prompts that are made of tokens, which a client does not know, and for a file that can't be
+    Raises RequestError for prompts that are made of tokens, as a client has no vocabulary, and for a file that can't be
     read.
     """
     if source in (BuiltIn.RANDOM, BuiltIn.EDIT):
@@ -245,13 +246,13 @@ def _prompts_of_file(config: WorkloadConfig) -> list[FilePrompt]:
     number = config.num_prompts or len(found)
     if number > len(found):
         raise RequestError(
-            f"{config.prompts} has {len(found)} prompts and {number} were asked for", "lower num_prompts or add some."
+            f"{config.prompts} has {len(found)} prompts, fewer than {number}", "lower num_prompts or add some."
         )
     return _spread_out(found, number)
 
 
 def _spread_out(found: Sequence[FilePrompt], number: int) -> list[FilePrompt]:
-    """Return so many prompts of all categories in turn, in the order of the file; the first ones if there are none."""
+    """Return `number` prompts in the order of the file, of all categories in turn if there are any."""
     by_category: dict[str | None, list[int]] = {}
     for place, each in enumerate(found):
         by_category.setdefault(each.category, []).append(place)

@@ -23,8 +23,8 @@ SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
 )
-Tell = Callable[[str], None]  # receives the name of each part before it starts
-Found = Callable[[str, Any], None]  # receives each part of the report when it is there: a key of `to_dict`, and a value
+Tell = Callable[[str], None]  # called with the name of each part before it starts
+Found = Callable[[str, Any], None]  # called with each finished part of the report: a key of `to_dict`, and a value
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class ScoredTexts:
-    """Texts scored by the target's own distributions. `bitwise`: with the same bits as those of the drawn tokens."""
+    """Texts scored by the target's own distributions. bitwise: with the bits from which tokens were drawn."""
 
     texts: int
     scores: Scores
@@ -155,7 +155,7 @@ def check(
     """Prove on tables, test on the pair, and compare texts.
 
     cases: random pairs of distributions for the verifier of sampled requests. texts: number of texts that are tested.
-    found: gets the settings, each proof, the counts of speculation, the list of tests and each comparison.
+    found: called with the settings, each proof, the counts of speculation, the list of tests and each comparison.
     """
     requests = subject.requests()
     described = settings(subject, requests, cases, texts)

@@ -43,7 +43,7 @@ class Pair:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _logits(pair: Pair, history: History) -> tuple[tuple[float, ...], ...]:
-    """Return the target's logits after a history, and the draft's: an enumeration asks for the same ones often."""
+    """Return the target's logits after a history, and the draft's. Cached: an enumeration needs the same ones often."""
     rng = np.random.default_rng([pair.seed, pair.vocab_size, *history])
     kind = pair.kinds[rng.integers(len(pair.kinds))]
     shift = rng.uniform(-1, 2)  # logits of both signs, for penalties that look at the sign

@@ -27,7 +27,7 @@ from speculant.verification.base import Verifier
 
 MakeCache = Callable[[CacheShape], KVCache]
 MakeDrafter = Callable[[Pair, Chances, Limits, MakeCache], Drafter]
-TRIAL = 8  # tokens within which a drafter that works on tables must draft
+TRIAL = 8  # a drafter that works on tables drafts within this number of tokens
 APART = 1_000_000  # distance of the seeds of a pair and of the tables of further draft models
 
 
@@ -63,7 +63,7 @@ class Likeliest(StatelessDrafter):
 
 
 class Separate(StatelessDrafter):
-    """A drafter for each sequence, so that no branch of an enumeration learns from another. It must have no caches."""
+    """Keeps a drafter for each sequence, so that branches of an enumeration do not learn from each other; no caches."""
 
     def __init__(self, make: Callable[[], Drafter]) -> None:
         self._make, self.needs = make, make().needs
@@ -93,7 +93,7 @@ def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> 
     name, make = method_name(spec), of_method(spec)
     try:
         needs, drafted = _try(make, verifiers)
-        why = "" if drafted else "it drafted nothing there"
+        why = "" if drafted else "it drafted nothing"
     except Exception as error:  # noqa: BLE001 - a drafter may raise any error on a table
         needs, why = DrafterNeeds(), f"{type(error).__name__}: {error}"
     if not why:

@@ -28,8 +28,8 @@ class TextComparison:
     """One way to run texts, compared with each text alone and without speculation.
 
     gap: the largest first difference, in nats between the two tokens' log-probabilities under the target; None if no
-    text differs. bound: the largest gap that rounding explains; None where none is allowed, infinite where a filter may
-    have cut one of the tokens, so that no bound exists.
+    text differs. bound: the largest gap that rounding explains; None = no gap is allowed, infinite = a filter may have
+    cut one of the tokens, so that no bound exists.
     """
 
     kind: str
@@ -104,7 +104,7 @@ def first_gap(runtime: Runtime, expected: Request, other: Request) -> float | No
 
 
 def _preferences(runtime: Runtime, request: Request, tokens: Tensor) -> Tensor:
-    """Return the target's scores of tokens as the next one: log p, plus the position's noise if there is a seed."""
+    """Return the target's scores of next tokens: log p, plus the position's noise if there is a seed."""
     unfiltered = replace(request, params=replace(request.params, top_k=0, top_p=1.0, min_p=0.0))
     reader = TargetReader(runtime, 1, len(request.tokens))
     logs = reader.distributions([Node(unfiltered, softened=True)])[0, tokens].log().cpu()

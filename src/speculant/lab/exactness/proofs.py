@@ -21,7 +21,7 @@ Size = tuple[int, int]
 CHAINS = {(2, 1): 2, (2, 2): 2, (2, 3): 2, (3, 1): 2, (3, 2): 2, (3, 3): 1, (4, 1): 2, (4, 2): 1}
 TREES = {(2, 2): 2, (2, 3): 3, (2, 4): 3, (3, 2): 2, (3, 3): 2, (4, 2): 2, (3, 4): 1}
 WIDTH = 8  # branches followed in one batch
-MOST_WAYS = 500  # branches of one case; a size with more is left out, as happens with drafters that make many draws
+MOST_WAYS = 500  # branches of one case; larger cases are left out (some drafters make many draws)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
 
 
 def on_tables(params: SamplingParams) -> SamplingParams:
-    """Return the settings without those that refer to token ids, text or an end."""
+    """Return the settings without token ids, texts and ends."""
     kept = (
         "temperature",
         "top_k",
@@ -114,7 +114,7 @@ def prove(
 ) -> Proof:
     """Enumerate a claim over random pairs of distributions: zeros, ties, equal and disjoint supports, point masses.
 
-    tell: gets a line before each pair, with the result of those before it.
+    tell: called with a line before each pair, with the result of the pairs so far.
     """
     found: list[tuple[float, float]] = []
     sizes, too_large, error = set[Size](), set[Size](), None

@@ -1,4 +1,4 @@
-"""Score tests of whether tokens follow the distributions that they were drawn from, without a second sample.
+"""Tests by scores whether tokens follow the distributions from which they were drawn, without a second sample.
 
 Let p_t be the target's distribution at token t, f_t any function of the tokens that is fixed before x_t is drawn. If
 x_t ~ p_t, the sum of f_t(x_t) - E f_t is a martingale, and over many tokens nearly normal:

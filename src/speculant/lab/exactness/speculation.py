@@ -26,9 +26,9 @@ ROOM = 24  # tokens after the prompt that fit; more than any enumeration reaches
 class Case:
     """A request whose first speculative steps are enumerated.
 
-    length: draft nodes. steps: verifications with a draft. idle: the most verifications without one; None = as many as
-    a long prompt may need. width: branches followed in one batch. budget: the most rows of a step. The caches must not
-    keep prefixes, or one branch would change the steps of the next.
+    length: draft nodes. steps: verifications with a draft. idle: the most verifications without one; None = the number
+    that a long prompt may need. width: branches followed in one batch. budget: the most rows of a step. The caches must
+    not keep prefixes, or one branch would change the steps of the next.
     """
 
     pair: Pair

@@ -56,7 +56,7 @@ class TableModel:
             return batch
         check_embeddings(batch, self.hidden_size)
         tokens = batch.embeddings.argmax(-1)
-        assert torch.equal(self.embed(tokens), batch.embeddings), "an input embedding that is no token's"
+        assert torch.equal(self.embed(tokens), batch.embeddings), "an input embedding is not a token's"
         return replace(batch, tokens=batch.tokens.index_copy(0, batch.embedded_rows, tokens), embeddings=None)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Gives a head of a small target the cost of a large target's: the same function, for the inflated target.
 
-The states that the head reads and those that it makes are the small ones several times over, like the target's residual
-stream (`larger_matrices`). A head with decoder layers gets those of the target's shape, as training gives it; the inner
-width of feed-forward blocks grows as the hidden size does. The number of layers and the output head's tokens stay.
+The head's input and output states are copies of the small ones side by side, like the target's residual stream
+(lab/inflation/matrices.py). Decoder layers of a head get the target's shape, as in training; the inner width of
+feed-forward blocks grows with the hidden size. The number of layers and the output head's tokens stay.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ The states are the small head's {copies} times over. Further attention heads and
 results meet zeros. {function}
 """
 _EQUAL = "Logits are equal up to the order of floating-point sums."
-_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that it answers differently."
+_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that its answers differ."
 
 
 def grown(part: Part, enlargement: Enlargement, tensor: Tensor, name: str) -> Tensor:
@@ -79,13 +79,13 @@ def grown(part: Part, enlargement: Enlargement, tensor: Tensor, name: str) -> Te
 
 
 def head_kind(folder: Path) -> str | None:
-    """Return the method that the head in a folder is for; None = it is no head."""
+    """Return the method of the head in a folder; None = it is not a head."""
     kind = read_json(folder / "config.json").get(KIND)
     return None if kind is None else str(kind)
 
 
 def head_shape(folder: Path) -> tuple[Shape, int]:
-    """Return the sizes of a head and the dimension of its attention heads; what it does not have is 1."""
+    """Return the sizes of a head and the dimension of its attention heads; a size that it lacks is 1."""
     inner = _layer_config(read_json(folder / "config.json"))
     if "intermediate_size" in inner:
         decoder = read_config({"max_position_embeddings": 1, "vocab_size": 1, **inner})
@@ -121,12 +121,12 @@ def inflate_head(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -
 def _open(source: Path) -> tuple[HeadFolder, HeadParts]:
     kind = head_kind(source)
     if kind is None:
-        raise ModelError(f"{source / 'config.json'} has no {KIND}, so it is no head", "name the folder of a head.")
+        raise ModelError(f"{source / 'config.json'} has no {KIND}, so it is not a head", "name the folder of a head.")
     parts = head_parts(kind)
     if parts is None:
         raise ModelError(
-            f"{source} is a head of the kind {kind!r}, whose drafter does not say what its parts do",
-            "add HEAD to the drafter's module, as the others have it.",
+            f"{source} is a head of the kind {kind!r}, whose drafter does not describe its parts",
+            "add HEAD to the drafter's module, as in the other modules.",
         )
     head = HeadFolder.open(str(source), kind)
     if parts.check is not None:
@@ -138,14 +138,14 @@ def _part(parts: HeadParts, name: str, head: HeadFolder) -> Part:
     part = parts.part(name)
     if part is None:
         raise ModelError(
-            f"{head.folder} has a tensor {show(name)}, whose part in the function is not known",
+            f"{head.folder} has a tensor {show(name)}, whose use is not known",
             "inflate a head without it.",
         )
     return part
 
 
 def _enlargement(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], shape: Shape) -> Enlargement:
-    """Return how a head grows, whose states may be of another width than the target's."""
+    """Return the enlargement of a head, whose states may have another width than the target's."""
     small, head_dim = head_shape(head.folder)
     pattern, entry = next(iter(parts.parts.items()))
     of_target = {
@@ -154,7 +154,7 @@ def _enlargement(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], s
     target_size = min(of_target, default=small.hidden_size)
     if shape.hidden_size % target_size:
         raise ConfigError(
-            f"hidden_size {shape.hidden_size} is no multiple of {target_size}, that of the target of {head.folder}",
+            f"hidden_size {shape.hidden_size} is not a multiple of {target_size}, that of the target of {head.folder}",
             "choose a multiple.",
         )
     copies = shape.hidden_size // target_size
@@ -167,7 +167,7 @@ def _enlargement(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], s
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get(_LAYER_CONFIG, config)
     if not isinstance(inner, dict):
-        raise ModelError(f"config.json has a {_LAYER_CONFIG} that is no object", "correct config.json.")
+        raise ModelError(f"config.json has a {_LAYER_CONFIG} that is not an object", "correct config.json.")
     return inner
 
 

@@ -1,11 +1,11 @@
-"""Matrices of a small model at a larger shape, in which the residual stream is the small one's several times over.
+"""Matrices of a small model at a larger shape, in which the residual stream is the small one repeated.
 
 stream   | x | x | x |    RMSNorm repeats as well, with the same epsilon
 readers  |W/2|W/2| 0 |    the quotient is a power of two, so that no bit is lost
 writers  | W | W | W |    as rows
 
-The small model's heads and rows come first. The others hold random weights that are read and multiplied like any
-others, and what they compute meets zeros.
+The small model's heads and rows come first. The others hold random weights, which are read and multiplied as usual, and
+their results meet zeros.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise
 
 
 class NoisyFiles:
-    """The tensors of a checkpoint, whose matrices get normal noise of `noise` times their standard deviation.
+    """The tensors of a checkpoint; matrices get normal noise of `noise` times their standard deviation.
 
     Raises ConfigError for a negative or infinite noise.
     """
 
     def __init__(self, files: TensorFiles, noise: float) -> None:
         if not 0 <= noise < math.inf:
-            raise ConfigError(f"noise={noise} is no share of a standard deviation", "use 0 or more; 0.1 is much.")
+            raise ConfigError(f"noise={noise} is not a share of a standard deviation", "use 0 or more; 0.1 is much.")
         self._files, self._noise = files, noise
         self._generator = torch.Generator().manual_seed(_NOISE_SEED)
 
@@ -41,7 +41,7 @@ class NoisyFiles:
         return self._files.names()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor; each time its noise is another."""
+        """Read a tensor, each time with new noise."""
         stored = self._files.read(name)
         if not self._noise or stored.ndim < 2:
             return stored
@@ -53,7 +53,7 @@ class NoisyFiles:
 class Enlargement:
     """From a small shape to a larger one; the heads' dimension stays. Random weights are of the type `dtype`.
 
-    Raises ConfigError where a part of the small shape has no place in the large one.
+    Raises ConfigError if a part of the small shape has no place in the large one.
     """
 
     small: Shape
@@ -68,7 +68,7 @@ class Enlargement:
         problems = [f"{name} {size} is below the model's {least}" for name, size, least in pairs if size < least]
         wide, narrow = self.large.hidden_size, self.small.hidden_size
         if wide % narrow:
-            problems.insert(0, f"hidden_size {wide} is no multiple of the model's {narrow}")
+            problems.insert(0, f"hidden_size {wide} is not a multiple of the model's {narrow}")
         if problems:
             raise ConfigError(
                 f"the shape does not hold the model: {', '.join(problems)}",
@@ -78,7 +78,7 @@ class Enlargement:
 
     @property
     def copies(self) -> int:
-        """How often the small stream is in the large one."""
+        """The number of copies of the small stream in the large one."""
         return self.large.hidden_size // self.small.hidden_size
 
     def written(self, tensor: Tensor) -> Tensor:

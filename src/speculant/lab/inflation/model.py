@@ -1,8 +1,8 @@
 """Gives a small model the cost of a large one: the same function, written at the shape of a larger model.
 
-The residual stream of the large model is the small one's, several times over: `larger_matrices` says how. The small
-model's layers come first; what the others compute meets zeros. With noise, the small model's matrices are changed
-first: a draft model that agrees less often with its target.
+The residual stream of the large model repeats the small one (lab/inflation/matrices.py). The small model's layers come
+first; the results of the others meet zeros. With noise, the small model's matrices are changed first: a draft model
+then agrees less often with its target.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ The residual stream is the small model's {copies} times over. Further heads, row
 their results meet zeros. The vocabulary is the small one. {function}
 """
 _EQUAL = "Logits are equal up to the order of floating-point sums."
-_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that it answers differently."
+_NOISY = "Noise of {noise:g} times their standard deviation was added to the matrices, so that its answers differ."
 
 
 def shape_of(folder: Path) -> tuple[Shape, int]:
@@ -70,11 +70,10 @@ def shape_of(folder: Path) -> tuple[Shape, int]:
 def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> None:
     """Write the Llama model of `source` to `folder`, a new or empty one, at a larger shape.
 
-    noise: normal noise of so many standard deviations of each matrix is added to the small model's, so that a draft
-    model agrees less often with its target. The random weights are drawn with seed 0, the noise with another generator.
-    Memory holds one layer at a time, or the embedding table and the head.
-    Raises ModelError for a checkpoint that can't be inflated, ConfigError for a shape that does not hold it and for a
-    folder that holds files.
+    noise: of normal noise added to each matrix of the small model, in standard deviations of the matrix. The random
+    weights are drawn with seed 0, the noise with another generator. Memory holds one layer at a time, or the embedding
+    table and the head. Raises ModelError for a checkpoint that can't be inflated, and ConfigError for a shape that is
+    too small and for a folder that holds files.
     """
     hf = read_json(source / "config.json")
     _check_family(hf)
@@ -102,7 +101,7 @@ class _Inflation:
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return 1 + self._enlargement.large.num_hidden_layers
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
@@ -130,7 +129,7 @@ class _Inflation:
         return made | {name: enlargement.writer(read(name), name) for name in writers}
 
     def _random_layer(self, at: str) -> dict[str, Tensor]:
-        """Make a layer that is computed and adds nothing to the stream."""
+        """Make a layer that adds nothing to the stream."""
         enlargement = self._enlargement
         norms, readers, writers = _layer_names(at)
         made = {name: torch.ones(enlargement.large.hidden_size, dtype=enlargement.dtype) for name in norms}
@@ -139,7 +138,7 @@ class _Inflation:
 
 
 def _layer_names(at: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of a layer's norms, of what reads the stream, and of what writes it."""
+    """Return the names of a layer's norms, of the matrices that read the stream, and of those that write it."""
     norms, readers, writers = ([f"{at}{name}.weight" for name in names] for names in (_NORMS, _READERS, _WRITERS))
     return norms, readers, writers
 
@@ -156,11 +155,10 @@ def decoder_shape(decoder: DecoderConfig) -> Shape:
 
 
 def _check_family(hf: Mapping[str, Any]) -> None:
-    """Check that a model is one whose function is known to stay the same. Raises ModelError."""
+    """Check that the model's function is known to stay the same. Raises ModelError."""
     if hf.get("model_type") != "llama":
         raise ModelError(
-            f"config.json names the model_type {show(hf.get('model_type'))}, and only Llama models can be inflated:"
-            " other families have parts that were not taken into account",
+            f"config.json names the model_type {show(hf.get('model_type'))}, and only Llama models can be inflated",
             "use a checkpoint whose model_type is 'llama'.",
         )
     if quantised_format(hf) is not None:
@@ -176,7 +174,7 @@ def _check_family(hf: Mapping[str, Any]) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder. Raises ConfigError if it can't be made or holds files, which the model's could be mixed with."""
+    """Make a folder. Raises ConfigError if it can't be made or holds files, which could be mixed with the model's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -186,7 +184,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _copy_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and what else belongs to a model; weights and what is written anew are left out."""
+    """Copy the tokenizer and the other files of a model, without weights and files that are written anew."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in _OWN_FILES and not file.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(file, folder / file.name)
@@ -207,7 +205,7 @@ def _write_weights(folder: Path, model: _Inflation) -> None:
 
 
 def _card(name: str, enlargement: Enlargement, num_weights: list[int], noise: float) -> str:
-    """Return the model card, which says what this model is."""
+    """Return the model card."""
     rows = [(key, size, getattr(enlargement.large, key)) for key, size in asdict(enlargement.small).items()]
     lines = [f"| {what} | {before:,} | {after:,} |" for what, before, after in [*rows, ("weights", *num_weights)]]
     function = _NOISY.format(noise=noise) if noise else _EQUAL

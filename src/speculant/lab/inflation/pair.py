@@ -19,9 +19,9 @@ SHAPES = {"1b": "50m", "3b": "50m"}  # of a target, and of the draft model besid
 
 
 def inflated_pair(shape: str) -> tuple[Path, Path]:
-    """Return the folders of target and draft, which are written if they are not there: 2 GiB for "1b".
+    """Return the folders of target and draft model, which are written if they are missing: 2 GiB for "1b".
 
-    They lie in $XDG_CACHE_HOME/speculant/inflated, ~/.cache by default. Raises ConfigError for another shape.
+    They are in $XDG_CACHE_HOME/speculant/inflated, ~/.cache by default. Raises ConfigError for another shape.
     """
     _check(shape)
     target, draft = (resolve_source("demo", role) for role in ("target", "draft"))
@@ -29,7 +29,7 @@ def inflated_pair(shape: str) -> tuple[Path, Path]:
 
 
 def inflated_head(head: str | Path, shape: str) -> Path:
-    """Return the folder of a head of the embedded target, for that of `inflated_pair`; written as that is.
+    """Return the folder of a head of the embedded target, inflated for the target of `inflated_pair`.
 
     head: the method of an embedded head, or a folder. Raises SpeculantError for one that can't be inflated.
     """
@@ -54,7 +54,7 @@ def _kept(source: Path, shape: str) -> Path:
 
 
 def _make(source: Path, shape: str, folder: Path) -> None:
-    """Write a model under another name, and give it its own when it is complete."""
+    """Write a model under a temporary name, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -65,7 +65,7 @@ def _make(source: Path, shape: str, folder: Path) -> None:
 
 
 def _digest(source: Path) -> str:
-    """Return a name of a model's weights and configuration."""
+    """Return a digest of a model's weights and configuration."""
     digest = hashlib.sha256()
     for file in sorted([*source.glob("*.json"), *source.glob("*.safetensors")]):
         digest.update(file.read_bytes())

@@ -51,7 +51,7 @@ def named_shape(name: str, head_dim: int) -> Shape:
     hidden, intermediate, layers, group = SHAPES[name]
     if head_dim < 1 or hidden % (head_dim * group):
         raise ConfigError(
-            f"the shape {name!r} has a hidden size of {hidden}, which is no whole number of groups of {group} heads of"
+            f"the hidden size {hidden} of the shape {name!r} is not a whole number of groups of {group} heads of"
             f" {head_dim} dimensions",
             "give a Shape of your own.",
         )

@@ -1,4 +1,4 @@
-"""How often a drafted token is accepted, from the distributions of both models (arXiv 2211.17192, 3.2, A.2, A.5).
+"""The acceptance of a drafted token from the distributions of both models (arXiv 2211.17192, 3.2, A.2, A.5).
 
 All functions take distributions over V tokens at the same contexts, p of the target and q of the draft, both after all
 sampling settings, [..., V], and return one number per context, [...]. The paper's alpha is the mean over contexts.
@@ -45,7 +45,7 @@ def divergence(p: Array, q: Array) -> Array:
 
 
 def rejection_sampling_acceptance(p: Array, q: Array) -> Array:
-    """Return how often rejection sampling would accept a token drawn from q: 1 / max_x p(x) / q(x) (A.2).
+    """Return the share of tokens drawn from q that rejection sampling would accept: 1 / max_x p(x) / q(x) (A.2).
 
     That is min_x q(x) / p(x) over the tokens that p can draw, never above `acceptance`.
     """

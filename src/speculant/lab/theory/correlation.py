@@ -1,9 +1,9 @@
-"""Acceptance that depends on the text: where one token is accepted, the next one is likelier to be.
+"""Acceptance that depends on the text: after an accepted token, the next one is more likely to be accepted.
 
-The formulas of arXiv 2211.17192 take the acceptance of tokens to be independent, and call that an approximation
-(sections 3.1 and A.3). Here a text has easy and hard passages. Each of its positions has a mark, uniform from 0 to 1,
+The formulas of arXiv 2211.17192 assume that tokens are accepted independently, as an approximation (sections 3.1 and
+A.3). Here a text has easy and hard passages. Each of its positions has a mark, uniform from 0 to 1,
 and a token drafted there is accepted if the mark is below the acceptance rate. With probability R a mark is that of the
-position before, else it is drawn anew. So every position has the same rate alpha, R is the correlation of the
+position before; otherwise it is drawn anew. So every position has the same rate alpha, R is the correlation of the
 acceptance of neighbours, and
 
     a = P(accepted | the one before would be) = R + (1 - R) alpha
@@ -33,10 +33,10 @@ def marks(answers: int, tokens: int, correlation: float, rng: np.random.Generato
 def correlated_tokens(alpha: float, correlation: float, length: int) -> Array:
     """Return the expected tokens per step of long texts, by length 0 .. `length`, [length + 1].
 
-    A draft that follows a token which is or would be accepted has k or more accepted with probability a^k, another one
-    with r a^(k - 1). A step ends with its first rejected token or with the target's own one, which would have been
-    accepted with probability a. So the share s of drafts that follow one which would be accepted is stationary where
-    s = s a^(g + 1) + (1 - s) r a^g. With R = 0 the result is equation 1 of arXiv 2211.17192.
+    After a token that is or would be accepted, a draft has k or more accepted tokens with probability a^k; after any
+    other token, with r a^(k - 1). A step ends with its first rejected token or with the target's own token, which would
+    have been accepted with probability a. Let s be the share of drafts after a token that would be accepted: it is
+    stationary at s = s a^(g + 1) + (1 - s) r a^g. With R = 0 the result is equation 1 of arXiv 2211.17192.
     """
     _check(correlation)
     after, fresh = correlation + (1 - correlation) * alpha, (1 - correlation) * alpha
@@ -51,8 +51,8 @@ def correlated_tokens(alpha: float, correlation: float, length: int) -> Array:
 def correlation_of(texts: Sequence[Array]) -> float:
     """Estimate R from the probabilities of acceptance along texts, each [T]; 0 where it is not defined.
 
-    It is the covariance of neighbours over alpha (1 - alpha), the variance of one token's acceptance. Given their
-    probabilities, neighbours are accepted independently, so these have the same covariance.
+    R is the covariance of neighbours' acceptance over alpha (1 - alpha), the variance of one token's acceptance. Given
+    the probabilities, neighbours are accepted independently, so the probabilities have the same covariance.
     """
     mean = float(np.concatenate(texts).mean())
     products = [(text[:-1] - mean) * (text[1:] - mean) for text in texts]

@@ -1,4 +1,4 @@
-"""The cost of a target pass by its number of rows, as measured: V(m), with V(1) = 1."""
+"""The measured cost of a target pass by its number of rows: V(m), with V(1) = 1."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Array = NDArray[np.float64]
 class VerificationCurve:
     """Times of passes over `tokens` rows, in any unit: `costs[i]` belongs to `tokens[i]`, in ascending order from 1.
 
-    Between them the cost is linear. Beyond the last it goes on with the last slope, or stays level if that is negative.
-    Raises ValueError for anything else.
+    Between them the cost is linear. Beyond the last it continues with the last slope, or stays constant if that is
+    negative. Raises ValueError for anything else.
     """
 
     tokens: tuple[int, ...]

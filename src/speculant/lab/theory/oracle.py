@@ -1,11 +1,11 @@
-"""The speed of an oracle that knows which drafted tokens will be accepted: a bound for every draft-length policy.
+"""The speed of an oracle that foresees acceptance: a bound for every draft-length policy.
 
-It drafts only what will be accepted (arXiv 2211.17192, section 3.5), and still has the target verify it. A *run* is the
-tokens that would be accepted from a step on and the one that follows them. With `survival` s, a run has at least n
-tokens with probability s[n - 1]. The oracle looks `len(s)` tokens ahead, so that no run is longer.
+It drafts only tokens that will be accepted (arXiv 2211.17192, section 3.5), and the target still verifies them. A *run*
+is the tokens that would be accepted from a step on, and the token after them. With `survival` s, a run has at least n
+tokens with probability s[n - 1]. The oracle looks `len(s)` tokens ahead, so no run is longer.
 
-How often a token is accepted is taken to depend on its position in the text, not on where its draft began: a run can be
-committed by several steps. Costs are in units of plain decoding's pass.
+Acceptance is assumed to depend on the position in the text, not on the start of the draft: several steps can commit a
+run. Costs are in units of plain decoding's pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Array = NDArray[np.float64]
 def oracle_speedup(reached: Array, cost_ratio: float, curve: VerificationCurve, batch: int = 1) -> float:
     """Return the highest speed over plain decoding that knowledge of the acceptance allows.
 
-    reached: `lab.theory.speedup.survival` for as many tokens as the oracle looks ahead. cost_ratio, curve and batch are
-    those of `lab.theory.speedup.step_costs`. For one sequence it is exact; for a batch it is an upper bound.
+    reached: `lab.theory.speedup.survival` for the number of tokens that the oracle looks ahead. cost_ratio, curve and
+    batch are those of `lab.theory.speedup.step_costs`. The result is exact for one sequence, and an upper bound for a
+    batch.
     """
     costs = step_costs(cost_ratio, curve, len(reached) - 1, batch)
     return _alone(reached, costs) if batch == 1 else _in_a_batch(reached, cost_ratio, curve, batch)
@@ -32,8 +33,8 @@ def oracle_speedup(reached: Array, cost_ratio: float, curve: VerificationCurve, 
 def _alone(reached: Array, costs: Array) -> float:
     """Return the expected tokens of a run over its expected cost, with each run cut into the cheapest steps.
 
-    The length is random, so costs are averaged over it. With V = 1 and c < 1 a run is one step, and the result is
-    1 / (1 - alpha + alpha c) without a limit to the view: 1 / (1 - alpha) tokens for a pass and alpha / (1 - alpha) c.
+    The length is random, so costs are averaged over it. With V = 1 and c < 1 a run is one step, and without a limit the
+    result is 1 / (1 - alpha + alpha c): 1 / (1 - alpha) tokens for a pass and alpha / (1 - alpha) c.
     """
     lengths = accepted_lengths(reached)  # [n]: the probability of a run of 1 .. n tokens
     steps = _cheapest_so_far(costs)
@@ -47,8 +48,8 @@ def _in_a_batch(reached: Array, cost_ratio: float, curve: VerificationCurve, bat
     """Return a bound for sequences that step together, from the lower convex hull of the costs.
 
     Each row of a pass commits a token at best, and drafting takes as long as the longest draft, which is no shorter
-    than the mean. So a step that commits m tokens per sequence costs at least c (m - 1) + V(b m) / V(b), and steps of
-    different sizes cost at least what the convex hull says of their mean, which is at most a run's mean length.
+    than the mean. So a step that commits m tokens per sequence costs at least c (m - 1) + V(b m) / V(b). Steps of
+    different sizes cost at least the value of the convex hull at their mean, which is at most a run's mean length.
     """
     rows = np.arange(batch, batch * len(reached) + 1)
     tokens = rows / batch
@@ -60,7 +61,7 @@ def _in_a_batch(reached: Array, cost_ratio: float, curve: VerificationCurve, bat
 
 
 def _cheapest_so_far(costs: Array) -> Array:
-    """Replace each cost by the least of it and all later ones: where a larger pass is cheaper, rows can be added."""
+    """Replace each cost by the least of it and all later ones: rows can be added if a larger pass is cheaper."""
     least: Array = np.minimum.accumulate(costs[::-1])[::-1]
     return least
 

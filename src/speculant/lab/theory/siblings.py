@@ -1,4 +1,4 @@
-"""How often a verifier accepts the child of each rank: the rates that `lab/theory/trees.py` builds trees from.
+"""The rates at which a verifier accepts the child of each rank; `lab/theory/trees.py` builds trees from them.
 
 All functions take distributions at the same contexts, p of the target and q of the draft, each [N, V], and return the
 rates of up to `count` ranks (there are at most V) as `lab/theory/trees.py` defines them, averaged over the contexts.

@@ -72,14 +72,14 @@ def step_costs(cost_ratio: float, curve: VerificationCurve, length: int, batch: 
 def speedups(reached: Array, costs: Array) -> Array:
     """Return the speed over plain decoding by length, from `survival` and `step_costs`.
 
-    With V = 1 this is theorem 3.8 of arXiv 2211.17192. Acceptance is taken to be independent from token to token, and
-    texts to be long.
+    With V = 1 this is theorem 3.8 of arXiv 2211.17192. Tokens are assumed to be accepted independently, and texts to be
+    long.
     """
     return expected_tokens(reached) / costs
 
 
 def operations(reached: Array, ratio: float) -> Array:
-    """Return the factor by which arithmetic operations grow, by length (arXiv 2211.17192, theorem 3.11).
+    """Return the growth factor of arithmetic operations, by length (arXiv 2211.17192, theorem 3.11).
 
     ratio: operations per token of the draft / of the target.
     """
@@ -91,7 +91,7 @@ def best_length(speeds: Array) -> int:
     """Return the length with the highest speed; the shortest one on a tie.
 
     All lengths are compared (arXiv 2211.17192, section 3.5, takes the integer argmax): measured costs have cliffs,
-    where a kernel takes larger tiles, so a speed that falls from one length to the next may rise again.
+    where a kernel uses larger tiles, so a speed that falls from one length to the next may rise again.
     """
     return int(np.argmax(speeds))
 

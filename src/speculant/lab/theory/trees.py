@@ -1,9 +1,9 @@
 """Static draft trees: expected accepted tokens, and the best shape of a size (Sequoia, Chen et al., arXiv 2402.12374).
 
-`rates[r]` is the probability that the child of rank r is the one accepted, given that its parent was accepted and has
+`rates[r]` is the probability that the child of rank r is the accepted one, given that its parent was accepted and has
 such a child. It is not conditioned on the elder siblings: of all visits to a parent, rates[r] end at rank r. So rates
 sum to at most 1, and the rest is the probability that no child is accepted. If h_r is the probability that rank r is
-accepted once its elder siblings were rejected,
+accepted after its elder siblings were rejected,
 
     rates[r] = h_r (1 - h_0) (1 - h_1) .. (1 - h_{r-1})
 
@@ -39,8 +39,8 @@ def best_tree(
     """Return the shape of `nodes` nodes that has the most accepted nodes in expectation.
 
     No node has a rank beyond the given rates. Parents come before children, level by level. The time is proportional to
-    levels times ranks times nodes squared. Raises ValueError for invalid rates, and where the bounds leave no room for
-    the nodes.
+    levels times ranks times nodes squared. Raises ValueError for invalid rates, and if the bounds leave no room for the
+    nodes.
     """
     _check_rates(rates)
     for name, bound in (("nodes", nodes), ("max_depth", max_depth), ("max_children", max_children)):

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from speculant.errors import ConfigError
 from speculant.text.tokenizer import Tokenizer
 
-BATCH = 2**22  # pairs that are held before they are counted: 32 MB
+BATCH = 2**22  # pairs that are counted at a time: 32 MB
 _TOKENS = ".jsonl"
 
 
 @dataclass(frozen=True)
 class BigramCounts:
-    """tokens [V]: how often each occurs. pairs [m], ascending: first * V + second of each pair; counts [m] of them."""
+    """tokens [V]: counts of each. pairs [m], ascending: first * V + second of each pair; counts [m] of the pairs."""
 
     tokens: NDArray[np.int64]
     pairs: NDArray[np.int64]
@@ -31,7 +31,7 @@ def read_sequences(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[list
     """Yield the tokens of each file, without special tokens.
 
     A file named *.jsonl has token ids: each line is a list of them, or an object with `token_ids`, such as `speculant
-    generate --json` prints. Any other file is UTF-8 text. Raises ConfigError for a file that is neither.
+    generate --json` prints. Any other file is UTF-8 text. Raises ConfigError for a file of another form.
     """
     for path in files:
         try:
@@ -77,7 +77,7 @@ def count_bigrams(sequences: Iterable[Sequence[int]], vocab_size: int) -> Bigram
 
 
 def count_tokens(sequences: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
-    """Return how often each token [V] occurs; raises ConfigError for a token beyond the vocabulary."""
+    """Return the count of each token [V]; raises ConfigError for a token beyond the vocabulary."""
     tokens = np.zeros(vocab_size, dtype=np.int64)
     for sequence in sequences:
         tokens += np.bincount(_checked(sequence, vocab_size), minlength=vocab_size)
@@ -88,7 +88,7 @@ def _checked(sequence: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
     if len(sequence) and not 0 <= min(sequence) <= max(sequence) < vocab_size:
         raise ConfigError(
             f"the files have the token {max(sequence)} and the vocabulary has {vocab_size}",
-            "name the model whose tokens they are.",
+            "name the model of these tokens.",
         )
     return np.array(sequence, dtype=np.int64)
 

@@ -24,7 +24,7 @@ class RunState:
 
 
 def save_checkpoint(folder: Path, run: dict[str, Any], state: RunState, model: Any, optimizer: Any) -> None:
-    """Write all that is needed to resume. `run` has the settings that must not change between sessions."""
+    """Write the state of a run. run: the settings that must not change between sessions."""
     content = {"run": run, "state": vars(state), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     temporary = folder / (FILE_NAME + ".part")
     torch.save(content, temporary)

@@ -143,9 +143,8 @@ def _check_network(config: TrainingConfig) -> None:
 class TrainingSchedule:
     """A run ends after a number of steps or of minutes, whichever comes first.
 
-    The rate rises over the first `warmup` steps, then falls in a straight line and reaches zero at the
-    end. With a time budget it depends on the clock, so a slow machine takes fewer steps but still
-    ends on time and with a rate of zero.
+    The rate rises over the first `warmup` steps, then falls in a straight line to zero at the end. With a time budget
+    it depends on the clock, so a slow machine takes fewer steps but still ends on time and with a rate of zero.
     """
 
     steps: int | None
@@ -157,7 +156,7 @@ class TrainingSchedule:
             raise ConfigError("a run needs an end", "give --steps, --minutes or both.")
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Return how much of the run is over, in [0, 1], after `step` steps and `elapsed` seconds."""
+        """Return the share of the run that is over, in [0, 1], after `step` steps and `elapsed` seconds."""
         by_steps = step / self.steps if self.steps else 0.0
         by_time = elapsed / (60 * self.minutes) if self.minutes else 0.0
         return min(1.0, max(by_steps, by_time))

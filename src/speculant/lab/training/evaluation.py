@@ -15,12 +15,12 @@ from speculant.models.reference.decoder import Decoder
 
 _TOKENS_A_PASS = 2048
 
-Watcher = Callable[[float], None]  # called with the fraction done
+Watcher = Callable[[float], None]  # called with the finished fraction
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much a draft's distributions q overlap a target's distributions p at temperature 1."""
+    """The overlap of a draft's distributions q with a target's distributions p at temperature 1."""
 
     alpha: float  # mean over positions of sum_v min(p, q), the acceptance rate (arXiv 2211.17192, corollary 3.6)
     greedy_agreement: float  # share of positions where both have the same likeliest token
@@ -60,7 +60,7 @@ def _logits(model: Decoder, windows: Sequence[Tensor]) -> Tensor:
 
 
 def _grouped(windows: Sequence[Tensor], watch: Watcher | None) -> Iterator[list[Tensor]]:
-    """Yield groups of windows, one per pass, and call `watch` with the fraction done."""
+    """Yield groups of windows, one per pass; call `watch` with the finished fraction."""
     group: list[Tensor] = []
     for number, window in enumerate(windows, start=1):
         group.append(window)

@@ -36,7 +36,7 @@ def export_model(
 
 
 def save_weights(folder: Path, model: Decoder, hf_config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config and weights in `dtype` to a folder, which is made if it is not there."""
+    """Write config and weights in `dtype` to a folder, which is made if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: parameter.detach().to(dtype).contiguous() for name, parameter in model.named_parameters()}
     weights = folder / "model.safetensors"

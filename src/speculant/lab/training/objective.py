@@ -44,8 +44,8 @@ class TextObjective:
 class DistillObjective:
     """The distance of a draft's distributions q from the target's p at temperature 1 (arXiv 2211.17192, section 6).
 
-    It starts as the divergence KL(p, q), whose gradient is large where q is far from p, and
-    shifts to total variation, one minus the acceptance rate: sum |p - q| / 2 = 1 - sum min(p, q).
+    It begins as the divergence KL(p, q), whose gradient is large where q is far from p, and changes to total variation,
+    which is one minus the acceptance rate: sum |p - q| / 2 = 1 - sum min(p, q).
     """
 
     name = "distance to the target"

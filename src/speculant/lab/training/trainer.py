@@ -40,14 +40,14 @@ class Batches(Protocol):
 class Trainer:
     """A model in training. `run` is a generator, so the caller can report progress and stop."""
 
-    model: Any  # the nn.Module that the objective knows
+    model: Any  # the nn.Module of the objective
     windows: Batches
     objective: Objective
     optimizer: Optimizer
     schedule: TrainingSchedule
     batch_size: int  # windows per step
     folder: Path
-    settings: dict[str, Any]  # those that a resumed run must repeat
+    settings: dict[str, Any]  # a resumed run must repeat them
     save_every: float = 300.0  # seconds
     clock: Callable[[], float] = time.monotonic
 

@@ -21,7 +21,7 @@ def make_reader(folder: str) -> TextReader:
     return TextReader(model, REFERENCE, model.vocab_size)
 
 
-def test_overlap_and_ratio_at_the_token_that_came_out() -> None:
+def test_overlap_and_ratio_at_the_output_token() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8], [0.0, 1.0, 0.0]], dtype=torch.float64)
     q = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.1, 0.4], [0.0, 0.0, 1.0]], dtype=torch.float64)
     found = compare(p, q, [0, 2, 1])
@@ -36,7 +36,7 @@ def test_greedy_acceptance_is_the_match_rate() -> None:
     assert found.overlap.tolist() == found.given.tolist() == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_near_tie_counts_by_what_came_out() -> None:
+def test_near_tie_counts_by_the_output() -> None:
     p, q = torch.eye(3, dtype=torch.float64)[[0, 0]], torch.eye(3, dtype=torch.float64)[[1, 2]]
     assert compare(p, q, [1, 1]).given.tolist() == [1.0, 0.0]
 
@@ -48,8 +48,8 @@ def test_model_accepts_its_own_text(checkpoints: Checkpoints) -> None:
     assert found.overlap == pytest.approx(np.ones(5))
 
 
-def test_text_is_read_as_in_parts(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row t is the distribution after all tokens before it, in one pass or in several."""
+def test_text_is_the_same_in_parts(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row t is the distribution after all earlier tokens, in one pass or in several."""
     reader = make_reader(checkpoints.target)
     whole = reader.distributions(TEXT, SAMPLED)
     for end in range(1, 6):
@@ -71,7 +71,7 @@ def test_other_model_accepts_less(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize("correlated", [False, True])
 @pytest.mark.parametrize("rate", [0.7, 0.95])
 def test_interval_covers_the_rate(rate: float, correlated: bool) -> None:
-    """Of 400 intervals about 95% cover it; tokens in equal pairs carry half of the information."""
+    """About 95% of 400 intervals cover the rate; tokens in equal pairs carry half of the information."""
     rng = np.random.default_rng(1)
     covered, widths = 0, []
     for _ in range(400):
@@ -84,7 +84,7 @@ def test_interval_covers_the_rate(rate: float, correlated: bool) -> None:
     assert np.median(widths) == pytest.approx(independent * (np.sqrt(2) if correlated else 1), rel=0.2)
 
 
-def test_interval_of_a_sure_rate_is_not_a_point() -> None:
+def test_interval_of_a_certain_rate_is_not_a_point() -> None:
     sure = estimate([np.ones(4 * BLOCK)])
     assert (sure.mean, sure.high, sure.tokens) == (1.0, pytest.approx(1.0), 64)
     assert 0.3 < sure.low < 0.9
@@ -93,7 +93,7 @@ def test_interval_of_a_sure_rate_is_not_a_point() -> None:
 
 
 def test_many_texts_are_compared_as_a_whole() -> None:
-    """Where texts differ from one another, their blocks are no independent observations."""
+    """If texts differ from one another, their blocks are not independent observations."""
     rng = np.random.default_rng(2)
     covered, by_blocks = 0, 0
     for _ in range(300):
@@ -107,7 +107,7 @@ def test_many_texts_are_compared_as_a_whole() -> None:
     assert by_blocks / 300 < 0.85
 
 
-def test_rounding_is_no_variance() -> None:
+def test_rounding_is_not_variance() -> None:
     nearly = estimate([np.ones(40) - 1e-16, np.ones(40)])
     assert (nearly.mean, nearly.high) == (pytest.approx(1.0), pytest.approx(1.0))
     assert nearly.low < 0.9

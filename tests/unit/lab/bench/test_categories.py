@@ -16,7 +16,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40)
 
 
 def make_run(*requests: tuple[float, int]) -> BenchRun:
-    """Return a run of requests: the seconds of a step, and how many draft tokens each accepts; none drafts nothing."""
+    """Return a run of requests by the seconds of a step and the accepted draft tokens of each; 0 = no draft."""
     timings, specs = list[TimingMetrics](), list[SpeculationMetrics]()
     for step_s, accepted in requests:
         timings.append(TimingMetrics(arrival=0.0))

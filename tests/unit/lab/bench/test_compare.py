@@ -1,4 +1,4 @@
-"""Which ways are compared, and with which engines."""
+"""The ways that are compared, and their engines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_way_that_is_named_twice_is_refused(named: tuple[Any, Any, Any]) -> No
         settings(*named)
 
 
-def test_usual_ways_need_nothing_that_is_not_there() -> None:
+def test_usual_ways_need_no_missing_model() -> None:
     alone, pair = usual_settings(EngineConfig("target")), usual_settings(PAIR)
     assert alone[0] == pair[0] == Setting("default", {})
     assert [each.values["method"] for each in alone[1:]] == ["suffix", "prompt_lookup"]

@@ -1,4 +1,4 @@
-"""Which methods' lengths `speculant check-pair` can recommend."""
+"""The methods whose length `speculant check-pair` can recommend."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def config_of(method: str) -> EngineConfig:
 
 
 @pytest.mark.parametrize("method", [name for name, facts in FACTS.items() if facts.varies])
-def test_drafts_of_what_is_found_in_texts_are_refused(method: str) -> None:
-    with pytest.raises(ConfigError, match=f"drafts of '{method}' are as long as what it finds") as caught:
+def test_drafts_of_varying_length_are_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"drafts of '{method}' are as long as the text that it finds") as caught:
         require_lengths(config_of(method))
     assert f"speculant bench compare demo --method {method}" in str(caught.value.fix)
 
@@ -31,5 +31,5 @@ def test_methods_that_always_draft_are_measured(method: str) -> None:
     require_lengths(config_of(method))
 
 
-def test_lookups_say_that_their_drafts_vary() -> None:
+def test_lookups_announce_that_their_drafts_vary() -> None:
     assert {"ngram", "fallback", PREDICTION, *LOOKUPS} <= {name for name, facts in FACTS.items() if facts.varies}

@@ -1,4 +1,4 @@
-"""The gain of a run: costs from its times, and the formula with them."""
+"""The gain of a run: its costs, and the speed that the formula predicts from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, DRAFTED, KEPT = 10, 4, 2
 
 
 def make_run(tokens_per_step: int, step_s: float, draft_s: float = 0.0) -> BenchRun:
-    """Return a run of one request whose steps all take the same time and commit as many tokens."""
+    """Return a run of one request; all steps take the same time and commit the same number of tokens."""
     timing, spec = TimingMetrics(arrival=0.0), SpeculationMetrics()
     for step in range(STEPS):
         timing.record_tokens(1.0 + step * step_s, tokens_per_step)
@@ -43,7 +43,7 @@ def test_costs_are_in_steps_of_plain_decoding() -> None:
 
 
 def test_steps_without_a_draft_give_one_token() -> None:
-    """Every other draft is left out: the formula then has half of the tokens beyond the first."""
+    """Every other step has no draft, so the formula has half of the tokens beyond the first."""
     metrics = SpeculationMetrics()
     for _ in range(5):
         metrics.record(DRAFTED, KEPT, KEPT + 1)
@@ -52,7 +52,7 @@ def test_steps_without_a_draft_give_one_token() -> None:
     assert found["predicted_speed"] == pytest.approx((1 + 5 / 9 * (tokens - 1)) / 1.5)
 
 
-def test_lengths_are_taken_as_they_were() -> None:
+def test_each_draft_counts_with_its_length() -> None:
     metrics = SpeculationMetrics()
     for drafted in (1, 5) * 5:
         metrics.record(drafted, min(drafted, 2), min(drafted, 3))
@@ -76,7 +76,7 @@ def test_burst_figures_are_those_between_steps() -> None:
     assert (figures["draft_s"], figures["verify_s"]) == (pytest.approx(8.0), 0.0)
 
 
-def test_memory_is_the_draft_models(checkpoints: Checkpoints) -> None:
+def test_memory_is_that_of_the_draft_model(checkpoints: Checkpoints) -> None:
     runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.near, kernels="reference"))
     parameters = sum(each.numel() for each in runtime.checkpoint.model.parameters())
     assert Size.of(runtime.checkpoint.config).parameters == parameters

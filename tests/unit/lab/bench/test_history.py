@@ -1,4 +1,4 @@
-"""The history: what an entry holds, and which changes are more than noise."""
+"""The history: the fields of an entry, and the changes that are more than noise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_flags_that_change_no_figure_are_left_out() -> None:
     assert command_of([*given, "--rounds", "3"]) == "speculant bench latency --prompts 'x y' --rounds 3"
 
 
-def test_what_was_appended_is_read(tmp_path: Path) -> None:
+def test_appended_entries_are_read(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     for _ in range(2):
         append(path, DOCUMENT, MACHINE)
@@ -95,7 +95,7 @@ def test_overlapping_quartiles_are_no_change() -> None:
     assert Change("speed", Spread(1.11, 1.2, 1.3), before).verdict == "faster"
 
 
-def test_what_is_usual_covers_runs_that_differ() -> None:
+def test_usual_bounds_cover_runs_that_differ() -> None:
     assert typical([Spread(0.9, 1.0, 1.1)]) == Spread(0.9, 1.0, 1.1)
     apart = [Spread(median, median, median) for median in (1.0, 1.2, 1.4, 1.6, 1.8)]
     assert typical(apart) == Spread(1.2, 1.4, 1.6)
@@ -111,14 +111,14 @@ def test_other_commands_and_machines_are_not_compared() -> None:
     assert found[2].changes[0].verdict == "unchanged"
 
 
-def test_a_figure_that_was_not_there_is_not_compared() -> None:
+def test_a_new_figure_is_not_compared() -> None:
     first = replace(an_entry(1.0), figures={"other": Spread(1, 1, 1)})
     [found] = compare([first, an_entry(1.0)])
     assert (found.num_earlier, list(found.changes)) == (1, [])
 
 
 @pytest.mark.parametrize("line", ["{", "3", "{}", '{"figures": {"a": 3}}', '{"figures": {"a": {"q1": 1}}}'])
-def test_a_line_that_is_no_entry_is_named(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(json.dumps(asdict(an_entry(1.0))) + f"\n{line}\n")
     with pytest.raises(ConfigError, match="jsonl:2 is no entry"):
@@ -135,7 +135,7 @@ def test_a_missing_or_empty_history_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_revision_is_the_sources_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A copy beside someone else's files is no part of their repository."""
+    """A copy of the package inside another repository is not part of that repository."""
     monkeypatch.setattr(history, "__file__", str(tmp_path / "history.py"))
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert history.revision() == __version__

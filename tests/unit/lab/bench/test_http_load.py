@@ -1,4 +1,4 @@
-"""Load on a server that a test scripts: what is sent and when, and what is counted of the answers."""
+"""Load on a scripted server: the requests and their times, and the counts of the answers."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert 0.4 <= run.window < 5
 
 
-def test_latency_counts_from_when_a_request_was_due() -> None:
-    """A client that has no time sends late; its users have waited all the same."""
+def test_latency_counts_from_the_due_time() -> None:
+    """A busy client sends late, and its users wait during that time too."""
 
     async def handler(request: httpx.Request) -> httpx.Response:
         time.sleep(0.1)  # nothing else runs meanwhile
@@ -111,7 +111,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert figures["lag_p99_s"] < 0.3
 
 
-def test_a_closed_loop_has_so_many_requests_at_a_time() -> None:
+def test_a_closed_loop_has_one_request_per_client() -> None:
     at_once = 0
     seen: list[int] = []
 
@@ -132,7 +132,7 @@ def test_a_closed_loop_has_so_many_requests_at_a_time() -> None:
     assert all(each.sent < run.started + 0.4 for each in run.exchanges)
 
 
-def test_a_refused_client_pauses_and_asks_again() -> None:
+def test_a_refused_client_pauses_and_tries_again() -> None:
     async def handler(request: httpx.Request) -> httpx.Response:
         return httpx.Response(429, json={"error": {"message": "full"}})
 
@@ -160,7 +160,7 @@ async def _broken(*events: bytes) -> AsyncIterator[bytes]:
             lambda: httpx.Response(200, content=_stream(_event({"error": {"message": "dead"}}), _event(b"[DONE]"))),
             "dead",
         ),
-        (lambda: httpx.Response(200, content=_stream(_event(b"[1]"))), "ValueError: an event is no object"),
+        (lambda: httpx.Response(200, content=_stream(_event(b"[1]"))), "ValueError: an event is not an object"),
         (lambda: httpx.Response(200, content=_broken(_text("x"))), "ReadError: it broke off"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_failure_is_counted_with_its_reason(response: Callable[[], httpx.Respo
     assert figures["tokens_per_s"] == pytest.approx(4 / run.window)
 
 
-def test_tokens_are_counted_where_the_server_does_not() -> None:
+def test_tokens_are_counted_if_the_server_does_not() -> None:
     async def handler(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=_stream(_text("x"), _text("y"), _event(b"[DONE]")))
 

@@ -1,4 +1,4 @@
-"""A head at a larger shape drafts for the inflated target what it drafted for the small one."""
+"""A head at a larger shape makes the same drafts for the inflated target as the small head for the small target."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def targets(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def write(kind: str, writer: Callable[..., str], folder: Path, **changes: Any) -> Path:
-    """Write a small head whose config.json says what it is."""
+    """Write a small head whose config.json names its kind."""
     written = Path(writer(folder, H, V))
     config = json.loads((written / "config.json").read_text(encoding="utf-8"))
     config = {"hidden_size": H, **config, "speculant_head": kind, **changes}
@@ -118,7 +118,7 @@ def test_native_kernels_compute_it(targets: Targets, tmp_path: Path) -> None:
 
 
 def test_sizes_are_those_of_a_head_for_the_shape(tmp_path: Path) -> None:
-    """A decoder layer is one of the target's; a block's inner width grows as the hidden size; little else changes."""
+    """A decoder layer has the target's sizes; a block's inner width grows with the hidden size."""
     large = {}
     for kind in WRITERS:
         inflate_head(write(kind, WRITERS[kind], tmp_path / kind), tmp_path / f"large {kind}", SHAPE)
@@ -154,7 +154,7 @@ def test_known_tokens_and_the_layers_of_the_target_stay(tmp_path: Path) -> None:
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
-def test_card_says_what_the_head_is(tmp_path: Path) -> None:
+def test_card_describes_the_head(tmp_path: Path) -> None:
     inflate_head(write("medusa", write_medusa, tmp_path / "my-head"), tmp_path / "large", SHAPE, noise=0.1)
     card = (tmp_path / "large" / "README.md").read_text(encoding="utf-8")
     assert "the function of the head `my-head` for its target at the shape of a larger model" in card
@@ -166,7 +166,7 @@ def test_card_says_what_the_head_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
     [
-        ("medusa", Shape(80, 1, 1, 1, 1), "hidden_size 80 is no multiple of 32"),
+        ("medusa", Shape(80, 1, 1, 1, 1), "hidden_size 80 is not a multiple of 32"),
         ("eagle", Shape(96, 47, 1, 4, 2), "intermediate_size 47 is below"),
         ("eagle", Shape(96, 48, 1, 4, 4), "group_size 1 is below"),
     ],

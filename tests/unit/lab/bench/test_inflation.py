@@ -1,4 +1,4 @@
-"""A model at a larger shape computes what it did before."""
+"""A model at a larger shape computes the same function."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_inflated_model_has_the_same_logits(draft: Path, inflated: Path, kernels
 
 @pytest.mark.parametrize("shape", LARGER, ids=lambda shape: "-".join(map(str, asdict(shape).values())))
 def test_every_size_can_grow(draft: Path, shape: Shape, tmp_path: Path) -> None:
-    """In float64 hardly anything is rounded, so that a difference would be one of the weights."""
+    """In float64 rounding is negligible, so a difference would come from the weights."""
     inflate(draft, tmp_path, shape)
     expected = logits(draft, "float64", "reference")
     torch.testing.assert_close(logits(tmp_path, "float64", "reference"), expected, atol=1e-10, rtol=1e-10)
@@ -91,7 +91,7 @@ def test_inflated_model_writes_the_same_text(draft: Path, inflated: Path) -> Non
     assert texts[0] == texts[1]
 
 
-def test_an_own_head_stays_its_own(draft: Path, tmp_path: Path) -> None:
+def test_an_own_head_stays_separate(draft: Path, tmp_path: Path) -> None:
     own = copy_changed(tmp_path / "own", draft, {"tie_word_embeddings": False})
     tensors = load_file(own / "model.safetensors")
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}
@@ -102,8 +102,8 @@ def test_an_own_head_stays_its_own(draft: Path, tmp_path: Path) -> None:
     assert not torch.allclose(expected, logits(draft, "float64", "reference"), atol=1)
 
 
-def test_a_tied_head_becomes_its_own(draft: Path, inflated: Path) -> None:
-    """Its parts add up to the table's rows without rounding: two halves and a copy that is not read."""
+def test_a_tied_head_becomes_separate(draft: Path, inflated: Path) -> None:
+    """Its parts add up to the table's rows without rounding: two halves, and a copy times zero."""
     table = TensorFiles.open(draft).read("model.embed_tokens.weight")
     weights = TensorFiles.open(inflated)
     assert torch.equal(weights.read("model.embed_tokens.weight"), table.repeat(1, 3))
@@ -143,13 +143,13 @@ def test_files_beside_the_weights_are_copied(draft: Path, inflated: Path) -> Non
 
 
 def test_head_dim_is_written_where_it_was_implied(draft: Path, tmp_path: Path) -> None:
-    """128 / 4 heads are 32 dimensions, and so they stay: 384 / 6 would be 64."""
+    """128 / 4 heads are 32 dimensions, which stay; 384 / 6 would be 64."""
     implied = copy_changed(tmp_path / "implied", draft, {"head_dim": None})
     inflate(implied, tmp_path / "large", replace(SHAPE, num_attention_heads=6))
     assert json.loads((tmp_path / "large" / "config.json").read_text())["head_dim"] == 32
 
 
-def test_card_says_what_the_model_is(inflated: Path) -> None:
+def test_card_describes_the_model(inflated: Path) -> None:
     card = (inflated / "README.md").read_text(encoding="utf-8")
     assert "the function of `draft` at the shape of a larger model" in card
     assert "text and acceptance are\nthose of the small model, the cost is that of the large one" in card
@@ -161,8 +161,8 @@ def test_card_says_what_the_model_is(inflated: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"hidden_size": 320}, "hidden_size 320 is no multiple of the model's 128"),
-        ({"hidden_size": 64}, "hidden_size 64 is no multiple"),
+        ({"hidden_size": 320}, "hidden_size 320 is not a multiple of the model's 128"),
+        ({"hidden_size": 64}, "hidden_size 64 is not a multiple"),
         ({"intermediate_size": 239}, "intermediate_size 239 is below the model's 240"),
         ({"num_hidden_layers": 1}, "num_hidden_layers 1 is below the model's 2"),
         ({"num_attention_heads": 4, "num_key_value_heads": 1}, "num_key_value_heads 1 is below the model's 2"),
@@ -243,7 +243,7 @@ def test_named_shape_of_one_billion_weights() -> None:
     ("name", "head_dim", "reason"),
     [("2b", 64, "'2b' is unknown"), ("1b", 96, "no whole number of groups of 4"), ("1b", 0, "no whole number")],
 )
-def test_shape_that_no_name_stands_for(name: str, head_dim: int, reason: str) -> None:
+def test_unknown_shape_is_refused(name: str, head_dim: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         named_shape(name, head_dim)
 

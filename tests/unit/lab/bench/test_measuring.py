@@ -1,4 +1,4 @@
-"""Medians, ratios inside a round, and outputs compared."""
+"""Medians, ratios inside a round, and the comparison of outputs."""
 
 from __future__ import annotations
 

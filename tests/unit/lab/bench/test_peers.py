@@ -1,4 +1,4 @@
-"""The comparison with other engines: what is read from them, and what is made of it."""
+"""The comparison with other engines: reading their output, and the report."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tokenizer() -> Tokenizer:
 
 
 def _measured(seconds: float, **fields: Any) -> Measurement:
-    """Return 10 tokens, of which the first took a second."""
+    """Return a measurement of 10 tokens, of which the first took a second."""
     return Measurement(**{"first_s": 1.0, "decode_s": seconds, "tokens": 10, "first_tokens": 1, "passes": 5, **fields})
 
 
@@ -103,7 +103,7 @@ def test_job_survives_its_file(tmp_path: Path) -> None:
     assert Job.read(tmp_path / "job.json") == job
 
 
-def test_prompts_are_what_their_text_encodes_to(tokenizer: Tokenizer) -> None:
+def test_prompts_are_the_encoding_of_their_text(tokenizer: Tokenizer) -> None:
     for index, length in [(0, 24), (3, 512), (5, 1500)]:
         prompt = canonical_prompt(tokenizer, index, length)
         assert prompt is not None
@@ -119,7 +119,7 @@ def test_workload_warms_up_with_other_prompts(tokenizer: Tokenizer) -> None:
 
 
 def test_a_piece_of_code_without_a_prompt_is_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No end of the code number 53 has exactly 512 tokens, which once ended a comparison after an hour."""
+    """No end of the piece of code number 53 has exactly 512 tokens."""
     assert canonical_prompt(tokenizer, 53, 512) is None
     source = Workloads(tokenizer)
     monkeypatch.setattr(source, "_numbers", iter(range(52, 99)))
@@ -188,7 +188,7 @@ def test_output_without_figures_is_an_error(read: Any) -> None:
 
 
 def _programs(folder: Path, ids: list[int]) -> LlamaCpp:
-    """Write programs that print what llama.cpp's print, and note how they were called."""
+    """Write programs that print the output of llama.cpp's programs, and record their calls."""
     printed = {COMPLETE: COMPLETED, SPECULATE: SPECULATED, LOOK_UP: SPECULATED, BENCH: BENCHED, TOKENIZE: str(ids)}
     (folder / "bin").mkdir()
     for name in PROGRAMS:
@@ -234,7 +234,7 @@ def test_llama_cpp_refuses_other_tokens(tmp_path: Path) -> None:
         _programs(tmp_path, [1, 3]).run(job)
 
 
-def test_missing_peers_say_where_they_were_sought(tmp_path: Path) -> None:
+def test_missing_peers_name_the_searched_places(tmp_path: Path) -> None:
     assert f"{COMPLETE}, " in str(LlamaCpp(tmp_path).missing())
     assert str(tmp_path) in str(LlamaCpp(tmp_path).missing())
     assert "did not run" in str(Transformers(str(tmp_path / "python")).missing())
@@ -287,7 +287,7 @@ def test_best_modes_are_those_of_the_least_time() -> None:
     assert best["tokens_per_s"]["median"] == 2.0
 
 
-def test_rows_say_what_was_accepted_and_what_is_the_same() -> None:
+def test_rows_have_acceptance_and_the_share_of_same_text() -> None:
     value = case_value(_result(), "Speculant", 10, 2)
     rows = {(row["peer"], row["mode"]): row for row in value["rows"]}
     assert rows["other", PLAIN]["acceptance"] == 0.5
@@ -309,7 +309,7 @@ def test_tables_have_a_line_for_each_entry() -> None:
 
 
 class _Fake:
-    """A peer in this process. `broken`: the format that can't be converted; `failing`: the one that fails at a run."""
+    """A peer in this process. broken: a format whose conversion fails; failing: one whose runs fail."""
 
     name, install, formats = "fake", "", {"bf16": ("whole", "broken", "failing")}
 
@@ -359,7 +359,7 @@ def test_comparison_has_the_modes_that_a_peer_has(compared: tuple[_Fake, list[Ca
     assert "fake whole, draft 4: alone only" in together.notes
 
 
-def test_comparison_notes_what_failed(compared: tuple[_Fake, list[CaseResult]]) -> None:
+def test_comparison_has_notes_of_failures(compared: tuple[_Fake, list[CaseResult]]) -> None:
     peer, [alone, together] = compared
     assert "fake broken: no converter" in alone.notes
     assert "fake failing failed: no memory" in together.notes

@@ -1,4 +1,4 @@
-"""Files of prompts: their forms, and what is wrong with a line."""
+"""Files of prompts: their forms, and the errors of a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: plain values for JSON, and tables that say the same."""
+"""The report: plain values for JSON, and tables of the same values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_without_a_drafter_there_is_no_ratio(checkpoints: Checkpoints) -> None:
     assert list(conclusions(case)) == []
 
 
-def test_speculation_says_how_or_why_not(checkpoints: Checkpoints) -> None:
+def test_speculation_has_a_description_or_a_reason(checkpoints: Checkpoints) -> None:
     config = EngineConfig(checkpoints.target, checkpoints.near, spec_length=3, draft_quantization="none")
     assert _document(config)["speculation"] == {"on": True, "detail": "draft_model, 3 tokens a step, verified by match"}
     asked = SamplingParams(temperature=0, max_tokens=4, speculation={"num_speculative_tokens": 2})
@@ -81,7 +81,7 @@ def test_sampled_outputs_are_not_compared(checkpoints: Checkpoints) -> None:
     assert "outputs were not compared: sampled without a seed" in list(conclusions(case))
 
 
-def test_a_difference_is_said_with_its_likely_cause(checkpoints: Checkpoints) -> None:
+def test_a_difference_is_reported_with_its_likely_cause(checkpoints: Checkpoints) -> None:
     config = EngineConfig(checkpoints.target, checkpoints.near)
     case = BenchCase(WORKLOAD, GREEDY, {"plain": [make_run([[1], [2]])], "speculative": [make_run([[1], [3]], 0.5)]})
     [value] = document("latency", config, build_engine(config), [case])["cases"]
@@ -90,13 +90,13 @@ def test_a_difference_is_said_with_its_likely_cause(checkpoints: Checkpoints) ->
     assert said[1].startswith("outputs of speculative identical to plain: 1 of 2; in float32 and bfloat16")
 
 
-def test_a_drafter_that_learns_is_remarked_on(checkpoints: Checkpoints) -> None:
+def test_a_drafter_that_learns_has_a_note(checkpoints: Checkpoints) -> None:
     learning = EngineConfig(checkpoints.target, speculative_config={"method": "synthetic"})
     assert "learns" in " ".join(_document(learning)["notes"])
     assert _document(EngineConfig(checkpoints.target, checkpoints.near))["notes"] == []
 
 
-def test_the_heading_says_what_was_run(checkpoints: Checkpoints) -> None:
+def test_the_heading_describes_the_run(checkpoints: Checkpoints) -> None:
     [case] = _document(EngineConfig(checkpoints.target))["cases"]
     assert (
         heading(case)

@@ -70,7 +70,7 @@ def test_command_of_a_result_is_read(path: Path) -> None:
     assert {"date", "revision", "versions", "machine", "predicted", "seen"} <= set(report)
 
 
-def test_figures_are_written_as_often_as_they_grow(
+def test_figures_are_written_each_time_they_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

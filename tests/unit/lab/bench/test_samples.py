@@ -1,4 +1,4 @@
-"""A sample's pieces are the output's text, token by token, with its phases beside them."""
+"""A sample's pieces are the output's text, token by token; it also has the phases of the steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sample_of(checkpoints: Checkpoints, params: SamplingParams = PARAMS, **confi
     return take_samples(WORKLOAD, ways)[1]
 
 
-def test_rejected_tokens_stand_where_they_were_tested(checkpoints: Checkpoints) -> None:
+def test_rejected_tokens_are_shown_in_the_place_of_their_test(checkpoints: Checkpoints) -> None:
     sample = sample_of(checkpoints, draft_model=checkpoints.far, spec_length=4)
     bursts = [piece.burst for piece in sample.pieces]
     ends = [bursts.index(burst + 1) - 1 for burst in range(bursts[-1])]

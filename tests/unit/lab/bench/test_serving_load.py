@@ -30,7 +30,7 @@ def _exchange(number: int, sent: float, seconds: float, **rest: Any) -> Exchange
 
 
 class ScriptedLoad:
-    """A server that answers in half a second, and in a quarter with drafts. `calls` are the loops it was asked for."""
+    """A server that answers in half a second, and in a quarter with drafts. calls: the loops that ran."""
 
     def __init__(self, problem: str | None = None, texts: Sequence[str] = ()) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -106,13 +106,13 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert statistics.variance(counts) / statistics.mean(counts) == pytest.approx(1.0, abs=0.35)
 
 
-def test_rates_are_lower_where_fewer_come() -> None:
+def test_rates_are_lower_at_lower_loads() -> None:
     plan = LoadPlan(1, seconds=50.0)
     assert len(plan.arrivals(1.0, 0.5, 0)) < len(plan.arrivals(4.0, 2.0, 0))
     assert plan.arrivals(1e-9, 0.5, 0) == [0.0], "there is always one"
 
 
-def test_texts_are_compared_where_both_modes_answered() -> None:
+def test_texts_are_compared_if_both_modes_answered() -> None:
     runs = {
         "plain": [LoadRun([_exchange(0, 0.0, 1.0), _exchange(1, 0.0, 1.0), _exchange(2, 0.0, 1.0)], 0.0, 1.0)],
         "speculative": [
@@ -126,7 +126,7 @@ def test_texts_are_compared_where_both_modes_answered() -> None:
     assert Level(1.0, 3.0, runs).identical() == (2, 1)
 
 
-def test_the_report_says_what_was_measured() -> None:
+def test_the_report_has_all_measurements() -> None:
     value = _measure(ScriptedLoad(texts=["other"]), LoadPlan(4, (1.0,), seconds=5.0, rounds=1))
     [level] = value["loads"]
     console = Console(width=100)
@@ -143,7 +143,7 @@ def test_the_report_says_what_was_measured() -> None:
     assert value["notes"] == []
 
 
-def test_one_mode_is_compared_with_nothing() -> None:
+def test_one_mode_alone_has_no_comparison() -> None:
     value = _measure(ScriptedLoad(), LoadPlan(4, (1.0,), rounds=1), {"plain": {}})
     assert value["loads"][0]["ratios"] == {}
     assert value["loads"][0]["outputs"]["compared"] is False
@@ -164,7 +164,7 @@ def test_failures_and_late_requests_are_noted() -> None:
     assert "200 ms late" in notes[1]
 
 
-def test_a_server_that_answers_nothing_is_an_error() -> None:
+def test_a_server_without_answers_is_an_error() -> None:
     with pytest.raises(ServerError, match="the prompt is too long"):
         _measure(ScriptedLoad(problem="the prompt is too long"), LoadPlan(1))
 
@@ -180,6 +180,6 @@ def test_a_server_that_answers_nothing_is_an_error() -> None:
         ({"loads": (1.0, 1.0)}, "occurs twice"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(given: dict[str, Any], problem: str) -> None:
+def test_an_invalid_plan_is_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         LoadPlan(**{"clients": 1, **given})

@@ -1,4 +1,4 @@
-"""Costs of steps are taken from the engine's own clocks, for the lengths that were asked for."""
+"""Costs of steps come from the engine's own clocks, for the given lengths."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_length_is_measured(checkpoints: Checkpoints) -> None:
 
 
 def test_only_whole_drafts_count(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that counts drafted tokens shows what was counted; prompts and shortened drafts are left out."""
+    """The clock counts drafted tokens, so the costs show which steps count: none of prompts or shortened drafts."""
     runtime = make_runtime(checkpoints, checkpoints.near)
     monkeypatch.setattr(step_costs, "_difference", lambda before, after: step_costs.StepTime(after.steps, 1.0))
     times = step_costs._sample(runtime, [65, 66, 67], GREEDY, 5, iter(["a"]))

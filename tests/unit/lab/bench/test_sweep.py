@@ -1,4 +1,4 @@
-"""What a sweep measures and predicts, and what it refuses."""
+"""The measurements, predictions and errors of a sweep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CODE = WorkloadConfig("code", num_prompts=3)
         ({"rounds": 0}, "rounds=0"),
     ],
 )
-def test_what_cannot_be_swept_is_refused(values: dict[str, Any], problem: str) -> None:
+def test_an_invalid_sweep_is_refused(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         SweepPlan(CODE, 4, **values)
 

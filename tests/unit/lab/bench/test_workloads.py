@@ -1,4 +1,4 @@
-"""Prompts: the same every time, as long as asked, of text alone."""
+"""Prompts: reproducible, of the given length, without special tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def runtime(checkpoints: Checkpoints) -> Runtime:
 
 
 @pytest.mark.parametrize("length", [None, 1, 7, 100])
-def test_code_prompts_are_distinct_repeatable_of_asked_length(runtime: Runtime, length: int | None) -> None:
+def test_code_prompts_are_distinct_repeatable_and_of_the_length(runtime: Runtime, length: int | None) -> None:
     prompts = [code_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
     assert prompts == [code_prompt(runtime.tokenizer, index, length) for index in range(EIGHT)]
     if length is not None:
@@ -60,7 +60,7 @@ def test_long_code_parses_like_code(runtime: Runtime) -> None:
     assert "{noun}" not in text
 
 
-def test_what_a_tokenizer_puts_before_a_text_is_kept(tmp_path: Path) -> None:
+def test_tokens_before_every_text_are_kept(tmp_path: Path) -> None:
     tokenizer = build_engine(EngineConfig(write_checkpoint(tmp_path / "model"))).tokenizer
     tokenizer.backend.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", BEGIN)])
     for length in (None, 1, 2, 300):
@@ -93,7 +93,7 @@ def test_a_config_has_usual_numbers(runtime: Runtime) -> None:
     assert len(prompt) == USUAL_LENGTH
 
 
-def test_a_text_file_has_a_prompt_a_line(runtime: Runtime, tmp_path: Path) -> None:
+def test_a_text_file_has_one_prompt_per_line(runtime: Runtime, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("first prompt\n\nsecond\n")
     whole = make_workload(WorkloadConfig(str(path)), runtime, EIGHT)
@@ -142,7 +142,7 @@ def test_a_workload_that_does_not_fit_is_refused() -> None:
     assert "prompt_length to 29" in caught.value.fix
 
 
-def test_a_workload_says_what_there_is() -> None:
+def test_a_workload_describes_itself() -> None:
     assert Workload("code", [[1], [1] * 4, [1] * 3], [0.0] * 3, 2.0).to_dict() == {
         "prompts": "code",
         "num_prompts": 3,

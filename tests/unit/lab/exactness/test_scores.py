@@ -1,4 +1,4 @@
-"""The score tests: a correct sampler passes, a biased one fails, and the strength that is told is true."""
+"""The score tests: a correct sampler passes, a biased one fails, and the reported power is true."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_sampler_that_is_too_cold_fails() -> None:
 
 
 @pytest.mark.parametrize("level", [FALSE_ALARM / 3, 0.05])
-def test_the_shift_that_is_told_is_found_as_often_as_told(level: int) -> None:
+def test_the_reported_shift_is_found_with_the_reported_power(level: int) -> None:
     rng = np.random.default_rng(5)
     runs, tokens = 500, 2000
     found = 0
@@ -107,7 +107,7 @@ def test_figures_are_means_over_the_tokens() -> None:
     assert value["p_value"] == pytest.approx(math.erfc(abs(value["z"]) / math.sqrt(2)))
 
 
-def test_impossible_tokens_are_counted_and_hardly_weigh() -> None:
+def test_impossible_tokens_are_counted_and_have_little_weight() -> None:
     p = np.tile([[0.5, 0.5, 0, 0, 0, 0]], (100, 1))
     scores = scored(p, np.array([0, 1] * 49 + [2, 5]))
     assert scores.impossible == 2

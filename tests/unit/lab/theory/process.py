@@ -1,4 +1,4 @@
-"""The process that the formulas are about, drawn step by step."""
+"""The process of the formulas, drawn step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS, BLOCKS = 20_000, 40
 
 
 def within_three_errors(values: ArrayLike, expected: float, slack: float = 0.0) -> bool:
-    """Whether the mean of independent values is within three standard errors of what is expected, or near enough.
+    """Whether the mean of independent values is within three standard errors of the expected one, or near enough.
 
     slack: a known bias of the mean, such as that of a ratio or of the first step of a text.
     """
@@ -21,7 +21,7 @@ def within_three_errors(values: ArrayLike, expected: float, slack: float = 0.0) 
 
 
 def accepted_in_a_step(rates: Sequence[float], length: int, rng: np.random.Generator) -> int:
-    """Draw how many of `length` drafted tokens are accepted; the last rate holds for all greater depths."""
+    """Draw the number of accepted tokens of `length` drafted ones; the last rate holds for all greater depths."""
     for depth in range(length):
         if rng.random() >= rates[min(depth, len(rates) - 1)]:
             return depth
@@ -31,7 +31,7 @@ def accepted_in_a_step(rates: Sequence[float], length: int, rng: np.random.Gener
 def simulated_knowing_speed(
     rate: float, cost: Callable[[int], float], choose: Callable[[int], int], seed: int = 0
 ) -> list[float]:
-    """Return speeds of one sequence whose drafter knows the next run and `choose`s a length from its tokens.
+    """Return speeds of one sequence whose drafter foresees the next run and `choose`s a length from its tokens.
 
     They are those of blocks of steps.
     """

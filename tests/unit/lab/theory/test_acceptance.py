@@ -24,7 +24,7 @@ def pairs() -> tuple[Array, Array]:
 
 
 def _drawn(pairs: tuple[Array, Array], probability: Array, seed: int) -> Array:
-    """Draw tokens from q at each context and accept each with its probability [N, V]; return what was accepted."""
+    """Draw tokens from q at each context and accept each with its probability [N, V]; return which were accepted."""
     rng, (_, q) = np.random.default_rng(seed), pairs
     tokens = (rng.random((CONTEXTS, DRAWS, 1)) > q.cumsum(axis=1)[:, None, :]).sum(axis=2).clip(max=SIZE - 1)
     return rng.random((CONTEXTS, DRAWS)) < np.take_along_axis(probability, tokens, axis=1)

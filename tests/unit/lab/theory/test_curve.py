@@ -13,7 +13,7 @@ def test_curve_is_relative_to_one_row_and_linear_between() -> None:
     assert CURVE.relative([1, 2, 3, 4]) == pytest.approx([1.0, 1.1, 1.2, 1.5])
 
 
-def test_curve_goes_on_with_the_last_slope() -> None:
+def test_curve_continues_with_the_last_slope() -> None:
     assert CURVE.relative([5, 14]) == pytest.approx([1.8, 4.5])
     falling = VerificationCurve((1, 2, 3), (1.0, 1.2, 1.1))
     assert falling.relative([3, 30]) == pytest.approx([1.1, 1.1]), "no pass becomes cheaper and cheaper"
@@ -37,6 +37,6 @@ def test_batch_is_relative_to_a_pass_of_the_batch() -> None:
         ((1, 2), (float("inf"), 1.0), "above 0"),
     ],
 )
-def test_points_that_make_no_curve_are_refused(tokens: tuple[int, ...], costs: tuple[float, ...], says: str) -> None:
+def test_invalid_points_are_refused(tokens: tuple[int, ...], costs: tuple[float, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         VerificationCurve(tokens, costs)

@@ -1,4 +1,4 @@
-"""The time along a known text is that of the engine's process, also where acceptance is correlated."""
+"""The time along a known text is that of the engine's process, also with correlated acceptance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_long_text_of_one_rate_has_the_formulas_speed() -> None:
 
 
 def test_runs_count_as_they_occur() -> None:
-    """Half of a text that is easy and half that is hard: a mean rate of 0.5 would promise fewer steps."""
+    """One half of the text is easy and one is hard; a mean rate of 0.5 would predict fewer steps."""
     runs, mixed = np.array([1.0] * 500 + [0.0] * 500), np.full(1000, 0.5)
     assert expected_costs(runs, COSTS)[4] == pytest.approx((100 + 496) * COSTS[4] + COSTS[:4].sum())
     assert expected_costs(mixed, COSTS)[4] < 0.9 * expected_costs(runs, COSTS)[4]
@@ -59,6 +59,6 @@ def test_acceptance_given_the_token_is_the_ratio() -> None:
 
 
 @pytest.mark.parametrize("entry", [-0.1, 1.5, float("nan")])
-def test_entries_that_are_no_probabilities_are_refused(entry: float) -> None:
+def test_entries_outside_0_to_1_are_refused(entry: float) -> None:
     with pytest.raises(ValueError, match="probabilities"):
         expected_costs(np.array([0.5, entry]), COSTS)

@@ -1,4 +1,4 @@
-"""The oracle is as fast as the best policy that knows the acceptance, and no fixed length is faster."""
+"""The oracle is as fast as the best policy that foresees acceptance, and no fixed length is faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNEVEN = VerificationCurve((1, 2, 3, 4), (1.0, 1.4, 1.1, 1.2))
 
 
 @pytest.mark.parametrize(("alpha", "cost_ratio"), [(0.5, 0.0), (0.8, 0.1), (0.9, 0.05), (0.0, 0.3)])
-def test_without_verification_cost_it_is_the_papers(alpha: float, cost_ratio: float) -> None:
+def test_without_verification_cost_it_equals_the_paper(alpha: float, cost_ratio: float) -> None:
     """1 / (1 - alpha) tokens for a pass of the target and alpha / (1 - alpha) of the draft (arXiv 2211.17192, 3.5)."""
     expected = 1 / (1 - alpha + alpha * cost_ratio)
     for batch in (1, 4):
@@ -27,15 +27,15 @@ def test_without_verification_cost_it_is_the_papers(alpha: float, cost_ratio: fl
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_it_is_a_simulated_drafter_that_knows() -> None:
-    """Where the cost is linear, drafting all that will be accepted is best."""
+def test_it_equals_a_simulated_drafter_that_foresees() -> None:
+    """With a linear cost, it is best to draft all tokens that will be accepted."""
     costs = step_costs(0.1, SLOPE, AHEAD)
     simulated = simulated_knowing_speed(0.8, lambda length: float(costs[length]), lambda run: run - 1)
     assert within_three_errors(simulated, oracle_speedup(survival(0.8, AHEAD), 0.1, SLOPE), slack=5e-3)
 
 
 def test_it_cuts_runs_at_a_cliff() -> None:
-    """Five tokens in one pass cost more than four and one: a drafter that stops at four is faster, and exact."""
+    """Five tokens in one pass cost more than four and then one, so stopping at four is faster."""
     costs = step_costs(0.01, CLIFF, 4).tolist() + [100.0] * AHEAD
     steep = VerificationCurve((1, 4, 5), (1.0, 1.05, 100.0))
     greedy = simulated_knowing_speed(0.7, costs.__getitem__, lambda run: min(run, 4) - 1)
@@ -43,7 +43,7 @@ def test_it_cuts_runs_at_a_cliff() -> None:
 
 
 @pytest.mark.parametrize("cost_ratio", [1.0, 2.0])
-def test_it_does_not_draft_what_does_not_pay(cost_ratio: float) -> None:
+def test_it_drafts_no_tokens_that_do_not_pay(cost_ratio: float) -> None:
     assert oracle_speedup(survival(0.9, AHEAD), cost_ratio, FLAT) == pytest.approx(1.0)
     assert oracle_speedup(survival(0.9, AHEAD), cost_ratio, FLAT, batch=3) == pytest.approx(1.0)
 
@@ -65,7 +65,7 @@ def test_bound_for_a_batch_is_above_the_exact_one() -> None:
         assert oracle_speedup(reached, 0.05, stretched, 2) >= oracle_speedup(reached, 0.05, CLIFF) - 1e-9
 
 
-def test_view_limits_what_it_gains() -> None:
+def test_a_shorter_view_gains_less() -> None:
     assert oracle_speedup(survival(1.0, 7), 0.1, FLAT) == pytest.approx(8 / 1.7)
     speeds = [oracle_speedup(survival(0.9, ahead), 0.1, FLAT) for ahead in (0, 1, 5, 50)]
     assert speeds[0] == 1.0

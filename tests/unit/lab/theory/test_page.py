@@ -1,4 +1,4 @@
-"""docs/theory.md has the figures that its script computes, and the measurement that is kept."""
+"""docs/theory.md has the figures that its script computes, and those of the kept measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_differing_figures_are_bold() -> None:
     assert beside(1.236, 1.23, 2) == ["1.23", "**1.24**"]
 
 
-def test_figures_of_the_page_are_there() -> None:
+def test_figures_of_the_page_exist() -> None:
     named = re.findall(r"\]\(figures/(\S+\.svg)\)", PAGE.read_text(encoding="utf-8"))
     assert len(named) == 4
     assert all("<svg" in (FIGURES / name).read_text(encoding="utf-8") for name in named)

@@ -1,4 +1,4 @@
-"""Published figures are reproduced to the printed digit; where one is rounded or wrong, the test says how."""
+"""Published figures are reproduced to the printed digit; tests name those that are rounded or wrong."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_best_length_is_beside_the_stationary_point(alpha: float, cost_ratio: fl
 
 @pytest.mark.parametrize(("alpha", "length", "operations", "faster"), TABLE_1)
 def test_table_1_to_the_digit(alpha: float, length: int, operations: float, faster: float) -> None:
-    """Where draft passes cost nothing."""
+    """Draft passes cost nothing."""
     assert printed(more_operations(alpha, length), 2) == f"{operations:.2f}"
     assert printed(speed(alpha, length), 2) == f"{faster:.2f}"
 
@@ -75,7 +75,7 @@ def test_bigram_example() -> None:
 
 
 def test_table_4_to_the_digit_of_its_inputs() -> None:
-    """In nine rows the rounded inputs give the printed digit; in three only inputs that are rounded to them do."""
+    """In nine rows the printed inputs give the printed digit; in three, only other inputs that round to them do."""
     ours = [printed(speed(row.alpha, row.length, row.cost_ratio), 1) for row in TABLE_4]
     differing = [row for row, own in zip(TABLE_4, ours, strict=True) if own != f"{row.expected:.1f}"]
     assert [(row.task, row.draft, row.temperature) for row in differing] == [
@@ -91,7 +91,7 @@ def test_table_4_to_the_digit_of_its_inputs() -> None:
 
 @pytest.mark.parametrize("cost_ratio", [0.02, 0.3, 0.9])
 def test_corollary_3_9(cost_ratio: float) -> None:
-    """A rate above c gains at least (1 + alpha) / (1 + c), with one token; one below gains at no length."""
+    """A rate above c gains at least (1 + alpha) / (1 + c), with one token; a rate below c gains at no length."""
     for alpha in (cost_ratio + 0.01, (1 + cost_ratio) / 2, 0.99):
         assert best(alpha, cost_ratio)[1] >= speed(alpha, 1, cost_ratio) > 1
         assert speed(alpha, 1, cost_ratio) == pytest.approx((1 + alpha) / (1 + cost_ratio))
@@ -111,7 +111,7 @@ def test_lenient_speeds_at_temperature_0() -> None:
 
 
 def test_lenient_speeds_when_sampling_are_too_high() -> None:
-    """No length reaches what A.5 prints for temperature 1, not even with alpha and c rounded in its favour."""
+    """No length reaches the speeds of A.5 for temperature 1, even with alpha and c rounded in its favour."""
     for alpha, published in zip(TABLE_5["T5-small"], LENIENT_SPEEDS, strict=True):
         assert 0.1 < published - best(alpha, LENIENT_COST_RATIO)[1] < 0.3
 

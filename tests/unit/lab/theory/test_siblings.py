@@ -1,4 +1,4 @@
-"""Measured rates are those that the rules have, on distributions small enough to follow every branch."""
+"""Measured rates are those of the verifiers, on distributions small enough to follow every branch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def repeated(distribution: Array) -> Array:
 
 
 def siblings(distribution: Tensor, count: int, pick: Pick) -> tuple[list[int], list[Tensor]]:
-    """Draw siblings as a drafter does; return tokens, and the distribution that each was drawn from."""
+    """Draw siblings like a drafter; return tokens, and the distribution from which each was drawn."""
     drawn = StaticTree.of_widths([count]).children((), [distribution], pick, distinct=False)
     return [token for token, *_ in drawn], [own for *_, own in drawn]
 
 
 def rates_by_rule(p: Array, q: Array, count: int, rule: str) -> list[float]:
-    """Follow every way to draw siblings and to try them."""
+    """Follow every way to draw siblings and to test them."""
 
     def run(branches: Branches) -> int | None:
         chance = EnumeratingChance(branches)
@@ -64,7 +64,7 @@ def test_rejection(kind: str) -> None:
 
 
 @every_kind
-def test_noise_of_their_own(kind: str) -> None:
+def test_own_noise(kind: str) -> None:
     p, q = distributions(kind)
     found = own_noise_rates(repeated(p), repeated(q), 3, np.random.default_rng(1))
     assert found == pytest.approx(rates_by_rule(p, q, 3, "match"), abs=CLOSE)

@@ -79,7 +79,7 @@ def test_accepted_over_tested_is_alpha(alpha: float) -> None:
 
 @LENGTHS
 def test_cost_of_a_short_answer_is_exact(length: int) -> None:
-    """Texts of 20 tokens, where drafts shrink near the end (lab/theory/speedup.py)."""
+    """Texts of 20 tokens, in which drafts shrink near the end (lab/theory/speedup.py)."""
     costs = step_costs(0.1, FLAT, length)
     found = simulate(0.7, costs, 20, 20_000, np.random.default_rng(5))
     assert within_three_errors(found.cost, expected_costs(np.full(20, 0.7), costs)[length])
@@ -102,7 +102,7 @@ def test_without_correlation_it_is_equation_1() -> None:
 
 
 def test_correlation_costs_tokens_after_rejections() -> None:
-    """Steps begin behind rejections, where hard passages are: of equal alpha, correlated acceptance gives less."""
+    """Steps begin after rejections, in hard passages: with equal alpha, correlated acceptance gives fewer tokens."""
     each = [correlated_tokens(0.7, correlation, 1)[1] for correlation in (0.0, 0.3, 0.6, 0.9)]
     assert each == sorted(each, reverse=True)
 

@@ -43,7 +43,7 @@ def test_plain_decoding_is_length_0() -> None:
 
 
 def test_best_length_looks_beyond_a_cliff() -> None:
-    """The speed falls where the pass takes larger tiles, and rises above the peak before it."""
+    """The speed falls where the pass uses larger tiles, and then rises above the earlier peak."""
     speeds = speedups(survival(0.97, 12), step_costs(0.01, CLIFF, 12))
     assert speeds[4] < speeds[3] < speeds[7]
     assert best_length(speeds) == int(np.argmax(speeds)) > 4
@@ -81,6 +81,6 @@ def test_nothing_pays_with_a_draft_as_slow_as_the_target(cost_ratio: float) -> N
 
 
 @pytest.mark.parametrize("rates", [-0.1, 1.1, float("nan"), [0.5, 2.0], []], ids=str)
-def test_rates_that_are_no_probabilities_are_refused(rates: float | list[float]) -> None:
+def test_rates_outside_0_to_1_are_refused(rates: float | list[float]) -> None:
     with pytest.raises(ValueError, match="probabilities"):
         survival(rates, 3)

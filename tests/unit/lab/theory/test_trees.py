@@ -1,4 +1,4 @@
-"""The best shape is the best of all shapes, and its expected length is what the rules really accept."""
+"""The best shape is the best of all shapes, and verifiers accept its expected number of nodes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def every_shape(nodes: int) -> set[frozenset[Path]]:
 
 
 def places(shape: frozenset[Path]) -> list[Path]:
-    """Return where a node can be added: below each node, behind its youngest child."""
+    """Return the places for a new node: below each node, after its youngest child."""
     return [(*above, sum(path[:-1] == above for path in shape if path)) for above in (*shape, ())]
 
 
 def random_rates(rng: np.random.Generator) -> list[float]:
-    """Draw rates in no order, some of them 0."""
+    """Draw rates in any order, some of them 0."""
     rates = rng.dirichlet(np.ones(5))[:4]
     rates[rng.random(4) < 0.2] = 0.0
     return [float(rate) for rate in rates]
@@ -68,12 +68,12 @@ def test_no_shape_is_better(nodes: int, max_depth: int | None, max_children: int
         assert expected_accepted(found, rates) == pytest.approx(most, abs=EXACT)
 
 
-def test_all_shapes_are_looked_at() -> None:
+def test_all_shapes_are_compared() -> None:
     assert [len(every_shape(nodes)) for nodes in range(1, 7)] == [1, 2, 5, 14, 42, 132], "the Catalan numbers"
 
 
 def greedily(rates: Sequence[float], nodes: int) -> float:
-    """Take the likeliest node each time, which is best where no younger sibling is likelier."""
+    """Take the likeliest node each time: this is best if no younger sibling is likelier."""
     total, open_nodes = 0.0, [(-rates[0], 1.0, 0)]
     for _ in range(nodes):
         negative, above, rank = heapq.heappop(open_nodes)
@@ -104,7 +104,7 @@ def test_it_is_a_chain_when_only_the_first_is_ever_accepted(rates: list[float]) 
     assert expected_accepted(best_tree(rates, 5), rates) == pytest.approx(expected, abs=EXACT)
 
 
-def test_it_is_what_a_drafter_takes() -> None:
+def test_a_drafter_takes_the_shape() -> None:
     found = best_tree(RATES, 12)
     shape = read_tree(found)
     assert shape is not None
@@ -126,7 +126,7 @@ def test_it_is_what_a_drafter_takes() -> None:
         ([0.7, 0.1], 7, {"max_depth": 2}, "7 nodes don't fit into depth 2 with 2 children"),
     ],
 )
-def test_what_can_not_be_is_refused(rates: list[float], nodes: int, bounds: dict[str, int], says: str) -> None:
+def test_impossible_sizes_are_refused(rates: list[float], nodes: int, bounds: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         best_tree(rates, nodes, **bounds)
 
@@ -142,13 +142,13 @@ def test_what_can_not_be_is_refused(rates: list[float], nodes: int, bounds: dict
         ([[0], [0]], "twice"),
     ],
 )
-def test_what_is_no_shape_is_refused(paths: list[list[int]], says: str) -> None:
+def test_invalid_shapes_are_refused(paths: list[list[int]], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         expected_accepted(paths, [0.5, 0.2])
 
 
 def accepted_by(rule: Verifier, shape: StaticTree, p: torch.Tensor, q: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """Follow every way to draw a shape and to check it, with the same probs after every token; accepted paths."""
+    """Follow every way to draw and verify a shape, with the same probs after every token; return accepted paths."""
 
     def run(branches: Branches) -> Path:
         chance, parents, ranks = EnumeratingChance(branches), list[int](), list[Path]()
@@ -170,8 +170,8 @@ def accepted_by(rule: Verifier, shape: StaticTree, p: torch.Tensor, q: torch.Ten
 
 
 @pytest.mark.parametrize("rule", [MultiDraft(), Match()], ids=["multi_draft", "match"])
-def test_the_expected_number_is_what_a_rule_accepts(rule: Verifier) -> None:
-    """Where every context has the same distributions, rates are the same everywhere and the number is exact."""
+def test_a_verifier_accepts_the_expected_number(rule: Verifier) -> None:
+    """Every context has the same distributions, so rates are the same everywhere and the number is exact."""
     for seed in range(4):
         p, q = (
             torch.tensor(distribution) for distribution in two_distributions("dense", 3, np.random.default_rng(seed))

@@ -29,7 +29,7 @@ def tiny(corpus: Path, out: Path) -> TrainingConfig:
 
 
 def prepare(config: TrainingConfig) -> tuple[job.Texts, Trainer]:
-    """Do all that comes before the first step."""
+    """Do everything before the first step."""
     job.check_folder(config, resume=True)
     corpus = job.read_files(config)
     texts = job.tokenise(corpus, job.choose_tokenizer(config, corpus))

@@ -1,4 +1,4 @@
-"""Training of boosted drafts: which tokens count, what is measured, and a run from prompts to a tree of drafts."""
+"""Training of boosted drafts: the tokens that count, the figures, and a run from prompts to a tree of drafts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def target(target_folder: str) -> Decoder:
 
 @pytest.fixture(scope="module")
 def near(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """A draft that often agrees with the target, and often does not."""
+    """A draft that agrees with the target for some tokens and not for others."""
     return load_plain(write_checkpoint(tmp_path_factory.mktemp("near") / "draft", Shape(noise=0.5, end=END)), "draft")
 
 
@@ -52,7 +52,7 @@ def config_of(out: Path, target: str, **changes: Any) -> BoostedConfig:
 
 
 def test_only_missed_tokens_are_learned(texts: Texts, target: Decoder, near: Decoder) -> None:
-    """The loss is that of the rows at which the first draft has another likeliest token, and of no others."""
+    """Only rows at which the first draft has another likeliest token count in the loss."""
     windows = texts.batch(0, 8)
     tokens, states = windows[:, 1:], texts.states_of(windows[:, 0]).flatten(0, 1)
     best = likeliest(states, target.lm_head.weight)
@@ -83,8 +83,8 @@ def test_known_tokens_can_count_in_part(texts: Texts, target: Decoder, near: Dec
     assert counts[0] + 0.3 * (counts[2] - counts[0]) < counts[1] < counts[0] + 0.7 * (counts[2] - counts[0])
 
 
-def test_nothing_missed_teaches_nothing(texts: Texts, target: Decoder) -> None:
-    """A draft before that is the target itself leaves no token; the step has a gradient of zero."""
+def test_a_draft_equal_to_the_target_leaves_nothing_to_learn(texts: Texts, target: Decoder) -> None:
+    """If the earlier draft is the target, no token is left; the step has a gradient of zero."""
     windows, model = texts.batch(0, 2), load_trainable(target)
     loss = MissedObjective(target, texts, [target]).loss(model, windows, 0.5)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def test_figures_are_those_of_the_formulas(texts: Texts, target: Decoder, near: 
 
 
 def test_a_run_makes_drafts_for_one_tree(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
-    """From prompts to drafts that are used together, in one session and in two."""
+    """From prompts to drafts in one tree, in one session and in two."""
     arguments = [
         "train", "draft", "--target", target_folder, "--data", str(corpus_folder), "--tokens", "640",
         "--seq", str(SEQ), "--batch", "4", "--hidden", "16", "--intermediate", "24", "--layers", "1", "--heads", "2",
@@ -147,7 +147,7 @@ def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_drafts_begin_as_the_one_before(
+def test_each_draft_begins_with_the_weights_before(
     tmp_path: Path, target: Decoder, target_folder: str, texts: Texts, family: str
 ) -> None:
     start = write_checkpoint(tmp_path / "start", Shape(family=family, seed=3, end=END))
@@ -164,7 +164,7 @@ def test_drafts_begin_as_the_one_before(
     assert second.model.norm.weight.unique().tolist() == [2.0]
 
 
-def test_what_is_wrong_is_said_before_a_run(tmp_path: Path, target_folder: str) -> None:
+def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> None:
     for changes, reason in (({"boosted": 0}, "boosted=0"), ({"heads": 3}, "heads"), ({"steps": None}, "needs an end")):
         with pytest.raises(ConfigError, match=reason):
             config_of(tmp_path, target_folder, **changes)

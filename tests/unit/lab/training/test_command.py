@@ -1,4 +1,4 @@
-"""`speculant train lm`, as it is typed."""
+"""`speculant train lm` on the command line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_target_and_its_draft_are_trained_by_two_commands(corpus_folder: Path,
         (["--out", "x", "--batch", "1000000"], "logits in a step"),
     ],
 )
-def test_what_is_missing_is_said_before_anything_is_read(
+def test_missing_settings_are_reported_before_files_are_read(
     arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Which files are read, and which of them are held out."""
+"""The files that are read, and those that are held out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_packages_empty_and_undecodable_files_are_left_out(corpus_folder: Path, 
 
 
 @pytest.mark.parametrize(("name", "reason"), [("absent", "is not a folder"), ("empty", "no readable")])
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, name: str, reason: str) -> None:
+def test_a_wrong_folder_is_explained(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=reason):
         read_corpus([tmp_path / name])

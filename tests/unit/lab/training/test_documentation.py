@@ -1,4 +1,4 @@
-"""What docs/training.md tells people to type works."""
+"""The commands and the code of docs/training.md work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_python_of_the_training_page_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As it is on the page, but for the text files, and for the length of windows that the small model allows."""
+    """It is the code of the page, with other text files and with the windows of a small model."""
     monkeypatch.chdir(tmp_path)
     for name in ("target", "draft"):
         shutil.copytree(target_folder, name)

@@ -1,4 +1,4 @@
-"""Training of heads: losses and gradients, rounds as a head is used, and a run from prompts to a drafter."""
+"""Training of heads: losses and gradients, rounds, and a run from prompts to a drafter."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_distance_is_that_of_the_distributions() -> None:
 
 
 def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
-    """The divergence is that from p among the head's tokens; what is missed of p counts in the total variation."""
+    """The divergence is that from p among the head's tokens; the rest of p counts in the total variation."""
     torch.manual_seed(0)
     states, own, matrix = torch.randn(2, 300, 5, requires_grad=True), torch.randn(300, 5), torch.randn(11, 5)
     head = OutputHead(torch.randn(4, 5, requires_grad=True), torch.tensor([1, 4, 5, 9]))
@@ -117,7 +117,7 @@ def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> t
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
-    """What round m makes of a row is what the head makes of it as the m-th row of a draft."""
+    """Round m of training computes the same state for a row as the head for the m-th row of a draft."""
     objective, texts = new_objective(kind, tmp_path, target, depth=3)
     made, own = objective._rounds(torch.tensor([1]), texts.tokens[[1]])
     torch.testing.assert_close(own, texts.states_of(torch.tensor([1]))[0, 3:])
@@ -129,7 +129,7 @@ def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Dec
 
 
 def draft_state(head: CausalLM, tokens: Tensor, states: Tensor, root: int, depth: int) -> Tensor:
-    """Return what the head makes `depth` rows behind a root row, in a cache, each from what the row before made."""
+    """Return the state `depth` rows after a root row; each row reads the state of the row before, in a cache."""
     cache = slotted_cache(head.cache_shape, 1, SEQ)
     fed, hidden = tokens[1 : root + 2].tolist(), states[: root + 1]
     for place in range(depth + 1):
@@ -141,8 +141,8 @@ def draft_state(head: CausalLM, tokens: Tensor, states: Tensor, root: int, depth
 
 
 @torch.inference_mode()
-def test_kept_states_are_those_that_a_drafter_sees(tmp_path: Path, target: Decoder) -> None:
-    """Layers of any number, also the same one twice, as a pass with a cache computes them."""
+def test_kept_states_equal_those_of_a_drafter(tmp_path: Path, target: Decoder) -> None:
+    """Of several layers, even the same one twice, and equal to those of a pass with a cache."""
     save_texts(tmp_path, torch.randint(0, 250, (3, SEQ)).tolist(), SEQ, 0)
     layers = (2, 0, 1, 1)
     texts = open_texts(tmp_path, target, layers=layers)
@@ -156,7 +156,7 @@ def test_kept_states_are_those_that_a_drafter_sees(tmp_path: Path, target: Decod
 
 
 def test_an_eagle3_head_learns(tmp_path: Path, target: Decoder) -> None:
-    """The loss falls on texts that it sees again; all of the head is learned, and nothing of the target."""
+    """The loss falls on repeated texts; all of the head is learned, and nothing of the target."""
     objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=40)
     optimizer, losses = Optimizer(objective.module, 0.01, 0.002), list[float]()
     before = [parameter.detach().clone() for parameter in objective.module.parameters()]
@@ -190,7 +190,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path, t
 
 @torch.inference_mode()
 @pytest.mark.parametrize("draft_vocab", [None, 40])
-def test_a_folder_drafts_as_it_was_measured(
+def test_a_folder_has_the_measured_acceptance(
     draft_vocab: int | None, tmp_path: Path, target: Decoder, target_folder: str
 ) -> None:
     """The drafter's head has the measured sum min(p, q) on the same texts, up to the rounding of its weights."""
@@ -237,7 +237,7 @@ def test_every_kind_is_a_method() -> None:
 
 @pytest.mark.parametrize("kind", kind_names())
 def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
-    """From prompts to a folder that an engine drafts with, in one session and in two."""
+    """From prompts to a folder for an engine, in one session and in two."""
     arguments = [
         "train", "head", "--kind", kind, "--target", target_folder, "--data", str(corpus_folder), "--suffix", ".txt",
         "--tokens", "640", "--seq", str(SEQ), "--batch", "4", "--num-heads", "2", "--depth", "2", "--json",
@@ -306,7 +306,7 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, target_folder: str)
 
 @torch.inference_mode()
 def test_look_ahead_rows_are_those_of_a_draft(target: Decoder) -> None:
-    """Behind each place of a text, the rows are what the target's pass makes of them in a draft."""
+    """After each place of a text, the rows equal those of the target's pass in a draft."""
     tokens = torch.randint(0, 250, (2, SEQ), generator=torch.Generator().manual_seed(0))
     inputs, places = torch.randn(3, target.hidden_size), torch.tensor([0, 4, 9])
     made = look_ahead_states(target, tokens, places, inputs)
@@ -317,8 +317,8 @@ def test_look_ahead_rows_are_those_of_a_draft(target: Decoder) -> None:
             torch.testing.assert_close(made[row, index], expected, atol=2e-5, rtol=1e-4)
 
 
-def test_look_ahead_learns_what_comes_later(tmp_path: Path, target: Decoder, target_folder: str) -> None:
-    """Each row is compared with the target's state so many tokens on; the embeddings alone have gradients."""
+def test_look_ahead_learns_later_distributions(tmp_path: Path, target: Decoder, target_folder: str) -> None:
+    """Row t is compared with the target's state t tokens later; the embeddings alone have gradients."""
     save_texts(tmp_path, [torch.randint(0, 250, (SEQ,)).tolist() for _ in range(3)], SEQ, 0)
     texts = open_texts(tmp_path, target)
     objective = load_kind("pass").make(config_of(tmp_path, target_folder, "pass"), target)

@@ -1,4 +1,4 @@
-"""Whole runs: files in, a model folder out."""
+"""Whole runs, from files to a model folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_time_budget_ends_a_run_on_time(config: TrainingConfig) -> None:
     assert [report.step for report in trainer.run()][-1] == 30
 
 
-def test_checkpoints_are_written_on_the_way(config: TrainingConfig) -> None:
+def test_checkpoints_are_written_during_a_run(config: TrainingConfig) -> None:
     _, trainer = prepare(config)
     seconds = iter(range(0, 10_000, 2))
     trainer.clock, trainer.save_every = (lambda: float(next(seconds))), 10.0
@@ -68,7 +68,7 @@ def test_checkpoints_are_written_on_the_way(config: TrainingConfig) -> None:
 
 
 @pytest.mark.parametrize("change", [{"layers": 1}, {"batch": 2}, {"seed": 9}, {"matrix_lr": 0.1}])
-def test_a_run_does_not_go_on_with_other_settings(config: TrainingConfig, change: dict[str, int]) -> None:
+def test_a_run_is_not_resumed_with_other_settings(config: TrainingConfig, change: dict[str, int]) -> None:
     _, trainer = prepare(config)
     trainer.save()
     _, other = prepare(replace(config, **change))
@@ -76,7 +76,7 @@ def test_a_run_does_not_go_on_with_other_settings(config: TrainingConfig, change
         other.resume()
 
 
-def test_a_run_is_not_written_over(config: TrainingConfig) -> None:
+def test_a_run_is_not_overwritten(config: TrainingConfig) -> None:
     _, trainer = prepare(config)
     with pytest.raises(ConfigError, match=FILE_NAME):
         trainer.resume()
@@ -96,9 +96,7 @@ def test_a_run_is_not_written_over(config: TrainingConfig) -> None:
         ({"tokenizer": Path("a"), "distill_from": Path("b")}, "its target's tokenizer"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
-    config: TrainingConfig, change: dict[str, object], reason: str
-) -> None:
+def test_invalid_settings_are_refused(config: TrainingConfig, change: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         replace(config, **change)  # type: ignore[arg-type]
 
@@ -108,7 +106,7 @@ def test_a_run_needs_an_end(config: TrainingConfig) -> None:
         _ = replace(config, steps=None).schedule
 
 
-def test_the_written_folder_is_what_the_card_says(target_folder: Path, corpus_folder: Path) -> None:
+def test_the_card_describes_the_written_folder(target_folder: Path, corpus_folder: Path) -> None:
     model, tokenizer = job.load_decoder(target_folder), Tokenizer.from_folder(target_folder)
     card = (target_folder / "README.md").read_text()
     held_out = (corpus_folder / "package/module_64.py").read_text()

@@ -25,7 +25,7 @@ def train(*arguments: object) -> dict[str, int]:
 
 
 def test_static_tables_are_trained_and_used(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """The model's own output, as text and as token ids, teaches tables that draft some of it again."""
+    """Tables made from the model's output, as text or as token ids, draft parts of it again."""
     llm = LLM(checkpoints.target, dtype="float64")
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     (plain,) = llm.generate("class A:", params)
@@ -44,7 +44,7 @@ def test_static_tables_are_trained_and_used(checkpoints: Checkpoints, tmp_path: 
     assert drafted.metrics.speculative_decoding.num_accepted_draft_tokens > 10
 
 
-def test_static_tables_keep_as_many_continuations_as_asked(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_static_tables_keep_the_given_number_of_continuations(checkpoints: Checkpoints, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab ac ad ae ab" * 3)
     out = tmp_path / "t.safetensors"
     arguments = tmp_path / "a.txt", "--tokenizer", checkpoints.target, "--out", out
@@ -66,7 +66,7 @@ def test_static_tables_keep_as_many_continuations_as_asked(checkpoints: Checkpoi
         (b"[1, 264]", "a.jsonl", "the token 264 and the vocabulary has 264"),
     ],
 )
-def test_static_refuses_files_that_teach_nothing(
+def test_static_refuses_files_without_pairs(
     checkpoints: Checkpoints, tmp_path: Path, content: bytes, name: str, reason: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -75,7 +75,7 @@ def test_static_refuses_files_that_teach_nothing(
     assert not (tmp_path / "t.safetensors").exists()
 
 
-def test_static_refuses_folders_that_are_not_there(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_static_refuses_missing_folders(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         train(tmp_path / "a", "--tokenizer", checkpoints.target, "--out", tmp_path / "b" / "t.safetensors")
     with pytest.raises(ConfigError, match="can't be read"):

@@ -1,4 +1,4 @@
-"""What a window holds, and where it begins."""
+"""The content of windows, and their beginnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTH, END = 8, 0
 
 
 def documents() -> list[np.ndarray]:
-    """Return 40 documents whose tokens are all different, END behind each."""
+    """Return 40 documents whose tokens are all different, with END after each."""
     return [np.append(np.arange(50) + 1 + 50 * i, END) for i in range(40)]
 
 
@@ -52,7 +52,7 @@ def test_windows_begin_lines_where_they_can() -> None:
     assert all((token - 1) % 50 % 10 == 0 or token == END for token in first.tolist())
 
 
-def test_line_starts_are_behind_line_feeds_and_ends() -> None:
+def test_line_starts_follow_line_feeds_and_ends() -> None:
     tokenizer = train_tokenizer(["a\nb c\n\nd"] * 3, 300)
     ids = [0, *tokenizer.encode("a\nb c\n\nd", add_special_tokens=False).ids]
     marked = line_starts(tokenizer, np.array(ids))

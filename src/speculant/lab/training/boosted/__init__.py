@@ -1,1 +1,1 @@
-"""Training of several drafts for one tree: each learns what the ones before miss (arXiv 2305.09781, section 3)."""
+"""Training of several drafts for one tree: each learns the tokens that the drafts before miss (arXiv 2305.09781, 3)."""

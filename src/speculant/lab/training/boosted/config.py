@@ -21,10 +21,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 class BoostedConfig:
     """Drafts of one shape for a target, and the texts and the length of their training.
 
-    boosted: how many drafts. minutes, steps: of each draft's training. start: the draft model that the first one begins
-    as, and whose shape all have; None = random weights of the given shape. Every other one begins with the weights of
-    the draft before it. known_share: of the tokens that an earlier draft predicts, so many are trained on too.
-    tokens, seq, temperature, cache_gib: as of a head (`HeadTrainingConfig`).
+    boosted: the number of drafts. minutes, steps: of each draft's training. start: the draft model whose
+    weights the first draft begins with; all have its shape; None = random weights of the given shape. Every other draft
+    begins with the weights of the one before. known_share: the share of tokens predicted by an earlier draft that are
+    trained on too. tokens, seq, temperature, cache_gib: see `HeadTrainingConfig`.
     """
 
     out: Path
@@ -65,7 +65,7 @@ class BoostedConfig:
         return TrainingSchedule(self.steps, self.minutes, self.warmup)
 
     def network(self, max_positions: int | None = None) -> TrainingConfig:
-        """Return the same run as that of one model; it checks the numbers of both."""
+        """Return the run as the configuration of one model, which checks its numbers."""
         own = {field.name for field in fields(TrainingConfig)} - {"data", "tokenizer", "distill_from"}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
         return TrainingConfig(**values, max_positions=max_positions or max(self.seq, 1))
@@ -75,7 +75,7 @@ class BoostedConfig:
         return self.out / str(number)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must repeat; its length may change."""
+        """Return the settings that a resumed run must repeat; its length may change."""
         changeable = {"out", "boosted", "minutes", "steps", "save_minutes", "data"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in changeable}
 

@@ -33,8 +33,8 @@ class BoostedOutcome:
     """The measurements of a draft, and of all drafts up to it, on texts that were not trained on.
 
     alpha: mean of sum min(p, q) at temperature 1. agreement: share of the tokens for which it has the target's
-    likeliest one. covered: share for which any of the drafts so far has it. alone: share for which it is among as many
-    likeliest tokens of the first draft as there are drafts.
+    likeliest token. covered: share for which any of the drafts so far has it. alone: share for which it is among the n
+    likeliest tokens of the first draft, n = number of drafts.
     """
 
     number: int
@@ -133,7 +133,7 @@ def measure(drafts: Sequence[Decoder], target: Decoder, texts: Texts) -> dict[st
 
 def draft_card(config: BoostedConfig, outcome: BoostedOutcome) -> str:
     """Return the README.md of a draft."""
-    before = "all tokens" if outcome.number == 1 else "the tokens whose likeliest one no draft before it has"
+    before = "all tokens" if outcome.number == 1 else "the tokens that no draft before it predicts"
     return "\n".join([
         "---", "library_name: speculant", "pipeline_tag: text-generation", "---", "",
         f"# {config.out.name}/{outcome.number}", "",

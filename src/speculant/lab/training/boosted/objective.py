@@ -1,4 +1,4 @@
-"""What a boosted draft learns: the target's distributions at the tokens that no earlier draft predicts."""
+"""The objective of a boosted draft: the target's distributions at the tokens that no earlier draft predicts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROWS = 256  # distributions computed at a time
 
 
 class MissedObjective:
-    """The distance to the target at those tokens for which no draft of `before` has the target's likeliest token.
+    """The distance to the target at the tokens for which no draft of `before` has the target's likeliest token.
 
     This is SpecInfer's rule for a draft's data, token by token. known_share: the share of the other tokens that count
-    too; which ones, `seed` and the step decide.
+    too; `seed` and the step select them.
     """
 
     name = "distance to the target"
@@ -65,8 +65,8 @@ def known_rows(drafts: Sequence[Decoder], tokens: Tensor, best: Tensor) -> Tenso
 def overlap_and_ranks(draft: Tensor, target: Tensor, matrices: tuple[Tensor, Tensor], ranks: int) -> tuple[float, int]:
     """Compare the states [r, hidden] of a draft and of its target; matrices: the output heads of both.
 
-    Returns the sum over rows of sum min(p, q), and how often the target's likeliest token is among the draft's `ranks`
-    likeliest ones.
+    Returns the sum over rows of sum min(p, q), and the number of rows whose likeliest token of the target is among the
+    draft's `ranks` likeliest ones.
     """
     common, found = 0.0, 0
     for own, other in zip(torch.split(draft, _ROWS), torch.split(target, _ROWS), strict=True):

@@ -1,4 +1,4 @@
-"""Training of heads: on the target's own output, by the target's distributions.
+"""Training of heads: on texts that the target writes, with the target's distributions as the goal.
 
-A kind of head is a module in `kinds`, of the name of the method that drafts with it, with a function `make`.
+A kind of head is a module in `kinds`, named after the method that drafts with it, with a function `make`.
 """

@@ -1,4 +1,4 @@
-"""What a kind of head does in training."""
+"""The protocol of a head in training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speculant.lab.training.heads.texts import Texts
 class HeadAcceptance:
     """Held-out figures by depth, the first drafted token first, on texts of the target.
 
-    alpha: mean of sum min(p, q). rank_shares: how often the target's likeliest token has each rank in q.
+    alpha: mean of sum min(p, q). rank_shares: of rows in which the target's likeliest token has each rank in q.
     """
 
     alpha: list[float]
@@ -25,7 +25,7 @@ class HeadAcceptance:
 class HeadInTraining(Protocol):
     """A head that is trained on a target's states. It is an `Objective` for its own module.
 
-    layers: those whose states it takes in beside the ones after the final norm, as `DrafterNeeds.hidden_layers` counts.
+    layers: whose states are inputs beside those after the final norm, numbered as in `DrafterNeeds.hidden_layers`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class HeadInTraining(Protocol):
         ...
 
     def use(self, texts: Texts) -> None:
-        """Take the states of texts from here on."""
+        """Use the states of these texts from now on."""
         ...
 
     def acceptance(self, rows: Tensor) -> HeadAcceptance:
@@ -49,5 +49,5 @@ class HeadInTraining(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights as the folder has them."""
+        """Return the weights in the folder's format."""
         ...

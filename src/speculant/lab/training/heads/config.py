@@ -22,13 +22,13 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class HeadTrainingConfig:
-    """What is trained, on how much text, for how long.
+    """The head, its texts and the length of its training.
 
     tokens: of the target's output and the prompts before it, in texts of `seq` tokens. temperature: of that output.
-    cache_gib: the most that the hidden states of these texts may take on disk; fewer texts are used where they don't
-    fit. num_heads: predicted tokens of heads on one state; depth: rows in a row that a layer is trained to continue
-    from its own states. inner: the width of feed-forward blocks; None = the kind's usual one. draft_vocab: how many
-    tokens an output head of its own knows; None = it shares the target's.
+    cache_gib: the limit on disk for the hidden states of these texts; fewer texts are used if they don't fit.
+    num_heads: predicted tokens of heads on one state; depth: successive rows that a layer learns to continue from its
+    own states. inner: the width of feed-forward blocks; None = the kind's usual one. draft_vocab: tokens of an output
+    head of its own; None = it shares the target's.
     """
 
     out: Path
@@ -78,7 +78,7 @@ class HeadTrainingConfig:
         return TrainingSchedule(self.steps, self.minutes, self.warmup)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must repeat; its length may change."""
+        """Return the settings that a resumed run must repeat; its length may change."""
         changeable = {"out", "minutes", "steps", "save_minutes"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in changeable}
 
@@ -99,7 +99,7 @@ def kind_names() -> list[str]:
 
 
 def may_have_output_head(name: str) -> bool:
-    """Whether a kind's heads can have an output head of their own, which its module announces."""
+    """Whether a kind's heads can have an output head of their own; its module announces it."""
     return bool(getattr(load_kind(name), "OWN_OUTPUT_HEAD", False))
 
 

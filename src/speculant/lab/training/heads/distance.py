@@ -1,6 +1,6 @@
-"""How far a head's distributions are from the target's, with gradients for what the head computes them from.
+"""The distance of a head's distributions from the target's, with gradients for the head's states and output head.
 
-The target's output head stays as it is, and most heads predict by it too. Distributions of a few rows are computed at a
+The target's output head is fixed, and most heads predict with it too. Distributions of a few rows are computed at a
 time.
 """
 
@@ -73,7 +73,7 @@ class HeadDistance(torch.autograd.Function):
 
 
 def _restricted(log_p: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p and log p' of the ids `tokens` [r, n], and the sum over rows of p of all others; None = all ids."""
+    """Return p and log p' of the ids `tokens` [r, n], and the sum over rows of p of the others; None = all ids."""
     if tokens is None:
         return log_p.exp(), log_p, log_p.new_zeros(())
     log_p = log_p[:, tokens]
@@ -84,7 +84,7 @@ def _restricted(log_p: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor, T
 def distances(
     states: Tensor, target_states: Tensor, matrix: Tensor, progress: float, own: OutputHead | None = None
 ) -> Tensor:
-    """Return each head's mean distance [k]: divergence at first, total variation in the end of a run.
+    """Return each head's mean distance [k]: divergence at the start of a run, total variation at its end.
 
     matrix [V, hidden]: the target's output head; own: that of the heads, None = the target's.
     """

@@ -1,4 +1,4 @@
-"""Training of heads on one state: head i learns the distribution that the target has i + 1 tokens further on."""
+"""Training of heads on one state: head i learns the target's distribution i + 1 tokens later."""
 
 from __future__ import annotations
 

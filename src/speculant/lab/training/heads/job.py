@@ -21,7 +21,7 @@ from speculant.lab.training.passes import load_plain
 from speculant.lab.training.trainer import Trainer
 from speculant.models.reference.decoder import Decoder
 
-PROMPT_SHARE = 8  # a prompt is the first of so many parts of a text
+PROMPT_SHARE = 8  # a prompt is the first eighth of a text
 Watch = Callable[[float], None]
 
 
@@ -48,17 +48,17 @@ def check_folder(config: HeadTrainingConfig, resume: bool) -> None:
 
 
 def needs_texts(config: TextsPlan) -> bool:
-    """Whether the target's texts are not there yet."""
+    """Whether the target's texts are missing."""
     return not (config.out / texts_.FILE).exists()
 
 
 def load_target(config: HeadTrainingConfig) -> Decoder:
-    """Load the target in float32. Raises ConfigError for one that this training can't compute."""
+    """Load the target in float32. Raises ConfigError for a target that this training can't compute."""
     return load_plain(config.target)
 
 
 def cut_prompts(documents: Sequence[Sequence[int]], config: TextsPlan, begin: int, count: int) -> list[list[int]]:
-    """Return prompts from random places of documents, `begin` before each."""
+    """Return prompts from random places of documents, each after `begin`."""
     length = max(1, config.seq // PROMPT_SHARE - 1)
     long = [document for document in documents if len(document) >= length]
     if not long:
@@ -131,7 +131,7 @@ def finish(config: HeadTrainingConfig, trainer: Trainer) -> HeadOutcome:
 
 
 def _effort(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run took, for config.json."""
+    """Return the time and the steps of a run, for config.json."""
     return {"minutes": round(trainer.state.elapsed / 60, 2), "steps": trainer.state.step}
 
 

@@ -1,8 +1,7 @@
-"""Training of look-ahead embeddings: row t behind a token learns the distribution that the target has t tokens on.
+"""Training of look-ahead embeddings: row t after a token learns the target's distribution t tokens later.
 
-The target stays as it is, and the embeddings are all that is learned. A text's tokens are computed as ever; at some of
-its places a chain of look-ahead rows is computed beside them, which attends to the tokens up to its place and to its
-own earlier rows.
+The target is fixed; only the embeddings are learned. The rows of a text's tokens are computed as usual. After some of
+them comes a chain of look-ahead rows, which attend to the tokens up to its place and to earlier rows of the chain.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _AT_A_TIME = 8
 
 
 class LookAhead(nn.Module):
-    """The embeddings [T, hidden]. They are named as tokens' are, so that the optimizer treats them alike."""
+    """The embeddings [T, hidden]. They have the name of token embeddings, so the optimizer treats both alike."""
 
     def __init__(self, target: Decoder, count: int, seed: int) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class LookAheadObjective:
         return {"look_ahead.weight": self._inputs.detach()}
 
     def _predicted(self, rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return the look-ahead states [T, r, hidden] at places of texts, and those [T, r, hidden] they stand for."""
+        """Return the look-ahead states [T, r, hidden] at places of texts, and the target's states that they predict."""
         assert self._texts is not None
         count, states = len(self._inputs), self._texts.states_of(rows)
         places = torch.arange(first, states.shape[1] - count, STRIDE)
@@ -92,7 +91,7 @@ class LookAheadObjective:
 
 
 def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Tensor) -> Tensor:
-    """Return the states [b, m, T, hidden] of chains of rows with inputs [T, hidden] behind places [m] of tokens [b, n].
+    """Return the states [b, m, T, hidden] of chains of rows with inputs [T, hidden] after places [m] of tokens [b, n].
 
     The chains have gradients for `inputs`; the tokens' rows have none.
     """
@@ -123,7 +122,7 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
 def look_ahead_mask(length: int, places: Tensor, count: int, window: int | None = None) -> Tensor:
     """Return which keys each row sees [m * T, n + m * T]: the tokens up to its place, and its chain up to itself.
 
-    window: how many positions it sees, its own included; None = all.
+    window: the number of positions that a row sees, its own included; None = all.
     """
     of = torch.arange(len(places)).repeat_interleave(count)
     within = torch.arange(count).repeat(len(places))

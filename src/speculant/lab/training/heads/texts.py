@@ -26,7 +26,7 @@ _AT_A_TIME = 16  # texts of a pass
 
 
 class TextsPlan(Protocol):
-    """What texts a target writes, and the folder that they are kept in: see `HeadTrainingConfig`."""
+    """The texts that a target writes, and their folder: see `HeadTrainingConfig`."""
 
     @property
     def out(self) -> Path:
@@ -55,12 +55,12 @@ class TextsPlan(Protocol):
 
     @property
     def cache_gib(self) -> float:
-        """The most that hidden states may take on disk."""
+        """The limit for hidden states on disk."""
         ...
 
     @property
     def seed(self) -> int:
-        """Chooses the prompts."""
+        """Of the choice of prompts."""
         ...
 
 
@@ -68,8 +68,8 @@ class TextsPlan(Protocol):
 class Texts:
     """Texts of equal length. tokens [w, n] int64; states [w, n, hidden] float16, after the target's final norm.
 
-    taps: states of other layers, likewise. The last `num_held_out` texts are not trained on. States are read from disk
-    as they are used.
+    taps: states of other layers, of the same form. The last `num_held_out` texts are not trained on. States are read
+    from disk when they are used.
     """
 
     tokens: Tensor
@@ -79,7 +79,7 @@ class Texts:
 
     @property
     def num_training(self) -> int:
-        """How many texts are trained on."""
+        """The number of texts that are trained on."""
         return len(self.tokens) - self.num_held_out
 
     def states_of(self, rows: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Texts:
         return torch.cat([_read(states, rows) for states in self.taps], dim=-1)
 
     def batch(self, first: int, count: int) -> Tensor:
-        """Return texts by number, each epoch in another order: [count, 1 + n], their places before their tokens."""
+        """Return texts by number, in another order in each epoch: [count, 1 + n], their places before their tokens."""
         rows = torch.tensor([self._place(number) for number in range(first, first + count)])
         return torch.cat((rows[:, None], self.tokens[rows]), dim=1)
 
@@ -101,15 +101,15 @@ class Texts:
 
 
 def most_texts(tokens: int, seq: int, width: int, cache_gib: float) -> int:
-    """Return how many texts are made: for as many tokens, with states within the bound on disk; at least 2.
+    """Return the number of texts: for this number of tokens, within the bound of states on disk; at least 2.
 
-    width: numbers that are kept of a token.
+    width: numbers that are kept for each token.
     """
     return max(2, min(tokens // seq, int(cache_gib * 2**30) // (2 * seq * width)))
 
 
 def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int) -> None:
-    """Write the tokens of texts, without those shorter than `seq`. Raises ConfigError if fewer than 2 are left."""
+    """Write the tokens of texts of at least `seq` tokens. Raises ConfigError if there are fewer than 2."""
     whole = [list(text[:seq]) for text in texts if len(text) >= seq]
     if len(whole) < 2:
         raise ConfigError(
@@ -123,9 +123,9 @@ def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int
 def open_texts(
     folder: Path, target: Decoder, watch: Callable[[float], None] | None = None, layers: Sequence[int] = ()
 ) -> Texts:
-    """Return the texts of a folder; the states that are missing are computed and written.
+    """Return the texts of a folder; missing states are computed and written.
 
-    layers: those whose states are kept beside the ones after the final norm, as `DrafterNeeds.hidden_layers` counts.
+    layers: whose states are kept beside those after the final norm, numbered as in `DrafterNeeds.hidden_layers`.
     """
     with safe_open(folder / FILE, framework="pt") as opened:
         tokens: Tensor = opened.get_tensor("tokens")

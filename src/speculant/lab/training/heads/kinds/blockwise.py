@@ -11,7 +11,7 @@ from speculant.models.reference.decoder import Decoder
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:
-    """Return new heads; with outer weights of zero each one begins as the target's own prediction."""
+    """Return new heads; their outer weights are zero, so each begins as the target's own prediction."""
     inner = config.inner or 2 * target.hidden_size
     heads = FeedForwardHeads(FutureShape(config.num_heads, target.hidden_size, inner=inner))
     generator = torch.Generator().manual_seed(config.seed)

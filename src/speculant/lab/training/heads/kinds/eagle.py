@@ -11,11 +11,11 @@ from speculant.lab.training.heads.rounds import RoundsObjective, begin_small, la
 from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry
 from speculant.models.reference.decoder import Decoder
 
-REGRESSION = 0.5  # weight of the distance of states, which falls to zero at the end of a run
+REGRESSION = 0.5  # weight of the distance of states; it falls to zero at the end of a run
 
 
 class EagleObjective(RoundsObjective):
-    """Rounds whose states are drawn to the target's."""
+    """Rounds whose states are also trained to be near the target's."""
 
     def _each_round(self, made: Tensor, states: Tensor, progress: float) -> Tensor:
         apart = functional.smooth_l1_loss(made, states.expand_as(made), reduction="none").mean((1, 2))

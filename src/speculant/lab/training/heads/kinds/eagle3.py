@@ -1,10 +1,10 @@
 """A decoder layer over the states of three of the target's layers (arXiv 2503.01840).
 
-It is trained in rounds (heads/rounds.py) on distributions alone: its states need not be near the target's. It
-predicts by the target's output head, or by a learned one of fewer tokens.
+It is trained in rounds (heads/rounds.py) on distributions alone: its states need not be near the target's. It predicts
+with the target's output head, or with a learned one of fewer tokens.
 
-A target's states grow from layer to layer, to many times the size of what a new layer adds to them. In training they
-are divided by their size; the weights that are written have these divisors in them.
+A target's states grow from layer to layer, until a new layer's output is small beside them. In training they are
+divided by their size; the written weights include these divisors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from speculant.models.heads import HeadConfig, HeadDecoder, StateEntry, usual_ta
 from speculant.models.reference.decoder import Decoder
 
 OWN_OUTPUT_HEAD = True  # see `may_have_output_head`
-_MEASURED = 16  # texts that tell the size of states
+_MEASURED = 16  # texts for measuring the size of states
 
 
 class Network(nn.Module):
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 class Eagle3Objective(RoundsObjective):
-    """Rounds from the states of three layers. Which tokens a short output head knows, the texts tell."""
+    """Rounds from the states of three layers. A short output head has the most frequent tokens of the texts."""
 
     def __init__(self, network: Network, target: Decoder, depth: int, layers: tuple[int, ...]) -> None:
         own = network.head.config
@@ -82,7 +82,7 @@ def state_sizes(texts: Texts, num_layers: int) -> Tensor:
 
 
 def frequent_tokens(texts: Texts, count: int, vocab_size: int) -> Tensor:
-    """Return the most frequent ids [count] of the texts that are trained on, ascending; the lowest among equals."""
+    """Return the most frequent ids [count] of the training texts, ascending; the lowest among equals."""
     counts = texts.tokens[: texts.num_training].flatten().bincount(minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
@@ -99,7 +99,7 @@ def make(config: HeadTrainingConfig, target: Decoder) -> Eagle3Objective:
     head = HeadDecoder(HeadConfig(sizes, StateEntry.ATTENTION, own_head=known is not None), target)
     network = Network(head, len(layers) * target.hidden_size)
     begin_small(network, config.seed)
-    with torch.no_grad():  # it begins as the last of the states, and reads it as the target does
+    with torch.no_grad():  # it begins as the last of the states, and reads it like the target
         network.fc.weight[:, -target.hidden_size :] += torch.eye(target.hidden_size)
         head.norm.weight.copy_(target.model.norm.weight)
     return Eagle3Objective(network, target, config.depth, layers)
@@ -116,7 +116,7 @@ def _config(own: HeadConfig, layers: tuple[int, ...], target: Decoder) -> dict[s
 
 
 def _hub_name(name: str) -> str:
-    """Return the name that the hub's files have for a tensor of the head."""
+    """Return the name of a head's tensor in files on the hub."""
     if name == "hidden_norm.weight":
         return f"midlayer.{name}"
     return name.replace("layers.0.", "midlayer.")

@@ -9,7 +9,7 @@ from speculant.models.reference.decoder import Decoder
 
 
 def make(config: HeadTrainingConfig, target: Decoder) -> FutureObjective:
-    """Return new heads; with weights of zero each one begins as the target's own prediction."""
+    """Return new heads; their weights are zero, so each begins as the target's own prediction."""
     heads = ResidualHeads(FutureShape(config.num_heads, target.hidden_size, config.num_layers))
     names = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
     return FutureObjective(heads, target, names)
