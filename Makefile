@@ -62,8 +62,8 @@ format: $(VENV)/.installed-dev ## rewrite the code in the house's format
 	$(BIN)/ruff format $(CHECKED)
 	$(BIN)/ruff check --fix $(CHECKED)
 
-bench: $(VENV)/.installed-dev ## run every script in benchmarks/
-	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
+bench: $(VENV)/.installed-dev ## run every script in benchmarks/ that needs no other checkout
+	@set -e; for script in $(filter-out benchmarks/revision%,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 build/clients/.installed: tests/clients/requirements.txt tests/clients/package.json | $(VENV)/.created
 	$(BIN)/python -m venv build/clients/venv

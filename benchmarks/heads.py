@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 from speculant.engine.build import Runtime
 from speculant.errors import SpeculantError
 from speculant.files import read_json
-from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, TEXTS, LoadedPair, prompts_of
+from speculant.lab.bench.decoding import DRAFT, HELD_OUT, PLAIN, SHAPE, TEXTS, LoadedPair, prompts_of
 from speculant.lab.bench.gains import gains
 from speculant.lab.bench.measuring import Spread
 from speculant.lab.bench.runner import Benchmark, markdown, quartiles
 from speculant.lab.bench.runs import Bench, BenchRun, Mode
 from speculant.lab.bench.step_costs import LengthCosts, measure_steps
 from speculant.lab.bench.workloads import Workload
-from speculant.lab.inflation.pair import SHAPES, inflated_head
+from speculant.lab.inflation.pair import inflated_head
 from speculant.lab.theory.curve import VerificationCurve
 from speculant.lab.theory.speedup import speedups, step_costs, survival
 from speculant.metrics import SpeculationMetrics
@@ -340,7 +340,7 @@ BENCHMARK = Benchmark(
     "Predictions within 10%.",
     measure=measure, rounds=0, show=tables,
     options={
-        "shape": {"choices": ["demo", *SHAPES], "default": "demo"},
+        "shape": SHAPE,
         "texts": {"nargs": "+", "choices": TEXTS, "default": [HELD_OUT]},
         "methods": {"nargs": "+", "choices": list(METHODS), "default": list(METHODS)},
         "heads_folder": {"type": Path, "metavar": "FOLDER"},

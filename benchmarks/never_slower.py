@@ -13,13 +13,23 @@ text and acceptance stay, costs are those of the shape.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from speculant.lab.bench.decoding import DRAFT, PLAIN, TARGET, TEXTS, Decoded, LoadedPair, alpha, decode, prompts_of
+from speculant.lab.bench.decoding import (
+    DRAFT,
+    PLAIN,
+    SHAPE,
+    TARGET,
+    TEXTS,
+    Decoded,
+    LoadedPair,
+    alpha,
+    by_text_and_method,
+    decode,
+    prompts_of,
+)  # fmt: skip
 from speculant.lab.bench.runner import Benchmark, ratio
-from speculant.lab.inflation.pair import SHAPES
 
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": DRAFT, "method": "draft_model"},
@@ -65,13 +75,9 @@ def compare(arguments: argparse.Namespace, pair: LoadedPair, text: str, method: 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compare all methods on all texts."""
-    pair = LoadedPair.load(arguments.shape)
     shape = "" if arguments.shape == "demo" else f"_{arguments.shape}"
     arguments.name = f"never_slower{shape}_batch_{arguments.batch}"
-    seen: dict[str, dict[str, Any]] = {text: {} for text in arguments.texts}
-    for text, method in itertools.product(arguments.texts, arguments.methods):
-        seen[text][method] = compare(arguments, pair, text, method)
-        yield seen
+    return by_text_and_method(arguments, compare)
 
 
 BENCHMARK = Benchmark(
@@ -80,7 +86,7 @@ BENCHMARK = Benchmark(
     "drafters gain 2 on edits and nothing on unseen text.",
     measure=measure, rounds=20,
     options={
-        "shape": {"choices": ["demo", *SHAPES], "default": "demo"},
+        "shape": SHAPE,
         "texts": {"nargs": "+", "choices": TEXTS, "default": ["edit", "completion", "unseen"]},
         "methods": list(METHODS), "lengths": [1, 2, 4, 6, 8, 12], "tokens": 128, "batch": 1,
         "prompts": {"type": int, "help": "of a round; a batch of them by default"},

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from speculant.engine.build import Runtime
-from speculant.lab.bench.decoding import DRAFT, PLAIN, LoadedPair, decode, prompts_of
+from speculant.lab.bench.decoding import DRAFT, PLAIN, SHAPE, LoadedPair, by_text_and_method, decode, prompts_of
 from speculant.lab.bench.runner import Benchmark, quartiles
-from speculant.lab.inflation.pair import SHAPES
 from speculant.lengths.base import DraftOutcome
 from speculant.metrics import StepTiming
 
@@ -131,18 +130,14 @@ def compare(arguments: argparse.Namespace, pair: LoadedPair, text: str, method: 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compare all methods on all texts."""
-    pair = LoadedPair.load(arguments.shape)
     arguments.name = "predicted" if arguments.shape == "demo" else f"predicted_{arguments.shape}"
-    seen: dict[str, dict[str, Any]] = {text: {} for text in arguments.texts}
-    for text, method in itertools.product(arguments.texts, arguments.methods):
-        seen[text][method] = compare(arguments, pair, text, method)
-        yield seen
+    return by_text_and_method(arguments, compare)
 
 
 BENCHMARK = Benchmark(
     __file__, __doc__, predicted="Within 10% for every drafter and length.", measure=measure, rounds=12,
     options={
-        "shape": {"choices": ["demo", *SHAPES], "default": "demo"},
+        "shape": SHAPE,
         "texts": ["edit", "completion"], "methods": METHODS, "prompts": 1, "tokens": 128,
     },
 )  # fmt: skip

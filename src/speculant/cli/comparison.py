@@ -32,7 +32,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Pair:
+class RunPair:
     """One prompt decoded both ways."""
 
     prompt: str
@@ -101,7 +101,7 @@ def run(llm: LLM, prompt: str, params: SamplingParams, show: Callable[[StreamPie
             return Run(text, tokens, seconds, *passes, metrics.speculative_decoding)
 
 
-def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+def summary(pairs: Sequence[RunPair]) -> dict[str, Any]:
     """Return the figures over all prompts."""
     plain, fast = pool([pair.plain for pair in pairs]), pool([pair.speculative for pair in pairs])
     return {

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.comparison import Pair, Run, pool, run, summary
+from speculant.cli.comparison import Run, RunPair, pool, run, summary
 from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.params import SamplingParams
 
@@ -104,9 +104,9 @@ def _introduce(console: Console, llm: LLM, params: SamplingParams, shape: str | 
     console.print("yellow", style=CHOSEN, end=" ones the target chose itself.\n\n")
 
 
-def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> Pair:
+def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> RunPair:
     plain = _show_run(console, llm, prompt, replace(params, speculation=False))
-    pair = Pair(prompt, plain, _show_run(console, llm, prompt, params))
+    pair = RunPair(prompt, plain, _show_run(console, llm, prompt, params))
     before, after = pool([pair.plain]), pool([pair.speculative])
     console.print(
         f"{before.tokens_per_s:.0f} -> {after.tokens_per_s:.0f} tokens/s, "

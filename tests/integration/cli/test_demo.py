@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from speculant.cli import demo
-from speculant.cli.comparison import Pair, Run, pool, run, summary
+from speculant.cli.comparison import Run, RunPair, pool, run, summary
 from speculant.cli.main import app
 from speculant.engine.llm import LLM
 from speculant.metrics import SpeculationMetrics
@@ -152,8 +152,8 @@ def test_figures_are_pooled_not_averaged() -> None:
 
 def test_a_difference_is_not_hidden() -> None:
     pairs = [
-        Pair("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
-        Pair("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
+        RunPair("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
+        RunPair("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
     ]
     figures: dict[str, Any] = summary(pairs)
     assert figures["identical_outputs"] == 1

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
 from speculant.lab.bench.workloads import code_prompt
-from speculant.lab.inflation.pair import inflated_pair
+from speculant.lab.inflation.pair import SHAPES, inflated_pair
 from speculant.lab.training.corpus import read_corpus, standard_library
 from speculant.metrics import SpeculationMetrics
 from speculant.models.source import resolve_source
@@ -23,6 +25,7 @@ EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"
 TEXTS = (EDIT, COMPLETION, UNSEEN, HELD_OUT)
 DRAFT, TARGET = "the draft", "the target"  # stand for the models' folders in configurations
 PLAIN: dict[str, Any] = {"use_speculative_decoding": False}
+SHAPE = {"choices": ["demo", *SHAPES], "default": "demo"}  # the option --shape
 
 
 class LoadedPair(NamedTuple):
@@ -72,6 +75,17 @@ def decode(runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int) -> D
         total.add(request.metrics.speculative_decoding)
     decode_s = sum(request.metrics.timing.decode_s for request in requests)
     return Decoded(seconds, decode_s, engine.metrics.steps - before, total)
+
+
+def by_text_and_method(
+    arguments: argparse.Namespace, compare: Callable[[argparse.Namespace, LoadedPair, str, str], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Compare all methods on all texts with the pair at a shape; yield the figures so far after each comparison."""
+    pair = LoadedPair.load(arguments.shape)
+    seen: dict[str, dict[str, Any]] = {text: {} for text in arguments.texts}
+    for text, method in itertools.product(arguments.texts, arguments.methods):
+        seen[text][method] = compare(arguments, pair, text, method)
+        yield seen
 
 
 def alpha(runs: Sequence[Decoded]) -> float | None:

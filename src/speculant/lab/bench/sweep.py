@@ -97,7 +97,7 @@ def chains_of(config: EngineConfig) -> EngineConfig:
     """
     spec = config.speculative()
     if spec is None or spec.model is None:
-        raise ConfigError("a sweep predicts the speed of a draft model, and none is named", "add --draft-model.")
+        raise ConfigError("no draft model is named: a sweep predicts its speed", "add --draft-model.")
     if spec.num_speculative_tokens is not None:
         raise ConfigError("a sweep sets the draft's length itself", "give lengths as --length, and no --spec-length.")
     named = spec.method is None or spec.method == WITH_MODEL

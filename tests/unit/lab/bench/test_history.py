@@ -121,7 +121,7 @@ def test_a_new_figure_is_not_compared() -> None:
 def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(json.dumps(asdict(an_entry(1.0))) + f"\n{line}\n")
-    with pytest.raises(ConfigError, match="jsonl:2 is no entry"):
+    with pytest.raises(ConfigError, match="jsonl:2 is not an entry"):
         read(path)
 
 

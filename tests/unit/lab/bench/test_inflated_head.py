@@ -190,7 +190,7 @@ def test_other_heads_are_refused(targets: Targets, tmp_path: Path) -> None:
         inflate_head(unnamed, tmp_path / "large", SHAPE)
     more = write("pass", WRITERS["pass"], tmp_path / "more")
     save_file({**load_file(more / "model.safetensors"), "gate": torch.ones(1)}, more / "model.safetensors")
-    with pytest.raises(ModelError, match="a tensor 'gate', whose part"):
+    with pytest.raises(ModelError, match="a tensor 'gate', whose use"):
         inflate_head(more, tmp_path / "large", SHAPE)
     assert not (tmp_path / "large").exists()
 

@@ -241,7 +241,7 @@ def test_named_shape_of_one_billion_weights() -> None:
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "reason"),
-    [("2b", 64, "'2b' is unknown"), ("1b", 96, "no whole number of groups of 4"), ("1b", 0, "no whole number")],
+    [("2b", 64, "'2b' is unknown"), ("1b", 96, "not a whole number of groups of 4"), ("1b", 0, "not a whole number")],
 )
 def test_unknown_shape_is_refused(name: str, head_dim: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):

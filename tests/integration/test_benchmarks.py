@@ -1,0 +1,42 @@
+"""The scripts of benchmarks/ run to their end at a small size: `--quick` writes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    ["benchmarks/boosted.py", "--steps", "1", "--prompts", "2", "--tokens", "8"],
+    ["benchmarks/engine_overhead.py", "--steps", "3"],
+    ["benchmarks/first_token.py"],
+    ["benchmarks/heads.py", "--methods", "medusa", "suffix", "default", "--tokens", "16"],
+    ["benchmarks/look_ahead.py", "--minutes", "0.02", "--prompts", "1", "--tokens", "8"],
+    ["benchmarks/lookup_cost.py"],
+    ["benchmarks/near_ties.py", "--prompts", "1", "--tokens", "8"],
+    ["benchmarks/never_slower.py", "--texts", "edit", "--methods", "suffix", "--lengths", "2", "--tokens", "16"],
+    ["benchmarks/predicted.py", "--texts", "edit", "--methods", "suffix", "--tokens", "24", "--prompts", "2"],
+    ["benchmarks/rules.py"],
+    ["-m", "benchmarks.start", "--model", "src/speculant/assets/demo/target"],
+    ["-m", "benchmarks.theory", "--measure", "--prompts", "2", "--tokens", "16"],
+]  # linear, weight_packing, default_setting and revisions take gigabytes
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=lambda command: next(word for word in command if "benchmarks" in word)
+)
+def test_script_runs(command: list[str]) -> None:
+    before = _changes()
+    done = subprocess.run([sys.executable, *command, "--quick"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert _changes() == before
+
+
+def _changes() -> str:
+    status = ["git", "status", "--porcelain", "benchmarks", "docs"]
+    return subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=False).stdout
