@@ -10,19 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    ["benchmarks/boosted.py", "--steps", "1", "--prompts", "2", "--tokens", "8"],
     ["benchmarks/engine_overhead.py", "--steps", "3"],
     ["benchmarks/first_token.py"],
     ["benchmarks/heads.py", "--methods", "medusa", "suffix", "default", "--tokens", "16"],
-    ["benchmarks/look_ahead.py", "--minutes", "0.02", "--prompts", "1", "--tokens", "8"],
     ["benchmarks/lookup_cost.py"],
     ["benchmarks/near_ties.py", "--prompts", "1", "--tokens", "8"],
     ["benchmarks/never_slower.py", "--texts", "edit", "--methods", "suffix", "--lengths", "2", "--tokens", "16"],
     ["benchmarks/predicted.py", "--texts", "edit", "--methods", "suffix", "--tokens", "24", "--prompts", "2"],
     ["benchmarks/rules.py"],
-    ["-m", "benchmarks.start", "--model", "src/speculant/assets/demo/target"],
     ["-m", "benchmarks.theory", "--measure", "--prompts", "2", "--tokens", "16"],
-]  # linear, weight_packing, default_setting and revisions take gigabytes
+]  # the others take minutes or gigabytes
 pytestmark = pytest.mark.slow
 
 
