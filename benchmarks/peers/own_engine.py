@@ -1,4 +1,4 @@
-"""Speculant: plain decoding, a draft model of a fixed length, prompt lookup, and what it does by default."""
+"""Speculant: plain decoding, a draft model of a fixed length, prompt lookup, and the default."""
 
 from __future__ import annotations
 

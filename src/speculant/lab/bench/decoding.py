@@ -1,4 +1,4 @@
-"""The embedded pair, at its own size or inflated, decoding prompts of several kinds of text: what benchmarks share."""
+"""The parts that scripts of benchmarks/ share: the embedded pair, also inflated, and prompts of several kinds."""
 
 from __future__ import annotations
 

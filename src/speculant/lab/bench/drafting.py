@@ -61,7 +61,7 @@ def check_drafts(config: EngineConfig, prompts: WorkloadConfig, params: Sampling
     part, seconds = _affordable(candidate, workload, params)
     notify("Measuring acceptance")
     sizes, tokens, alpha = measure_drafts(candidate, part, params)
-    notify("Measuring what steps cost")
+    notify("Measuring the cost of steps")
     lengths = {UNCHANGED: (0, *sizes)}
     costs = measure_steps(lengths, {UNCHANGED: candidate.runtime}, part.prompts[0], params, COST_SECONDS)[UNCHANGED]
     prediction = predict(sizes, tokens, alpha, costs)

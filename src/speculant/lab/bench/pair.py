@@ -155,7 +155,7 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     texts = write_texts(candidates[0].runtime, workload, params)
     notify("Measuring acceptance")
     acceptance = _acceptance(target, candidates, texts, params)
-    notify("Measuring what steps cost")
+    notify("Measuring the cost of steps")
     costs = _costs(candidates, texts[0].prompt, params)
     predictions = {each.name: predict(acceptance[each.name], costs[each.name], costs[UNCHANGED]) for each in candidates}
     chosen = max(candidates, key=lambda each: float(predictions[each.name].speeds[1:].max()))

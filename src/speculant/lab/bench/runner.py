@@ -26,10 +26,10 @@ class Benchmark:
     """A script of benchmarks/, whose results are kept in results/ beside it.
 
     script: its `__file__`. about: its docstring. predicted: written before the first run. measure: yields the figures
-    so far, each time it has more: all are written, so that a later failure loses none. The file has the script's name,
-    or the one that `measure` puts into `arguments.name`. rounds: default of --rounds; None = there is no such flag.
-    options: other flags, with a default value or with keyword arguments of `add_argument`; a type makes an argument of
-    its position. show: returns the figures of a file as text; None = as JSON.
+    so far, each time it has more; each time they are written, so that a later failure loses none. The file has the
+    script's name, or the name that `measure` puts into `arguments.name`. rounds: default of --rounds; None = no such
+    flag. options: other flags, with a default value or with keyword arguments of `add_argument`; a type makes a
+    positional argument. show: returns the figures of a file as text; None = as JSON.
     """
 
     script: str
@@ -79,7 +79,7 @@ class Benchmark:
 
 
 def origin(program: Sequence[str]) -> dict[str, Any]:
-    """Return what produced a result: the command, the date, the revision, versions and the machine."""
+    """Return the origin of a result: the command, the date, the revision, versions and the machine."""
     where = machine()
     return {
         "command": shlex.join([*program, *sys.argv[1:]]),

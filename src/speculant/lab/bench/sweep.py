@@ -135,7 +135,7 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
     acceptance = _acceptance(config, target, runtimes[0], workload, params)
     found = list[Predicted]()
     for batch, runtime in zip(plan.batches, runtimes, strict=True):
-        notify(f"Measuring what steps cost, {batch} at a time")
+        notify(f"Measuring the cost of steps, {batch} at a time")
         places = [place % len(acceptance) for place in range(plan.num_prompts(batch))]
         lengths, own = {PLAIN: (0, *plan.lengths)}, {PLAIN: runtime}
         costs = measure_steps(lengths, own, workload.prompts[0], params, COST_SECONDS, batch)[PLAIN]

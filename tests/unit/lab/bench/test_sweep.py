@@ -86,7 +86,7 @@ def test_a_prediction_is_that_of_its_own_prompts(checkpoints: Checkpoints, monke
         assert each.prediction.tokens[:2].tolist() == pytest.approx([1.0, 23 / 12])
         assert len(each.prediction.speeds) == 4
         assert each.runtime.limits.max_num_seqs == each.batch
-    assert parts[-1] == "Measuring what steps cost, 2 at a time"
+    assert parts[-1] == "Measuring the cost of steps, 2 at a time"
 
 
 def test_prompts_of_a_file_are_repeated(
