@@ -64,8 +64,8 @@ class LlamaCpp(Peer):
 
     def version(self) -> str:
         """Return its version."""
-        said = execute([self._program(COMPLETE), "--version"])
-        lines = (said.stderr + said.stdout).splitlines()
+        output = execute([self._program(COMPLETE), "--version"])
+        lines = (output.stderr + output.stdout).splitlines()
         return next((line.removeprefix("version:").strip() for line in lines if line.startswith("version")), "unknown")
 
     def refusal(self, mode: Mode, batch: int) -> str | None:
@@ -120,10 +120,10 @@ class LlamaCpp(Peer):
         }
         command = [self._program(program), *flatten({**common, **options}), "--ignore-eos", "--no-escape"]
         done = execute([*command, *(("-no-cnv", "--no-display-prompt", "--perf") if program == COMPLETE else ())])
-        said = done.stderr + done.stdout
+        output = done.stderr + done.stdout
         if program == COMPLETE:
-            return read_completion(said, done.stdout)
-        return read_speculation(said, done.stdout, job.workload.texts[0])
+            return read_completion(output, done.stdout)
+        return read_speculation(output, done.stdout, job.workload.texts[0])
 
     def _options(self, job: Job, mode: Mode) -> tuple[str, dict[str, object]]:
         """Return a mode's program and its own options; programs that draft stop after the token that passes -n."""
@@ -163,13 +163,13 @@ class LlamaCpp(Peer):
             "--output-format": "jsonl",
         }
         command = [self._program(BENCH), *flatten(options)]
-        said = ""
+        output = ""
         for _ in range(_TRIES):  # sometimes it succeeds and prints nothing
             done = execute(command)
-            said = done.stdout + done.stderr
-            if _RESULT in said:
+            output = done.stdout + done.stderr
+            if _RESULT in output:
                 break
-        return read_bench(said)
+        return read_bench(output)
 
     def _check_tokens(self, job: Job, prompt: Path) -> None:
         text = prompt.with_name("exact.txt")
@@ -196,37 +196,37 @@ def flatten(options: Mapping[str, object]) -> list[str]:
     return [str(part) for pair in options.items() for part in pair]
 
 
-def read_completion(said: str, text: str) -> Measurement:
-    """Read the times of llama-completion. said: all of its output. Raises PeerError if they are missing."""
-    prompt, _ = _find_numbers(said, r"prompt eval time =\s*([\d.]+) ms /\s*(\d+) tokens")
-    evaluation, runs = _find_numbers(said, r"(?<!prompt )eval time =\s*([\d.]+) ms /\s*(\d+) runs")
-    [sampling] = _find_numbers(said, r"sampling time =\s*([\d.]+) ms")
+def read_completion(output: str, text: str) -> Measurement:
+    """Read the times of llama-completion. output: all that it printed. Raises PeerError if they are missing."""
+    prompt, _ = _find_numbers(output, r"prompt eval time =\s*([\d.]+) ms /\s*(\d+) tokens")
+    evaluation, runs = _find_numbers(output, r"(?<!prompt )eval time =\s*([\d.]+) ms /\s*(\d+) runs")
+    [sampling] = _find_numbers(output, r"sampling time =\s*([\d.]+) ms")
     made = int(runs) + 1
     return Measurement(prompt / 1e3, (evaluation + sampling) / 1e3, made, 1, made, 0, None, [text])
 
 
-def read_speculation(said: str, text: str, prompt: str) -> Measurement:
+def read_speculation(output: str, text: str, prompt: str) -> Measurement:
     """Read the times and counts of llama-speculative-simple and llama-lookup, whose text begins with the prompt."""
-    [encoded] = _find_numbers(said, r"encoded\s+\d+ tokens in\s+([\d.]+) seconds")
-    made, decoded = _find_numbers(said, r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
-    [drafted] = _find_numbers(said, r"n_drafted\s+= (\d+)")
-    [accepted] = _find_numbers(said, r"n_accept\s+= (\d+)")
+    [encoded] = _find_numbers(output, r"encoded\s+\d+ tokens in\s+([\d.]+) seconds")
+    made, decoded = _find_numbers(output, r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+    [drafted] = _find_numbers(output, r"n_drafted\s+= (\d+)")
+    [accepted] = _find_numbers(output, r"n_accept\s+= (\d+)")
     own = text.partition(prompt)[2] if prompt in text else text
     return Measurement(encoded, decoded, int(made), 0, int(made - accepted), int(drafted), None, [own])
 
 
-def read_bench(said: str) -> Measurement:
+def read_bench(output: str) -> Measurement:
     """Read the line of llama-batched-bench; its tokens are made up, and their cost is that of real ones."""
-    line = next((line for line in said.splitlines() if line.startswith(_RESULT)), None)
+    line = next((line for line in output.splitlines() if line.startswith(_RESULT)), None)
     if line is None:
-        raise PeerError(f"{BENCH} printed no result: {said.strip()[-200:]}")
+        raise PeerError(f"{BENCH} printed no result: {output.strip()[-200:]}")
     value = json.loads(line)
     made = value["pl"] * value["tg"]
     return Measurement(value["t_pp"], value["t_tg"], made, 0, made, 0)
 
 
-def _find_numbers(said: str, pattern: str) -> list[float]:
-    found = re.search(pattern, said)
+def _find_numbers(output: str, pattern: str) -> list[float]:
+    found = re.search(pattern, output)
     if found is None:
-        raise PeerError(f"no {pattern!r} in its output: {said.strip()[-200:]}")
+        raise PeerError(f"no {pattern!r} in its output: {output.strip()[-200:]}")
     return [float(each) for each in found.groups()]

@@ -114,7 +114,7 @@ def compared(
     """Return all measurements, as `--json` prints them: those of `report.document`, and each way's settings."""
     drafting = {name: way.bench.runtime for name, way in ways.items() if name != PLAIN}
     value = document("compare", config, next(iter(drafting.values())), cases)
-    told = {
+    described = {
         each.name: {
             "settings": dict(each.values),
             "speculation": drafting[each.name].speculation,
@@ -127,7 +127,7 @@ def compared(
     return {
         **value,
         "speculation": {"on": True, "detail": f"plain decoding beside {', '.join(drafting)}"},
-        "ways": told,
+        "ways": described,
         "notes": [*value["notes"], *_notes(config, chosen)],
     }
 

@@ -81,44 +81,44 @@ def environment(value: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _case(told: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> dict[str, Any]:
+def _case(figures: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> dict[str, Any]:
     return {
-        "heading": heading(told),
-        "conclusions": list(conclusions(told)),
-        "modes": [name.replace("_", " ") for name in told["runs"]],
-        "drafting": [name.replace("_", " ") for name in told["gains"]],
-        "rows": [_row(told["runs"], figure) for figure in FIGURES] + _gains(told),
-        "categories": _categories(told),
-        "charts": _charts(told, case, samples),
+        "heading": heading(figures),
+        "conclusions": list(conclusions(figures)),
+        "modes": [name.replace("_", " ") for name in figures["runs"]],
+        "drafting": [name.replace("_", " ") for name in figures["gains"]],
+        "rows": [_row(figures["runs"], figure) for figure in FIGURES] + _gains(figures),
+        "categories": _categories(figures),
+        "charts": _charts(figures, case, samples),
         "samples": [each for each in samples if each.drafts and not each.mode.endswith(ONE_AT_A_TIME)],
     }
 
 
-def _gains(told: Mapping[str, Any]) -> list[list[str]]:
+def _gains(figures: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of the gains from drafting in each mode; plain modes have none."""
-    if not told["gains"]:
+    if not figures["gains"]:
         return []
-    own = [told["gains"].get(mode, {}) for mode in told["runs"]]
+    own = [figures["gains"].get(mode, {}) for mode in figures["runs"]]
     rates = ["acceptance rate (95%)", *(interval(each.get("acceptance_rate")) for each in own)]
     others = [
         [label, *("-" if name not in each else _spread(each[name], 1.0) for each in own)]
         for name, label in GAINS.items()
     ]
-    return [others[0], *_predictions(told), others[1], rates, *others[2:]]
+    return [others[0], *_predictions(figures), others[1], rates, *others[2:]]
 
 
-def _predictions(told: Mapping[str, Any]) -> list[list[str]]:
+def _predictions(figures: Mapping[str, Any]) -> list[list[str]]:
     """Return the row of the predictions of a sweep; the first mode is plain decoding."""
-    if SWEPT not in told:
+    if SWEPT not in figures:
         return []
-    return [["predicted before the runs", "-", *(f"{row['predicted_speed']:.4g}" for row in told[SWEPT])]]
+    return [["predicted before the runs", "-", *(f"{row['predicted_speed']:.4g}" for row in figures[SWEPT])]]
 
 
-def _categories(told: Mapping[str, Any]) -> list[list[str]]:
+def _categories(figures: Mapping[str, Any]) -> list[list[str]]:
     """Return a row for each category: its prompts, and by way the speed over plain decoding and the acceptance."""
     return [
-        [name, str(each["prompts"]), *(_category(each["modes"][way]) for way in told["gains"])]
-        for name, each in told["categories"].items()
+        [name, str(each["prompts"]), *(_category(each["modes"][way]) for way in figures["gains"])]
+        for name, each in figures["categories"].items()
     ]
 
 
@@ -138,13 +138,13 @@ def _spread(each: Mapping[str, float], scale: float) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def _charts(told: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> list[tuple[str, str]]:
+def _charts(figures: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """Return titles and charts; charts of drafts are left out if there were no drafts or if none are shown."""
-    found = [("Speed", charts.speeds(told["runs"]))]
-    if SWEPT in told:
-        found.append(("Speed by draft length", charts.speed_by_length(told[SWEPT])))
+    found = [("Speed", charts.speeds(figures["runs"]))]
+    if SWEPT in figures:
+        found.append(("Speed by draft length", charts.speed_by_length(figures[SWEPT])))
     elif gains := {
-        mode: gain for mode, gain in told["gains"].items() if {"predicted_speed", "measured_speed"} <= {*gain}
+        mode: gain for mode, gain in figures["gains"].items() if {"predicted_speed", "measured_speed"} <= {*gain}
     }:
         found.append(("Predicted and measured speed", charts.predicted_and_measured(gains)))
     for sample in samples:

@@ -34,12 +34,12 @@ def own_server(settings: Mapping[str, str]) -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory() as folder, _sigterm_exits():
         log = Path(folder) / "log"
-        with log.open("ab") as said:
+        with log.open("ab") as stderr:
             process = subprocess.Popen(
                 _COMMAND,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=stderr,
                 env={**os.environ, **settings},
             )
         try:

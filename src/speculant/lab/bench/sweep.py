@@ -224,5 +224,5 @@ def _best(speeds: Sequence[tuple[int, float]]) -> dict[str, float]:
 
 
 def _conclusion(best: Mapping[str, Mapping[str, float]]) -> str:
-    said = [f"{name} {each['length']} ({each['speed']:.2f} times plain)" for name, each in best.items()]
-    return f"best length: {', '.join(said)}"
+    parts = [f"{name} {each['length']} ({each['speed']:.2f} times plain)" for name, each in best.items()]
+    return f"best length: {', '.join(parts)}"
