@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculant.drafting.model.draft_model import read_tree
-from speculant.drafting.topology import StaticTree
+from speculant.drafting.topology import StaticTree, read_tree
 from speculant.lab.exactness.distributions import EXACT, two_distributions
 from speculant.lab.exactness.enumeration import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.lab.theory.trees import best_tree, expected_accepted
