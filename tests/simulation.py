@@ -58,16 +58,16 @@ class World:
         requests = [
             make_request([1] * self.prompt, [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)
         ]
-        lengths, missing, known, rest = [0] * batch, 1.0, [0] * batch, 0
+        lengths, missing, known, pause = [0] * batch, 1.0, [0] * batch, 0
         for step in range(steps):
             if step == self.first_scored:
                 self.score = None
             items = [Scheduled(request, len(request.tokens) - 1, 1) for request in requests]
             schedule = Schedule(items, None, 10**6, [], [])  # type: ignore[arg-type]
-            rests, rest = rest > 0, max(0, rest - 1)
-            chosen = [0] * batch if rests else policy.choose(schedule)
-            if not (rests or any(chosen)) and hasattr(policy, "rest"):
-                rest = policy.rest()
+            paused, pause = pause > 0, max(0, pause - 1)
+            chosen = [0] * batch if paused else policy.choose(schedule)
+            if not (paused or any(chosen)) and hasattr(policy, "pause"):
+                pause = policy.pause()
             alphas = [[self.alpha(lengths[i] + k) for k in range(n)] for i, n in enumerate(chosen)]
             asked = any(chosen)
             for index, place in enumerate(lengths):
@@ -94,7 +94,7 @@ class World:
             self.time += drafted_s + verify_s
             if self.bursts and self._random.random() < self.bursts:
                 verify_s *= self._random.uniform(1, 5)
-            if not rests:
+            if not paused:
                 policy.observe(outcomes, StepTiming(0.0, drafted_s, drafted_s + verify_s, drafted_s + verify_s))
         return self.tokens / self.time
 

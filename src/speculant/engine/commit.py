@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
 from speculant.beams import Beams, Hypothesis, common_prefix
 from speculant.cache.base import KVCache
-from speculant.engine.logprobs import record_logprobs
+from speculant.engine.drafters import Drafters
+from speculant.engine.logprobs import record_logprobs, record_prompt
 from speculant.engine.runner import TargetOutput
-from speculant.errors import RequestError
+from speculant.engine.verify import Decision
+from speculant.errors import RequestError, SpeculantError
 from speculant.lengths.base import DraftOutcome
+from speculant.metrics import StepTiming
+from speculant.models.base import CausalLM
 from speculant.types import DraftTree, Request, StepOutput, Verdict
 
 logger = logging.getLogger(__name__)
@@ -36,40 +41,84 @@ class Committed(NamedTuple):
     sampled: int = 0
 
 
+def commit_output(
+    output: TargetOutput,
+    decision: Decision | None,
+    timing: StepTiming,
+    target: CausalLM,
+    cache: KVCache,
+    max_model_len: int,
+) -> Committed:
+    """Commit one sequence's share of a step; an error ends that request and no other.
+
+    decision: None = the sequence has tokens left that are not processed.
+    """
+    request = output.item.request
+    num_output = request.num_output
+    if request.stop_checker is not None:
+        request.stop_checker.checkpoint()
+    try:
+        request.metrics.timing.record_pass(timing)
+        if isinstance(decision, SpeculantError):
+            raise decision
+        if output.prompt_hidden is not None:
+            record_prompt(request, output.prompt_hidden, target)
+        if isinstance(decision, Verdict):
+            committed = commit(output, decision, cache, max_model_len, timing.verified)
+        elif decision is not None:
+            committed = commit_beams(output, decision, cache, timing.verified)
+        else:
+            committed = Committed(request, [], [])
+        cache.insert_prefix(request.seq_id, request.tokens)
+    except Exception as error:  # noqa: BLE001 - no error may affect the other requests
+        roll_back(request, num_output)
+        return fail(request, error)
+    return committed
+
+
+def notify(drafters: Drafters, output: TargetOutput, committed: Committed) -> None:
+    """Pass on the committed rows to the drafters. A text that does not continue the one before begins anew."""
+    request = output.item.request
+    if committed.left:
+        drafters.end(request)
+    elif request.error is None:
+        drafters.observe(request, partial(output.committed_rows, committed.kept, committed.tokens))
+
+
 def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len: int, now: float) -> Committed:
     """Append a verdict's tokens up to the first stop, and make the cache agree.
 
     Everything after the stop is dropped: tokens, text, log-probabilities, usage, cache.
     Afterwards the cache holds all but the newest token.
     """
-    request, tree = output.item.request, output.tree
+    request, tree, path = output.item.request, output.tree, verdict.path
     base = len(request.tokens)
-    tokens = _append([*[tree.token_list[node] for node in verdict.path], verdict.token], request, max_model_len)
-    record_logprobs(request, output, verdict, len(tokens))
-    kept = verdict.path[: len(tokens) - 1]
+    tokens = _append([*map(tree.token_list.__getitem__, path), verdict.token], request, max_model_len)
+    if request.params.logprobs is not None and output.logits is not None:
+        record_logprobs(request, output.logits, path, len(tokens))
+    kept = path[: len(tokens) - 1]
     cache.compact(request.seq_id, base, kept)
     request.rounds += 1
-    outcome = _outcome(request, tree, verdict, len(tokens)) if tree.size else None
+    outcome = _outcome(request, tree, path, len(tokens)) if tree.size else None
     if outcome is not None:
         request.metrics.speculative_decoding.record(tree.size, sum(outcome.accepted), sum(outcome.tested))
     request.metrics.timing.record_tokens(now, len(tokens))
     request.metrics.timing.sampled_passes += 1
-    outputs = _outputs(request, tokens, len(verdict.path))
-    if tree.size and len(outputs) > len(verdict.path):
-        parent = verdict.path[-1] if verdict.path else -1
-        outputs[-1].rejected = tuple(each for each in tree.child_tokens(parent) if each != verdict.token)
+    outputs = _outputs(request, tokens, len(path))
+    if tree.size and len(outputs) > len(path):
+        siblings = tree.child_tokens(path[-1] if path else -1)
+        outputs[-1].rejected = tuple(filter(verdict.token.__ne__, siblings))
     return Committed(request, tokens, outputs, kept=kept, outcome=outcome, sampled=1)
 
 
-def _outcome(request: Request, tree: DraftTree, verdict: Verdict, committed: int) -> DraftOutcome:
-    """Say what became of a draft, up to the `committed` tokens before a stop."""
+def _outcome(request: Request, tree: DraftTree, path: tuple[int, ...], committed: int) -> DraftOutcome:
+    """Return the outcome of a draft, up to the `committed` tokens before a stop."""
     drafted = nodes_by_depth(tree)
-    accepted = min(len(verdict.path), committed)
-    reached = len(verdict.path) + tree.has_children(verdict.path[-1] if verdict.path else -1)
+    accepted, depth = min(len(path), committed), len(drafted)
+    reached = len(path) + tree.has_children(path[-1] if path else -1)
     tested = max(accepted, min(reached, committed))
-    path = verdict.path[:accepted]
-    ones = _ones(tested, len(drafted)), _ones(accepted, len(drafted))
-    return DraftOutcome(request, drafted, *ones, path, tree.num_own_rows)
+    ones = [1] * tested + [0] * (depth - tested), [1] * accepted + [0] * (depth - accepted)
+    return DraftOutcome(request, drafted, *ones, path[:accepted], tree.num_own_rows)
 
 
 def nodes_by_depth(tree: DraftTree) -> list[int]:
@@ -80,10 +129,6 @@ def nodes_by_depth(tree: DraftTree) -> list[int]:
     for depth in tree.depths:
         counts[depth - 1] += 1
     return counts
-
-
-def _ones(count: int, length: int) -> list[int]:
-    return [1] * count + [0] * (length - count)
 
 
 def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
@@ -200,6 +245,7 @@ def roll_back(request: Request, num_output: int) -> None:
 
 
 def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:
+    """Append tokens up to the one that ends the request; return them."""
     committed = []
     for token in tokens:
         if request.constraint is not None:
@@ -207,14 +253,14 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
         request.extend([token])
         committed.append(token)
         request.finish_reason, request.stop_reason = _why_finished(request, token, max_model_len)
-        if request.finished:
+        if request.finish_reason is not None:
             break
     return committed
 
 
 def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
     """Say whether a request that just gained `token` is over: by an end, its constraint or its length."""
-    num_output, params, checker = request.num_output, request.params, request.stop_checker
+    num_output, params, checker = len(request.tokens) - len(request.prompt), request.params, request.stop_checker
     if token in request.end_token_ids and num_output >= params.min_tokens:
         if checker is not None:
             checker.push_end(token)
@@ -235,8 +281,10 @@ def _named_stop(request: Request, token: int) -> int | None:
 
 
 def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[StepOutput]:
-    outputs = [StepOutput(request.request_id, request.index, t, i < num_drafted) for i, t in enumerate(tokens)]
-    if request.finished:
+    outputs = list[StepOutput]()
+    for place, token in enumerate(tokens):
+        outputs.append(StepOutput(request.request_id, request.index, token, place < num_drafted))
+    if request.finish_reason is not None:
         outputs[-1].finish_reason = request.finish_reason
         outputs[-1].acceptance_rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return outputs

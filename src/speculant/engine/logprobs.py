@@ -12,26 +12,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.engine.failures import not_finite
-from speculant.engine.runner import TargetOutput
+from speculant.engine.verify import not_finite
 from speculant.models.base import CausalLM
-from speculant.types import Logprob, Logprobs, Request, Verdict
+from speculant.types import Logprob, Logprobs, Request
 
 TextOf = Callable[[int], str | None]
 MOST_LOGITS = 2**23  # of prompt rows at a time: 32 MB in float32; fewer rows read the head's weights more often
 MOST_LOGPROBS = 2**20  # at a time: 8 MB in float64
 
 
-def record_logprobs(request: Request, output: TargetOutput, verdict: Verdict, count: int) -> None:
-    """Note log-probabilities of the last `count` tokens, which a verdict gave, if they are asked for."""
-    if request.params.logprobs is None or output.logits is None:
-        return
-    rows = [0, *(1 + node for node in verdict.path)][:count]  # a token's distribution is its parent's row
-    request.logprobs += token_logprobs(output.logits[rows], request.tokens[-count:], request.params.logprobs)
+def record_logprobs(request: Request, logits: Tensor, path: Sequence[int], count: int) -> None:
+    """Record log-probabilities of the last `count` tokens: an accepted path, and the token after it.
+
+    logits: those after the root and each node of the draft.
+    """
+    rows = [0, *(1 + node for node in path)][:count]  # a token's distribution is its parent's row
+    request.logprobs += token_logprobs(logits[rows], request.tokens[-count:], request.params.logprobs or 0)
 
 
 def record_prompt(request: Request, hidden: Tensor, model: CausalLM) -> None:
-    """Note log-probabilities of the next prompt tokens, for the hidden states [m, hidden] before them."""
+    """Record log-probabilities of the next prompt tokens, for the hidden states [m, hidden] before them."""
     for rows in _slices(len(hidden), MOST_LOGITS // model.vocab_size):
         first = len(request.prompt_logprobs) + 1  # nothing precedes the first token
         logits = model.logits(hidden[rows])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from speculant.cache.base import KVCache
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.sampling.rows import top_tokens
 from speculant.scheduling.scheduler import Scheduled
-from speculant.types import DraftTree, Request, Successors, state_rows
+from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
 
 _NOBODY = 0  # a sequence id; those of requests count from 1
 
@@ -37,6 +36,20 @@ class TargetOutput(NamedTuple):
     nodes: Sequence[int] = ()
     successors: Successors = ()
     ahead: Tensor | None = None
+
+    def committed_rows(self, kept: Sequence[int], gained: Sequence[int]) -> CommittedRows:
+        """Return the rows that were committed: those of the tokens and of the `kept` nodes. gained: the new tokens."""
+        item, tree, hidden = self.item, self.tree, self.hidden
+        tokens = item.tokens
+        if tree.size:
+            tokens += [tree.token_list[node] for node in kept]
+            if not hidden or tuple(kept) == tuple(range(len(kept))):
+                hidden = state_rows(hidden, 0, len(tokens))
+            else:
+                rows = [*range(item.count), *[item.count + node for node in kept]]
+                hidden = tuple(states[rows] for states in hidden)
+        ahead = None if self.ahead is None else self.ahead[1 + kept[-1] if kept else 0]
+        return CommittedRows(item.start, tokens, gained, hidden, self.successors, ahead)
 
 
 @torch.inference_mode()
@@ -67,33 +80,44 @@ def forward_target(
     trees: Sequence[DraftTree],
     layers: Sequence[int] = (),
 ) -> tuple[list[TargetOutput], Tensor]:
-    """Feed every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
+    """Process every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
     layers: those whose input hidden states are wanted, ascending: see `DrafterNeeds.hidden_layers`. Returns the
     outputs, and the logits of all of them in order.
     """
-    pairs = list(zip(scheduled, trees, strict=True))
-    inputs = [_input(item, tree) for item, tree in pairs]
-    taps = [layer for layer in layers if layer <= model.num_layers]
+    inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
+    for item, tree in zip(scheduled, trees, strict=True):
+        inputs.append(_input(item, tree))
+        nodes, root, begin = open_nodes(item.request, tree), first + item.count, len(wanted)
+        if item.completes:
+            wanted += map(root.__add__, nodes)
+        shares.append(_Share(item, tree, nodes, first, begin, len(wanted)))
+        first = root + tree.num_rows
+    taps = layers if not layers or layers[-1] <= model.num_layers else layers[:-1]
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
     if len(taps) < len(layers):  # the states after the final norm are no tap
         hidden = hidden._replace(taps=(*hidden.taps, hidden.last))
-    starts = [0, *accumulate(item.count + tree.num_rows for item, tree in pairs)]
-    nodes = [open_nodes(item.request, tree) for item, tree in pairs]
-    wanted = [_wanted_rows(item, own, first) for (item, _), own, first in zip(pairs, nodes, starts, strict=False)]
-    rows = [row for own in wanted for row in own]
-    chosen = hidden.last if len(rows) == hidden.last.shape[0] else hidden.last[rows]
-    logits = model.logits(chosen) if rows else chosen
-    outputs, end = list[TargetOutput](), 0
-    for (item, tree), own_nodes, own, first in zip(pairs, nodes, wanted, starts, strict=False):
-        end += len(own)
-        share = logits if len(own) == len(rows) else logits[end - len(own) : end]
-        outputs.append(_output(item, tree, own_nodes, hidden, first, share))
+    chosen = hidden.last if len(wanted) == hidden.last.shape[0] else hidden.last[wanted]
+    logits = model.logits(chosen) if wanted else chosen
+    outputs = list[TargetOutput]()
+    for share in shares:
+        outputs.append(_output(share, hidden, logits))
     return outputs, logits
 
 
+class _Share(NamedTuple):
+    """One sequence's share of a pass: its rows start at `first`, its logits are `begin` to `end` - 1 of all."""
+
+    item: Scheduled
+    tree: DraftTree
+    nodes: Sequence[int]
+    first: int
+    begin: int
+    end: int
+
+
 def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
-    """Return the rows of a sequence: its tokens, its draft, and the drafter's own."""
+    """Return the rows of a sequence: its tokens, its draft, and the look-ahead rows."""
     if tree.ahead is None:
         return SequenceInput(item.request.seq_id, item.tokens, tree)
     first = item.count + tree.size
@@ -101,38 +125,30 @@ def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
     return SequenceInput(item.request.seq_id, item.tokens, tree.with_own_rows(), own)
 
 
-def _wanted_rows(item: Scheduled, nodes: Sequence[int], first: int) -> list[int]:
-    """Return the rows that get logits: those that a next token may follow, once the whole sequence is processed."""
-    root = first + item.count
-    return [root + node for node in nodes] if item.completes else []
-
-
-def _prompt_rows(item: Scheduled) -> range:
-    """Return which rows are prompt tokens whose successor's log-probability is asked for and not recorded yet."""
-    request = item.request
-    if not request.wants_prompt_logits:
-        return range(0)
-    return range(len(request.prompt_logprobs) - item.start, min(item.count, len(request.prompt) - 1 - item.start))
-
-
-def _output(
-    item: Scheduled, tree: DraftTree, nodes: Sequence[int], hidden: Hidden, first: int, logits: Tensor
-) -> TargetOutput:
-    """Return the share of a sequence whose rows begin at `first`."""
-    prompt, end = _prompt_rows(item), first + item.count + tree.size
-    is_all = end - first == hidden.last.shape[0]  # then views are not needed; each takes microseconds
+def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
+    """Cut a sequence's share out of a pass."""
+    item, tree, nodes, first, begin, end = share
+    last = first + item.count + tree.size
+    is_all = last - first == hidden.last.shape[0]  # then no views are needed, which take microseconds each
+    prompt = _prompt_rows(item) if item.request.wants_prompt_logits else None
     own = None
     if tree.ahead is not None:
-        own = hidden.last[end : end + tree.num_own_rows].view(tree.size + 1, len(tree.ahead), -1)
+        own = hidden.last[last : last + tree.num_own_rows].view(tree.size + 1, len(tree.ahead), -1)
     return TargetOutput(
         item,
         tree,
-        logits if item.completes else None,
+        (logits if end - begin == len(logits) else logits[begin:end]) if item.completes else None,
         hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
-        hidden.taps if is_all else state_rows(hidden.taps, first, end),
+        hidden.taps if is_all else state_rows(hidden.taps, first, last),
         nodes,
         ahead=own,
     )
+
+
+def _prompt_rows(item: Scheduled) -> range:
+    """Return which rows are prompt tokens whose successor's log-probability is requested and not recorded yet."""
+    known, num_prompt = len(item.request.prompt_logprobs), len(item.request.prompt)
+    return range(known - item.start, min(item.count, num_prompt - 1 - item.start))
 
 
 def with_successors(outputs: Sequence[TargetOutput], target_top_k: Callable[[Request], int]) -> list[TargetOutput]:

@@ -17,11 +17,10 @@ from weakref import WeakSet
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.acceptance import Acceptance
 from speculant.lengths.backlog import Backlogs
-from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft
+from speculant.lengths.base import DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
 from speculant.lengths.choice import Choice, asked_length, identity_of, most_nodes, no_drafts, scored
 from speculant.lengths.costs import CostCurve, StepCosts
 from speculant.lengths.joint import choose_jointly, choose_scored, offers_of
-from speculant.lengths.limits import num_rows
 from speculant.lengths.plain_steps import BLOCK, PlainSteps
 from speculant.lengths.trials import LEAST_GAIN, PROBE, Longer, Lookups, Trials
 from speculant.metrics import StepTiming
@@ -79,9 +78,9 @@ class Adaptive:
         self._scores.clear()
         return self._held.lengths
 
-    def rest(self) -> int:
-        """See `RestingLength.rest`: it lasts until the next step whose time is taken in."""
-        return self._plain_steps.rest(self._held)
+    def pause(self) -> int:
+        """See `PausingLength.pause`: it lasts until the next step whose time is taken in."""
+        return self._plain_steps.pause(self._held)
 
     def _choose(self, schedule: Schedule) -> Choice:
         by_method: dict[str, list[int]] = {}
@@ -214,8 +213,8 @@ class Adaptive:
         lookups = self._scored[method]
         plain_s = self._costs.plain_rest_s + self._held.plain_s
         is_dear = lookups.gain * plain_s < len(requests) * lookups.seconds  # a token takes a share of its pass
-        if is_dear and (rest := lookups.rest()):
-            return [0] * len(requests), rest
+        if is_dear and (steps := lookups.pause()):
+            return [0] * len(requests), steps
         steps = 1 if is_dear else HOLDS
         self._held.asked.append(method)
         most = [min(each, lookups.reach) for each in most]

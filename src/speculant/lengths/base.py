@@ -74,13 +74,13 @@ class TrimmingLength(DraftLength, Protocol):
         ...
 
 
-class RestingLength(DraftLength, Protocol):
-    """A policy that need not be asked in every step while nothing is drafted."""
+class PausingLength(DraftLength, Protocol):
+    """A policy that is not called in every step while nothing is drafted."""
 
-    def rest(self) -> int:
-        """Return for how many steps after this one, in which nothing is drafted, the policy is neither asked nor told.
+    def pause(self) -> int:
+        """Return for how many steps after this one, which drafts nothing, neither `choose` nor `observe` is called.
 
-        The rest ends early if a sequence comes or goes, or does anything but decode.
+        The pause ends early if a sequence comes or goes, or does anything but decode.
         """
         ...
 
@@ -102,3 +102,8 @@ class DraftLengthContext:
     trees: Callable[[str], tuple[int, int] | None] = lambda method: None
     own_rows: Callable[[str], int] = lambda method: 0
     asks_judge: Callable[[str], bool] = lambda method: False
+
+
+def num_rows(nodes: int, own_rows: int, sequences: int = 1) -> int:
+    """Return the rows of drafts with a number of nodes: up to `own_rows` look-ahead rows below each root and node."""
+    return nodes + (nodes + sequences) * min(nodes, own_rows)

@@ -30,8 +30,7 @@ from speculant.lengths.costs import CostCurve, KeyCosts, Reading, StepCosts
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models.base import CausalLM
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.rows import row_maxima
+from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request
 

@@ -39,7 +39,7 @@ class Choice:
         """Return the seconds of the step with 0 to `most` nodes, without drafting."""
         return costs.steps_s(self.rows, self.plain_s, most, self.attention)
 
-    def rest(self, watched: int) -> int:
+    def pause(self, watched: int) -> int:
         """Skip the steps before the next one of which `left` is a multiple of `watched`; return their number.
 
         Nothing is skipped where a sequence does anything but decode.

@@ -22,9 +22,9 @@ class GuardedLength:
     def __init__(self, policy: DraftLength) -> None:
         self._policy, self.keeps_up = policy, bool(getattr(policy, "keeps_up", False))
         self._guard = Guard(logger, "and the step goes on without drafts")
-        self._ask_rest: Callable[[], int] | None = None if self.keeps_up else getattr(policy, "rest", None)
-        self.resting = False  # in this step
-        self._rest, self._spare = 0, 0  # steps left, and the spare tokens of each: as many rows are taken
+        self._pause: Callable[[], int] | None = None if self.keeps_up else getattr(policy, "pause", None)
+        self.paused = False  # in this step
+        self._left, self._spare = 0, 0  # steps of the pause, and the spare tokens of each: the same rows are scheduled
 
     def choose(self, schedule: Schedule) -> list[int]:
         """Ask the policy for the draft length of each item."""
@@ -33,12 +33,12 @@ class GuardedLength:
             return wishes
         return [0] * len(schedule.items)
 
-    def rests(self, schedule: Schedule) -> bool:
-        """Whether the policy need not be asked in this step, which has no drafts: see `RestingLength`."""
+    def pauses(self, schedule: Schedule) -> bool:
+        """Whether the policy is paused in this step, which then has no drafts: see `PausingLength`."""
         goes_on = self._spare == schedule.spare_tokens and not (schedule.admitted or schedule.preempted)
-        self.resting = self._rest > 0 and goes_on
-        self._rest = self._rest - 1 if self.resting else 0
-        return self.resting
+        self.paused = self._left > 0 and goes_on
+        self._left = self._left - 1 if self.paused else 0
+        return self.paused
 
     def trim(self, requests: Sequence[Request], drafts: Sequence[DraftTree]) -> list[DraftTree]:
         """Cut the deterministic drafts that have scores; whatever the policy does wrong keeps them whole.
@@ -67,6 +67,6 @@ class GuardedLength:
         chosen, count = list(map(index, self._policy.choose(schedule))), len(schedule.items)
         if len(chosen) != count or (chosen and min(chosen) < 0):
             raise DraftLengthError(f"the lengths are {chosen!r} for {count} sequences", "give one from 0 up for each.")
-        if self._ask_rest is not None and not any(chosen):
-            self._rest, self._spare = index(self._ask_rest()), schedule.spare_tokens
+        if self._pause is not None and not any(chosen):
+            self._left, self._spare = index(self._pause()), schedule.spare_tokens
         wishes += chosen

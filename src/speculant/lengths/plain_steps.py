@@ -44,9 +44,9 @@ class PlainSteps:
         self._block, self._blocks, self._least_s = [], 0, float("inf")
         return True
 
-    def rest(self, held: Choice) -> int:
+    def pause(self, held: Choice) -> int:
         """Return for how many steps after this one a choice need not be asked."""
-        steps = 0 if self.running else held.rest(WATCHED)
+        steps = 0 if self.running else held.pause(WATCHED)
         self._undrafted += steps
         return steps
 

@@ -15,7 +15,7 @@ TRIALS_SHARE = 0.005  # of the time, which trials that fail may take: cheap ones
 MOST_REPEATS = 3
 FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
-LOOKUP_REST = 8  # steps between two questions to a method with scores that gives too little
+LOOKUP_PAUSE = 8  # steps between two drafts of a method with scores that gains too little
 MOST_KEPT, KEPT_MEMORY = 8.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
 LOOKUP_MEMORY = 0.05  # weight of the newest step
 
@@ -129,7 +129,7 @@ class Lookups:
     gain: float = 1.0
     seconds: float = 0.0
     kept: float = MOST_KEPT
-    resting: bool = False
+    paused: bool = False
 
     @property
     def reach(self) -> int:
@@ -142,10 +142,10 @@ class Lookups:
         self.kept = max(float(count), KEPT_MEMORY * self.kept)
         return grows
 
-    def rest(self) -> int:
-        """Return the steps of a rest where asking does not pay; after each rest comes a question, and 0 is returned."""
-        self.resting = not self.resting
-        return LOOKUP_REST if self.resting else 0
+    def pause(self) -> int:
+        """Return the steps of a pause where the method does not pay; every other call returns 0, so that it drafts."""
+        self.paused = not self.paused
+        return LOOKUP_PAUSE if self.paused else 0
 
     def observe(self, accepted: int, seconds: float) -> None:
         """Count a step in which the method was asked."""

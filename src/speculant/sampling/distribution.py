@@ -6,14 +6,48 @@ Distributions are float64, whatever the logits are, and each row's distribution 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
+from speculant.constraints import checked_mask
+from speculant.counts import TokenCounts
 from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
-from speculant.sampling.edits import edits_of
-from speculant.sampling.node import Node as Node
+from speculant.sampling.rows import is_numpys
+from speculant.types import Request
+
+
+class Node(NamedTuple):
+    """A place where a token is chosen: a request's last token followed by `drafted` ancestors.
+
+    softened: a greedy request's distribution is that at temperature 1, so that tokens can be ranked. A beam search's
+    always is.
+    """
+
+    request: Request
+    drafted: Sequence[int] = ()
+    softened: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings that make the distribution."""
+        softened = self.softened or self.request.search is not None
+        return self.request.params.softened if softened else self.request.params
+
+    @property
+    def edited(self) -> bool:
+        """Whether the logits of single tokens change before the distribution is made."""
+        if self.request.constraint is not None:
+            return True
+        params = self.request.params
+        return params.edits and (bool(params.logit_bias) or params.penalised or self.ends_banned)
+
+    @property
+    def ends_banned(self) -> bool:
+        """Whether fewer than min_tokens output tokens precede it, so that end tokens are banned."""
+        return self.request.num_output + len(self.drafted) < self.params.min_tokens
 
 
 def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFERENCE) -> Tensor:
@@ -31,6 +65,36 @@ def distribution(logits: Tensor, nodes: Sequence[Node], sampler: Sampler = REFER
     return sampler.distribution(logits, settings, edits)
 
 
+def row_maxima(probs: Tensor) -> list[float]:
+    """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none."""
+    maxima: list[float] = (probs.numpy().max(axis=1) if is_numpys(probs) else probs.amax(-1)).tolist()
+    return maxima
+
+
 def sampling_settings(params: SamplingParams) -> SamplingSettings:
     """Return the settings by which a sampler turns edited logits into a distribution."""
     return SamplingSettings(params.temperature, params.top_p, params.min_p, params.top_k)
+
+
+def edits_of(node: Node) -> Edits:
+    """Return the edits of single logits in a node's row: those of its request, with the drafted ancestors."""
+    params, request = node.params, node.request
+    return Edits(
+        drafted=node.drafted,
+        mask=None if request.constraint is None else checked_mask(request.constraint, node.drafted),
+        biased=params.biased if params.logit_bias else None,
+        biases=params.biases if params.logit_bias else None,
+        banned=request.end_token_ids,
+        ban_below=params.min_tokens - request.num_output,
+        counts=_counts(request) if params.penalised else None,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )
+
+
+def _counts(request: Request) -> TokenCounts:
+    counts = request.counts
+    assert counts is not None, "its tokens are not counted"
+    assert counts.num_tokens == len(request.tokens), "its counts are not those of its tokens"
+    return counts

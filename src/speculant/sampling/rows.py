@@ -1,15 +1,18 @@
-"""Rows of logits and distributions [m, V]: the largest of each, and some of them.
+"""Rows of logits and distributions [m, V]: their largest entries, and copies of some rows.
 
-On a processor torch would share them out among threads of its own, which then wait for more work beside those of the
-kernels: the target's next pass takes up to half as long again. numpy has none.
+On a CPU, torch would divide this work among threads of its own. They then wait for more work beside the threads of the
+kernels, and the target's next pass takes up to half as long again. numpy starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+
+from speculant.beams import Continuations
 
 GROUP = 64  # logits of which only the largest is ranked at first
 FEW = 2**15  # logits that are ranked at once: torch shares out more of them among its own threads
@@ -35,19 +38,42 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 def _group_maxima(logits: Tensor, num_groups: int) -> Tensor:
     """Return the largest logit of each group, [m, num_groups]."""
     groups = logits[:, : num_groups * GROUP].view(-1, GROUP, num_groups)
-    return torch.from_numpy(groups.numpy().max(axis=1)) if _is_numpys(groups) else groups.amax(1)
-
-
-def row_maxima(probs: Tensor) -> list[float]:
-    """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none."""
-    maxima: list[float] = (probs.numpy().max(axis=1) if _is_numpys(probs) else probs.amax(-1)).tolist()
-    return maxima
+    return torch.from_numpy(groups.numpy().max(axis=1)) if is_numpys(groups) else groups.amax(1)
 
 
 def take_rows(matrix: Tensor, rows: Sequence[int]) -> Tensor:
     """Return copies [len(rows), V] of rows of a matrix [m, V]."""
-    return torch.from_numpy(matrix.numpy()[list(rows)]) if _is_numpys(matrix) else matrix[list(rows)]
+    return torch.from_numpy(matrix.numpy()[list(rows)]) if is_numpys(matrix) else matrix[list(rows)]
 
 
-def _is_numpys(tensor: Tensor) -> bool:
+def is_numpys(tensor: Tensor) -> bool:
+    """Whether numpy can read the tensor in place."""
     return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
+
+
+def rank(probs: Tensor, count: int, ends: Collection[int] = ()) -> list[Continuations]:
+    """Return the continuations of each row of probs [r, V] in float64 that a search of width `count` may take.
+
+    These are the `count` likeliest tokens and the `count` likeliest that are not among `ends`, with log-probabilities,
+    best first. Ties go to the lowest ids. Impossible tokens are left out. A row's result depends on that row alone.
+    """
+    best = _best(probs, count)
+    if ends:
+        others = probs.index_fill(-1, torch.tensor(sorted(ends), device=probs.device), 0.0)
+        best = [{**mine, **other} for mine, other in zip(best, _best(others, count), strict=True)]
+    return [_ordered(each) for each in best]
+
+
+def _best(probs: Tensor, count: int) -> list[dict[int, float]]:
+    """Return the `count` likeliest tokens of each row with their probabilities."""
+    least = probs.topk(min(count, probs.shape[-1]), dim=-1).values[:, -1:]
+    rows, tokens = ((probs >= least) & (probs > 0)).nonzero(as_tuple=True)
+    listed: list[list[tuple[int, float]]] = [[] for _ in range(len(probs))]
+    for row, token, probability in zip(rows.tolist(), tokens.tolist(), probs[rows, tokens].tolist(), strict=True):
+        listed[row].append((token, probability))
+    return [dict(sorted(each, key=lambda pair: -pair[1])[:count]) for each in listed]
+
+
+def _ordered(weighted: dict[int, float]) -> Continuations:
+    pairs = sorted(weighted.items(), key=lambda pair: (-pair[1], pair[0]))
+    return tuple((token, math.log(probability)) for token, probability in pairs)

@@ -84,6 +84,12 @@ class Schedule:
                 plan.take(other.request.seq_id, other.num_rows)
             yield replace(self, items=[item], plan=plan)
 
+    def roll_back(self, cache: KVCache) -> None:
+        """Drop the positions that a failed step reserved, so that the next step starts where this one did."""
+        for item in self.items:
+            if cache.length(item.request.seq_id) > item.start:
+                cache.truncate_to(item.request.seq_id, item.start)
+
 
 class Scheduler:
     """Owns the waiting and the running requests. Admission depends on `target`, the target's cache, alone.

@@ -24,13 +24,13 @@ DRAFT_RUNNER, CHAINS, ATTENTION = (
     "models/reference/attention.py",
 )
 CACHE, CACHES = "cache/base.py", {"slotted": "cache/slotted.py", "paged": "cache/paged.py"}
-STEP, RUNNER, COMMIT, ENGINE = "engine/step.py", "engine/runner.py", "engine/commit.py", "engine/engine.py"
-LOGPROBS, EDITS, NODE, COUNTS = "engine/logprobs.py", "sampling/edits.py", "sampling/node.py", "counts.py"
+RUNNER, COMMIT, ENGINE = "engine/runner.py", "engine/commit.py", "engine/engine.py"
+LOGPROBS, COUNTS, VERIFY, PROPOSE = "engine/logprobs.py", "counts.py", "engine/verify.py", "engine/propose.py"
 REJECTION, MATCH, AUTO = "verification/rejection.py", "verification/match.py", "verification/auto.py"
 BLOCK, MULTI_DRAFT, TRAVERSAL = "verification/block.py", "verification/multi_draft.py", "verification/traversal.py"
 TREES, TOPOLOGY = "drafting/model/trees.py", "drafting/topology.py"
 REQUESTS, VOCABULARY = "engine/requests.py", "structured/vocabulary.py"
-LENGTH, SCHEDULER = "lengths/limits.py", "scheduling/scheduler.py"
+SCHEDULER = "scheduling/scheduler.py"
 
 OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"
 INDEPENDENT = "test_batches.py::test_two_requests_are_independent[{}]"

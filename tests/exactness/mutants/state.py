@@ -12,11 +12,11 @@ from tests.exactness.mutants.mutant import (
     END,
     ENGINE,
     INDEPENDENT,
-    LENGTH,
     OWN_TOKENS,
+    PROPOSE,
     RUNNER,
     SCHEDULER,
-    STEP,
+    VERIFY,
     Mutant,
 )
 
@@ -237,9 +237,9 @@ DRAFTING = [
 PREEMPTION = [
     Mutant(
         "drafts take memory that was promised to others",
-        LENGTH,
-        "min(budget, plan.room(item.request.seq_id))",
-        "budget",
+        PROPOSE,
+        "min(self._left, self._plan.room(request.seq_id))",
+        "self._left",
         ASIDE.format("model-decode-first"),
     ),
     Mutant(
@@ -252,7 +252,7 @@ PREEMPTION = [
     Mutant(
         "prompt log-probabilities twice after preemption",
         RUNNER,
-        "range(len(request.prompt_logprobs) - item.start,",
+        "range(known - item.start,",
         "range(0,",
         "test_preemption.py::test_whoever_is_set_aside_within_its_prompt_reports_it_once[none]",
     ),
@@ -276,27 +276,27 @@ BATCH = [
     Mutant(
         "results handed out in the wrong order",
         RUNNER,
-        "rows = [row for own in wanted for row in own]",
-        "rows = [row for own in wanted[::-1] for row in own]",
+        "_Share(item, tree, nodes, first, begin, len(wanted))",
+        "_Share(item, tree, nodes, first, 0, len(wanted) - begin)",
         OWN_TOKENS.format("greedy-none-paged"),
     ),
     Mutant(
         "trees fed to the wrong requests",
         RUNNER,
-        "inputs = [_input(item, tree) for item, tree in pairs]",
-        "inputs = [_input(item, tree) for (item, _), tree in zip(pairs, trees[::-1], strict=True)]",
+        "inputs.append(_input(item, tree))",
+        "inputs.append(_input(item, trees[-1 - len(inputs)]))",
         OWN_TOKENS.format("greedy-script-paged"),
     ),
     Mutant(
         "draft rows not counted in the batch",
         RUNNER,
-        "accumulate(item.count + tree.num_rows for item, tree in pairs)",
-        "accumulate(item.count for item, tree in pairs)",
+        "first = root + tree.num_rows",
+        "first = root",
         OWN_TOKENS.format("greedy-script-slotted"),
     ),
     Mutant(
         "verdicts reached on a neighbour's laws",
-        STEP,
+        VERIFY,
         "        first = end\n",
         "        first = 0\n",
         INDEPENDENT.format("equal"),

@@ -17,7 +17,7 @@ from speculant import LLM, RequestOutput, SamplingParams
 from speculant.beams import Beams
 from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
-from speculant.engine.failures import advance_sound, verify_sound
+from speculant.engine.verify import advance_sound, verify_sound
 from speculant.errors import RequestError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair

@@ -18,8 +18,7 @@ from speculant.kernels.native import open_kernels, usable_sets
 from speculant.kernels.native_sampler import NativeEdits, NativeSampler
 from speculant.kernels.reference_sampler import REFERENCE, edit
 from speculant.params import SamplingParams
-from speculant.sampling.distribution import Node, distribution, sampling_settings
-from speculant.sampling.edits import edits_of
+from speculant.sampling.distribution import Node, distribution, edits_of, sampling_settings
 from speculant.types import Request
 from tests.automata import bitset
 from tests.examples import examples

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculant.beams import Beams
+from speculant.engine.propose import DraftBounds, DraftBudget, room
 from speculant.lengths.fixed import Fixed
-from speculant.lengths.limits import DraftBounds, draft_limits, room
 from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import Schedule, Scheduled
 from speculant.types import Request
@@ -54,8 +54,9 @@ def limits_of(
     own_rows: int = 0,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    bounds = [DraftBounds(max_len, max_nodes, nodes_per_beam or 0, own_rows)] * len(items)
-    return draft_limits(schedule, Fixed(length).choose(schedule), bounds, most_nodes)
+    bounds, budget = DraftBounds(max_len, max_nodes, nodes_per_beam or 0, own_rows), DraftBudget(schedule, most_nodes)
+    lengths = Fixed(length).choose(schedule)
+    return [budget.take(item, length, bounds) for item, length in zip(items, lengths, strict=True)]
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 4), (0, 0), (7, 7)])

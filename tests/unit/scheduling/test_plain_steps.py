@@ -102,7 +102,7 @@ def test_steps_that_are_skipped_count() -> None:
     plain.drafted()
     held = choice(left=63)
     while held.left:
-        assert plain.rest(held) < 8
+        assert plain.pause(held) < 8
         plain.observe(held, StepTiming(0.0, 0.0, 0.5, 0.5))
         held.left -= 1
     assert costs.undrafted < 0.6

@@ -17,9 +17,7 @@ from speculant.kernels.native_structs import Draft, settings_array
 from speculant.models.base import Chain, known
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
-from speculant.sampling.distribution import sampling_settings
-from speculant.sampling.edits import edits_of
-from speculant.sampling.node import Node
+from speculant.sampling.distribution import Node, edits_of, sampling_settings
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
 

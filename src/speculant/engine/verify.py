@@ -1,34 +1,88 @@
-"""Rows of the target that are no distribution, and what they cost.
+"""From a pass's logits to the verdict on each draft.
 
-The row of a token that was committed is the request's error. The row of a drafted node costs the draft below it: the
-node may be accepted, for its parent's row decides that, but it is then the last token of the verdict. The next pass
-has its row as that of a committed token. So an output ends where it would without a draft.
+A row may be no distribution. After a committed token it is the error of the request. After a drafted node it costs the
+draft below: the node may be accepted, since its parent's row decides that, but it is then the last token of the
+verdict. The next pass has its row after a committed token. So an output ends where it would end without a draft.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from speculant.beams import Beams
+from speculant.engine.runner import TargetOutput
 from speculant.errors import RequestError, SpeculantError
-from speculant.sampling.chance import Chance
-from speculant.sampling.ranking import rank
+from speculant.kernels.base import Sampler
+from speculant.sampling.chance import Chance, Chances
+from speculant.sampling.distribution import Node, distribution, row_maxima
+from speculant.sampling.rows import rank
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier
+from speculant.verification.base import Verifier, verifier_for
+
+Decision = Verdict | Beams | SpeculantError  # a beam search advances; an error is that of one request
 
 
-def failure_of(largest: float) -> SpeculantError | None:
-    """Return what is wrong with a row of `distribution` whose largest probability this is; None if nothing is."""
+def verify(
+    outputs: Sequence[TargetOutput],
+    logits: Tensor,
+    verifiers: Mapping[str, Verifier],
+    chances: Chances,
+    sampler: Sampler,
+) -> dict[int, Decision]:
+    """Return the decision on each output that has logits, by sequence id.
+
+    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified.
+    """
+    chosen, nodes = list[tuple[TargetOutput, Verifier]](), list[Node]()
+    for output in outputs:
+        if output.logits is not None:
+            verifier = verifier_for(verifiers[output.item.request.verifier], output.item.request)
+            chosen.append((output, verifier))
+            nodes += _nodes(output, verifier)
+    if not chosen:
+        return {}
+    probs = distribution(logits, nodes, sampler)
+    maxima = row_maxima(probs)
+    decisions, first = dict[int, Decision](), 0
+    for output, verifier in chosen:
+        end = first + len(output.nodes)
+        own = probs if len(chosen) == 1 else probs[first:end]  # a view takes microseconds
+        decisions[output.item.request.seq_id] = _decide(output, verifier, own, maxima[first:end], chances)
+        first = end
+    return decisions
+
+
+def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
+    """Return the place of each row; rows share one where the drafted tokens before them change nothing."""
+    request, tree = output.item.request, output.tree
+    if request.constraint is None and not request.params.edits:
+        return [Node(request, (), verifier.needs.softened)] * len(output.nodes)
+    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in output.nodes]
+
+
+def _decide(
+    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], chances: Chances
+) -> Decision:
+    request, tree = output.item.request, output.tree
+    if request.search is not None:
+        return advance_sound(request.search.beams, tree, output.nodes, probs, maxima)
+    if not 0 < maxima[0] < math.inf:
+        return failure_of(maxima[0])
+    return verify_sound(verifier, tree, probs, maxima, chances.verify(request))
+
+
+def failure_of(largest: float) -> SpeculantError:
+    """Return the error of a row whose largest entry shows that it is no distribution: 0 or NaN."""
     if largest == 0:
         return RequestError(
             "no token is possible: all are banned by the constraint, bad_words, allowed_token_ids, logit_bias or"
             " min_tokens, or by the model itself",
             "allow at least one token in every place.",
         )
-    return None if math.isfinite(largest) else not_finite()
+    return not_finite()
 
 
 def not_finite() -> SpeculantError:

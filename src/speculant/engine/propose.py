@@ -1,0 +1,153 @@
+"""The drafts of a step: the tokens that a constraint forces, else the proposal of a drafter, within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from speculant.constraints import forced_tokens, prepare_masks
+from speculant.engine.drafters import Drafters
+from speculant.lengths.base import num_rows
+from speculant.lengths.guarded import GuardedLength
+from speculant.params import MAX_SPECULATIVE_TOKENS
+from speculant.scheduling.scheduler import Schedule, Scheduled
+from speculant.types import DraftTree, Request
+
+MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one sequence's pass computes after its newest token.
+
+    tree: the draft; without one, the live hypotheses of a beam search. forced: tokens that a constraint forces next.
+    They are accepted for certain and are the draft, whatever the drafter and the policy say. limit: the most nodes.
+    """
+
+    item: Scheduled
+    tree: DraftTree
+    forced: Sequence[int] = ()
+    limit: int = 0
+
+
+def propose(
+    schedule: Schedule, drafters: Drafters, draft_length: GuardedLength, max_model_len: int, vocab_size: int
+) -> list[Draft]:
+    """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
+    drafts, forces = list[Draft](), False
+    for item in schedule.items:
+        draft = Draft(item, item.tree)
+        if item.request.constraint is not None:
+            draft.forced = _forced(item, vocab_size)
+            forces = forces or len(draft.forced) > 0
+        drafts.append(draft)
+    if drafters and (not draft_length.pauses(schedule) or forces):
+        drafters.begin([item.request for item in schedule.items])
+        lengths = draft_length.choose(schedule)
+        if any(lengths) or forces or draft_length.keeps_up:
+            budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
+            for draft, length in zip(drafts, lengths, strict=True):
+                bounds = _bounds(drafters, draft, max_model_len)
+                draft.limit = budget.take(draft.item, len(draft.forced) or length, bounds)
+            _fill(drafts, drafters, draft_length, vocab_size)
+    for draft in drafts:
+        if draft.item.request.constraint is not None and draft.item.completes:
+            prepare_masks(draft.item.request.constraint, draft.tree)  # computed beside the target's pass
+    return drafts
+
+
+def _forced(item: Scheduled, vocab_size: int) -> Sequence[int]:
+    """Return the tokens that a constraint forces next, if the sequence may have a draft."""
+    request = item.request
+    if request.drafter is None or request.num_speculative_tokens == 0 or not item.decodes:
+        return ()
+    return forced_tokens(request.constraint, vocab_size)[:MAX_SPECULATIVE_TOKENS]
+
+
+def _fill(drafts: Sequence[Draft], drafters: Drafters, draft_length: GuardedLength, vocab_size: int) -> None:
+    """Set the tree of each draft that has a limit, unless its drafter proposes nothing."""
+    requests = [draft.item.request for draft in drafts]
+    limits = [0 if draft.forced else draft.limit for draft in drafts]
+    trees = draft_length.trim(requests, drafters.propose(requests, limits, vocab_size))
+    if draft_length.keeps_up:
+        drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
+    for draft, tree in zip(drafts, trees, strict=True):
+        made = DraftTree.chain(list(draft.forced[: draft.limit])) if draft.forced else tree
+        if draft.limit and (made.size or made.ahead is not None):
+            draft.tree = made
+
+
+class DraftBounds(NamedTuple):
+    """Bounds of one sequence's draft in addition to budget and memory.
+
+    max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
+    nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
+    own_rows: the most look-ahead rows below the root and each node, of which there are no more than nodes.
+    """
+
+    max_len: int
+    max_nodes: int | None = None
+    nodes_per_beam: int = 0
+    own_rows: int = 0
+
+    def within(self, nodes: int, rows: int) -> int:
+        """Return how many of these nodes fit into a number of rows, with the look-ahead rows."""
+        nodes = max(0, min(nodes, rows))
+        while nodes and num_rows(nodes, self.own_rows) > rows:
+            nodes -= 1
+        return nodes
+
+
+def _bounds(drafters: Drafters, draft: Draft, max_model_len: int) -> DraftBounds:
+    """Return the bounds of a draft, as its drafter announces them; forced tokens need no drafter."""
+    needs = drafters.needs(draft.item.request)
+    if needs is None:
+        return DraftBounds(max_len=0)
+    if draft.forced:
+        return DraftBounds(max_model_len)
+    longest = min(max_model_len, needs.max_positions or max_model_len)
+    return DraftBounds(longest, needs.max_nodes, needs.nodes_per_beam or 0, needs.target_inputs)
+
+
+class DraftBudget:
+    """The rows that a step's drafts may use: those that its tokens leave of token budget and cache.
+
+    Drafts take rows in order and never cause preemption. All together have at most `most_nodes` nodes.
+    """
+
+    def __init__(self, schedule: Schedule, most_nodes: int) -> None:
+        self._left, self._plan = min(schedule.spare_tokens, most_nodes), schedule.plan
+
+    def take(self, item: Scheduled, length: int, bounds: DraftBounds) -> int:
+        """Take the rows of a draft of the wanted length; return how many nodes it may have.
+
+        A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len. Look-ahead rows take
+        budget and memory as nodes do. In a beam search a length counts rounds of nodes_per_beam nodes per beam. The
+        nodes follow all live hypotheses, including those that the step would otherwise not compute.
+        """
+        request, search = item.request, item.request.search
+        nodes = min(length, room(request, bounds.max_len))
+        if search is not None:
+            nodes *= search.beams.width * bounds.nodes_per_beam
+        elif bounds.max_nodes is not None:
+            nodes = min(nodes, bounds.max_nodes)
+        if bounds.own_rows:
+            nodes = bounds.within(nodes, bounds.max_len - request.num_positions - 1)
+        if nodes <= 0 or not item.decodes:
+            return 0
+        uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
+        taken = num_rows(nodes, bounds.own_rows) + uncomputed
+        if taken > self._left or not self._plan.take(request.seq_id, taken):
+            nodes = bounds.within(nodes, min(self._left, self._plan.room(request.seq_id)) - uncomputed)
+            taken = num_rows(nodes, bounds.own_rows) + uncomputed if nodes else 0
+            self._plan.take(request.seq_id, taken)
+        self._left -= taken
+        return nodes
+
+
+def room(request: Request, max_len: int) -> int:
+    """Return the longest chain whose acceptance and one more token stay within max_tokens and max_len."""
+    num_positions, max_tokens = request.num_positions, request.params.max_tokens
+    left = max_len - num_positions - 1
+    return left if max_tokens is None else min(left, max_tokens - (num_positions - len(request.prompt)) - 1)
