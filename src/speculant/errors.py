@@ -103,15 +103,19 @@ class Guard:
         """Make a call and return whether it raised nothing."""
         try:
             call()
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            kind = name, type(error).__name__
-            if kind not in self._logged:
-                self._logged.add(kind)
-                self._logger.warning("%s failed, %s: %r", name, self._consequence, error)
+        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+            self.note(name, error)
             return False
         return True
+
+    def note(self, name: str, error: BaseException) -> None:
+        """Log an error that a call raised; raise it again if it is no failure of the plug-in, such as an interrupt."""
+        if not is_failure(error):
+            raise error
+        kind = name, type(error).__name__
+        if kind not in self._logged:
+            self._logged.add(kind)
+            self._logger.warning("%s failed, %s: %r", name, self._consequence, error)
 
 
 def suggest(given: str, known: Iterable[str]) -> str:

@@ -174,8 +174,8 @@ class TimingMetrics:
     def record_pass(self, step: StepTiming) -> None:
         """Count the target pass of a step that the sample took part in."""
         self.target_passes += 1
-        self.draft_s += step.draft_s
-        self.verify_s += step.verify_s
+        self.draft_s += step.drafted - step.started
+        self.verify_s += step.verified - step.drafted
         if self.together is not None:
             self.together.record(step)
 
@@ -337,8 +337,10 @@ class EngineMetrics:
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
-        known = self.accepted_per_position + (0,) * (accepted - len(self.accepted_per_position))
-        self.accepted_per_position = tuple(count + (depth < accepted) for depth, count in enumerate(known))
+        counts = [*self.accepted_per_position, *(0,) * (accepted - len(self.accepted_per_position))]
+        for depth in range(accepted):
+            counts[depth] += 1
+        self.accepted_per_position = tuple(counts)
 
     @property
     def tokens_per_step(self) -> float:

@@ -96,8 +96,8 @@ class DraftTree:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the target's pass: the nodes and the drafter's own."""
-        return self.size + self.num_own_rows
+        """The rows of the target's pass: the nodes and the look-ahead rows."""
+        return self.size if self.ahead is None else self.size + self.num_own_rows
 
     @property
     def num_own_rows(self) -> int:
@@ -134,6 +134,8 @@ class DraftTree:
 
     def child_tokens(self, node: int) -> list[int]:
         """Return the tokens of a node's children in drawing order; -1 = the root."""
+        if self.is_chain:
+            return self.token_list[node + 1 : node + 2]
         return [self.token_list[child] for child in self.children(node)]
 
     def has_children(self, node: int) -> bool:

@@ -215,18 +215,19 @@ class KVCache:
     def reserve(self, seq_id: int, n: int) -> Slots:
         """See `BlockManager.reserve`."""
         slots = self.manager.reserve(seq_id, n)
-        self._move(slots.moves)
+        if slots.moves.sources:
+            self.storage.move(slots.moves)
         return slots
 
     def compact(self, seq_id: int, base: int, path: Sequence[int]) -> None:
         """See `BlockManager.compact`."""
-        self._move(self.manager.compact(seq_id, base, path))
+        moves = self.manager.compact(seq_id, base, path)
+        if moves.sources:
+            self.storage.move(moves)
 
     def fork(self, src: int, dst: int) -> None:
         """See `BlockManager.fork`."""
-        self._move(self.manager.fork(src, dst))
-
-    def _move(self, moves: Moves) -> None:
+        moves = self.manager.fork(src, dst)
         if moves.sources:
             self.storage.move(moves)
 

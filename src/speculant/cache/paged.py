@@ -5,18 +5,26 @@
 
 A block with one holder that is not in the prefix index is writable. A sequence that writes into another block gets a
 copy of it first (copy on write).
+
+    free ---allocate---> held (count >= 1) ---free to 0---> free, or kept if it is indexed
+      ^                    ^                                   |
+      |                    +---------------share---------------+
+      +------------------------evict (least recently used)-----+
+
+The prefix index has full blocks by the tokens that they hold, so that other sequences can start from them. It is a
+tree: a node is one full block, and its children are the blocks that followed it. A lookup compares a block's tokens,
+not only a hash of them, and descends from the blocks before it. Each salt has a root of its own, so tenants share no
+blocks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from speculant.cache.base import NO_MOVES, Moves, Slots, require_path
-from speculant.cache.blocks import BlockPool
-from speculant.cache.prefix import PrefixIndex, PrefixNode
 from speculant.errors import CapacityError
 
 
@@ -82,11 +90,10 @@ class PagedBlockManager:
 
     def truncate_to(self, seq_id: int, n: int) -> None:
         """See `BlockManager.truncate_to`: blocks from position n on are freed (docs/references.md, rollback)."""
-        length = self.length(seq_id)
-        if not 0 <= n <= length:
-            raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {length} positions")
-        if n < length:
-            held = self._held[seq_id]
+        held = self._held.get(seq_id, _NOTHING)
+        if not 0 <= n <= held.length:
+            raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {held.length} positions")
+        if n < held.length:
             held.length = n
             del held.prefix[n // self.block_size :]
             self._drop_blocks(held, self._num_blocks_for(n))
@@ -277,3 +284,161 @@ class PagedPlan:
 def _block_of(node: PrefixNode) -> int:
     assert node.block is not None, "a removed node was matched"
     return node.block
+
+
+class BlockPool:
+    """`num_blocks` blocks; unheld blocks in `index` are kept until the space is needed."""
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        self.num_blocks = num_blocks
+        self._index, self._indexed = index, index.nodes
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, the kept ones included."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Indexed blocks that no sequence holds."""
+        return len(self._kept)
+
+    def is_writable(self, block: int) -> bool:
+        """Whether its holder may write to it: it has one holder and is not indexed."""
+        return self._holders[block] == 1 and block not in self._indexed
+
+    def is_kept(self, block: int) -> bool:
+        """Whether it is indexed and not held, so that sharing it takes one of the free blocks."""
+        return block in self._kept
+
+    def allocate(self) -> int:
+        """Take a free block, evicting the least recently used one if necessary; `num_free` must not be 0."""
+        if not self._free:
+            self._evict()
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a holder to a held or kept block."""
+        self._kept.pop(block, None)
+        self._holders[block] += 1
+
+    def free(self, block: int) -> None:
+        """Remove a holder from a held block."""
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            if block in self._index:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def drop_kept(self) -> None:
+        """Free every kept block. What is below one in the index is kept too, so that no held block leaves it."""
+        while self._kept:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Remove the least recently used block and its descendants from the index."""
+        for block in self._index.remove(next(iter(self._kept))):
+            if block in self._kept:
+                del self._kept[block]
+                self._free.append(block)
+
+    def check(self, held: Mapping[int, int]) -> None:
+        """Assert that the reference counts are `held` and that every block is in exactly one state."""
+        counts = {block: count for block, count in enumerate(self._holders) if count}
+        assert counts == dict(held), f"holders {counts} but {dict(held)} in tables"
+        _assert_partition([self._free, self._kept, counts], self.num_blocks)
+        assert all(block in self._index for block in self._kept), "a kept block is not indexed"
+        assert not any(block in self._index for block in self._free), "a free block is indexed"
+
+
+def _assert_partition(parts: Iterable[Iterable[int]], num_blocks: int) -> None:
+    everywhere = sorted(block for part in parts for block in part)
+    assert everywhere == list(range(num_blocks)), "a block is lost or doubled"
+
+
+@dataclass(eq=False)
+class PrefixNode:
+    """One full block in the index. The root has no parent, no tokens and no block."""
+
+    cache_salt: str
+    parent: PrefixNode | None = None
+    tokens: tuple[int, ...] = ()
+    block: int | None = None
+    children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """Finds blocks by the tokens that they and all blocks before them hold. nodes: by block."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[str, PrefixNode] = {}
+        self.nodes: dict[int, PrefixNode] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.nodes
+
+    def root(self, cache_salt: str) -> PrefixNode:
+        """Return the root of a salt's prefixes."""
+        return self._roots.setdefault(cache_salt, PrefixNode(cache_salt))
+
+    def match(self, tokens: Sequence[int], cache_salt: str) -> list[PrefixNode]:
+        """Return the nodes of the longest known prefix of `tokens`, in order."""
+        found: list[PrefixNode] = []
+        node = self._roots.get(cache_salt)
+        while node is not None:
+            node = node.children.get(self._tokens_of(tokens, len(found)))
+            if node is not None:
+                found.append(node)
+        return found
+
+    def insert(self, parent: PrefixNode, tokens: Sequence[int], index: int, block: int) -> PrefixNode:
+        """Return the node of the `index`-th block of `tokens` below `parent`; a new node holds `block`."""
+        own = self._tokens_of(tokens, index)
+        known = parent.children.get(own)
+        if known is not None:
+            return known
+        node = parent.children[own] = self.nodes[block] = PrefixNode(parent.cache_salt, parent, own, block)
+        return node
+
+    def remove(self, block: int) -> list[int]:
+        """Remove a block's node and its descendants; return their blocks."""
+        node = self.nodes[block]
+        assert node.parent is not None
+        del node.parent.children[node.tokens]
+        self._drop_root_if_empty(node.parent)
+        removed = []
+        for gone in list(_subtree(node)):
+            assert gone.block is not None
+            removed.append(gone.block)
+            del self.nodes[gone.block]
+        return removed
+
+    def _drop_root_if_empty(self, node: PrefixNode) -> None:
+        """Drop a root without children: clients choose the salts, and unused roots would pile up."""
+        if node.parent is None and not node.children:
+            del self._roots[node.cache_salt]
+
+    def _tokens_of(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self._block_size : (index + 1) * self._block_size])
+
+    def check(self) -> None:
+        """Assert that the tree and the table by block agree."""
+        reached = {node.block: node for root in self._roots.values() for top in root.children.values()
+                   for node in _subtree(top)}  # fmt: skip
+        assert reached == self.nodes, "a block in the index can't be reached, or is reached twice"
+        assert all(len(node.tokens) == self._block_size for node in reached.values()), "a block that is not full"
+
+
+def _subtree(top: PrefixNode) -> Iterator[PrefixNode]:
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        yield node

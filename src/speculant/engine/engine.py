@@ -80,7 +80,7 @@ class Engine:
         self._by_id: dict[str, list[Request]] = {}
         self.metrics = self._drafters.metrics = EngineMetrics(blocks_total=cache.num_blocks)
         self.mark: Mark = unmarked
-        self.doubtful = False  # every sequence of the last step failed, and no error says that the request is to blame
+        self.doubtful = False  # in the last step every sequence failed, none by an error that the request caused
 
     def add_request(
         self,
@@ -137,7 +137,7 @@ class Engine:
         An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
         """
         self.doubtful = False
-        if not self.has_unfinished():
+        if not self._by_id:
             return []
         started = time.perf_counter()
         with self.mark("schedule"):
@@ -145,15 +145,19 @@ class Engine:
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, draft_s, verify_s = self._run(schedule)
+        outputs, explained = list[StepOutput](), not committed
         for each in committed:
-            if each.request.finished:
+            outputs += each.outputs
+            error = each.request.error
+            explained = explained or error is None or isinstance(error, SpeculantError)
+            if each.request.finish_reason is not None:
                 self._end(each.request)
-        self.doubtful = bool(committed) and all(_is_unexplained(each.request.error) for each in committed)
+        self.doubtful = not explained
         self._count(schedule, committed)
         self.metrics.draft_s += draft_s
         self.metrics.verify_s += verify_s
         self.metrics.other_s += time.perf_counter() - started - draft_s - verify_s
-        return [output for each in committed for output in each.outputs]
+        return outputs
 
     def check_target(self) -> None:
         """Raise what the target raises if it can't compute anything at all."""
@@ -227,13 +231,15 @@ class Engine:
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
 
     def _count(self, schedule: Schedule, committed: Sequence[Committed]) -> None:
-        self.metrics.steps += 1
-        self.metrics.tokens += sum(output.token is not None for each in committed for output in each.outputs)
-        self.metrics.sampled_passes += sum(each.sampled for each in committed)
-        self.metrics.preemptions += len(schedule.preempted)
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.preemptions += len(schedule.preempted)
         for each in committed:
+            metrics.sampled_passes += each.sampled
+            for output in each.outputs:
+                metrics.tokens += output.token is not None
             if each.outcome is not None:
-                self.metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
+                metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
         self._note_standing()
 
     def _note_standing(self) -> None:
@@ -245,8 +251,3 @@ class Engine:
 def _num_sequences(params: SamplingParams) -> int:
     """Return how many sequences run for a request: a beam search runs on its first sample."""
     return params.n if params.beam_width is None else 1
-
-
-def _is_unexplained(error: Exception | None) -> bool:
-    """Whether an error ended a request and does not say why, as those of this package do."""
-    return error is not None and not isinstance(error, SpeculantError)

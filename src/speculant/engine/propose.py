@@ -35,22 +35,23 @@ def propose(
     schedule: Schedule, drafters: Drafters, draft_length: GuardedLength, max_model_len: int, vocab_size: int
 ) -> list[Draft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
-    drafts, forces = list[Draft](), False
+    drafts, requests, forces = list[Draft](), list[Request](), False
     for item in schedule.items:
         draft = Draft(item, item.tree)
         if item.request.constraint is not None:
             draft.forced = _forced(item, vocab_size)
             forces = forces or len(draft.forced) > 0
         drafts.append(draft)
+        requests.append(item.request)
     if drafters and (not draft_length.pauses(schedule) or forces):
-        drafters.begin([item.request for item in schedule.items])
+        drafters.begin(requests)
         lengths = draft_length.choose(schedule)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
             for draft, length in zip(drafts, lengths, strict=True):
                 bounds = _bounds(drafters, draft, max_model_len)
                 draft.limit = budget.take(draft.item, len(draft.forced) or length, bounds)
-            _fill(drafts, drafters, draft_length, vocab_size)
+            _fill(drafts, requests, drafters, draft_length, vocab_size)
     for draft in drafts:
         if draft.item.request.constraint is not None and draft.item.completes:
             prepare_masks(draft.item.request.constraint, draft.tree)  # computed beside the target's pass
@@ -65,13 +66,23 @@ def _forced(item: Scheduled, vocab_size: int) -> Sequence[int]:
     return forced_tokens(request.constraint, vocab_size)[:MAX_SPECULATIVE_TOKENS]
 
 
-def _fill(drafts: Sequence[Draft], drafters: Drafters, draft_length: GuardedLength, vocab_size: int) -> None:
+def _fill(
+    drafts: Sequence[Draft],
+    requests: Sequence[Request],
+    drafters: Drafters,
+    draft_length: GuardedLength,
+    vocab_size: int,
+) -> None:
     """Set the tree of each draft that has a limit, unless its drafter proposes nothing."""
-    requests = [draft.item.request for draft in drafts]
-    limits = [0 if draft.forced else draft.limit for draft in drafts]
+    limits, silent = list[int](), list[Request]()
+    for draft in drafts:
+        limit = 0 if draft.forced else draft.limit
+        limits.append(limit)
+        if not limit:
+            silent.append(draft.item.request)
     trees = draft_length.trim(requests, drafters.propose(requests, limits, vocab_size))
     if draft_length.keeps_up:
-        drafters.catch_up([request for request, limit in zip(requests, limits, strict=True) if not limit])
+        drafters.catch_up(silent)
     for draft, tree in zip(drafts, trees, strict=True):
         made = DraftTree.chain(list(draft.forced[: draft.limit])) if draft.forced else tree
         if draft.limit and (made.size or made.ahead is not None):
@@ -137,7 +148,7 @@ class DraftBudget:
         if nodes <= 0 or not item.decodes:
             return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
-        taken = num_rows(nodes, bounds.own_rows) + uncomputed
+        taken = uncomputed + (num_rows(nodes, bounds.own_rows) if bounds.own_rows else nodes)
         if taken > self._left or not self._plan.take(request.seq_id, taken):
             nodes = bounds.within(nodes, min(self._left, self._plan.room(request.seq_id)) - uncomputed)
             taken = num_rows(nodes, bounds.own_rows) + uncomputed if nodes else 0

@@ -17,8 +17,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
 from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import Request, StopChecker
-from speculant.verification.auto import choose_verifier
-from speculant.verification.base import Verifier, verifier_for
+from speculant.verification.base import Verifier, choose_verifier, verifier_for
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
     item, tree, nodes, first, begin, end = share
     last = first + item.count + tree.size
     is_all = last - first == hidden.last.shape[0]  # then no views are needed, which take microseconds each
-    prompt = _prompt_rows(item) if item.request.wants_prompt_logits else None
+    prompt = None if item.request.params.prompt_logprobs is None else _prompt_rows(item)
     own = None
     if tree.ahead is not None:
         own = hidden.last[last : last + tree.num_own_rows].view(tree.size + 1, len(tree.ahead), -1)
@@ -148,6 +148,8 @@ def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
 def _prompt_rows(item: Scheduled) -> range:
     """Return which rows are prompt tokens whose successor's log-probability is requested and not recorded yet."""
     known, num_prompt = len(item.request.prompt_logprobs), len(item.request.prompt)
+    if not item.request.wants_prompt_logits:
+        return range(0)
     return range(known - item.start, min(item.count, num_prompt - 1 - item.start))
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from speculant.counts import TokenCounts
 from speculant.kernels.base import Edits, SamplingSettings
-from speculant.kernels.native import Kernels, address
-from speculant.kernels.native_structs import SpEdits
+from speculant.kernels.native import Kernels, SpEdits, address
 from speculant.kernels.reference_sampler import REFERENCE, own_scores
 
 

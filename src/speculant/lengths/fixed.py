@@ -8,7 +8,6 @@ from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
-from speculant.types import Request
 
 
 class Fixed:
@@ -21,13 +20,14 @@ class Fixed:
 
     def choose(self, schedule: Schedule) -> list[int]:
         """See `DraftLength.choose`."""
-        return [self._wanted(item.request) for item in schedule.items]
+        lengths = list[int]()
+        for item in schedule.items:
+            own = item.request.num_speculative_tokens
+            lengths.append(self._length if own is None else own)
+        return lengths
 
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`; the length stays the same."""
-
-    def _wanted(self, request: Request) -> int:
-        return self._length if request.num_speculative_tokens is None else request.num_speculative_tokens
 
 
 def build(context: DraftLengthContext) -> Fixed:

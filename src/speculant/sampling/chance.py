@@ -111,7 +111,8 @@ class KeyedNoise:
 
     def draw(self, weights: Tensor) -> int:
         """See `Chance.draw`; each call advances by one position. Ties go to the lowest id."""
-        return self._sampler.draw(weights, True, mix_in(*self.take_keys(1)))
+        self._position += 1
+        return self._sampler.draw(weights, True, mix_in(self._key, self._position - 1))
 
     def moved(self, places: int) -> KeyedNoise:
         """Return the noise that begins `places` positions later; draws from either do not affect the other."""

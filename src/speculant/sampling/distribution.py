@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from speculant.constraints import checked_mask
@@ -15,7 +16,6 @@ from speculant.counts import TokenCounts
 from speculant.kernels.base import Edits, Sampler, SamplingSettings
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.params import SamplingParams
-from speculant.sampling.rows import is_numpys
 from speculant.types import Request
 
 
@@ -69,6 +69,11 @@ def row_maxima(probs: Tensor) -> list[float]:
     """Return the largest probability of each row of distributions [r, V]; 0 or NaN for a row that is none."""
     maxima: list[float] = (probs.numpy().max(axis=1) if is_numpys(probs) else probs.amax(-1)).tolist()
     return maxima
+
+
+def is_numpys(tensor: Tensor) -> bool:
+    """Whether numpy can read the tensor in place."""
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
 
 
 def sampling_settings(params: SamplingParams) -> SamplingSettings:

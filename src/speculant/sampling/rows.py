@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speculant.beams import Continuations
+from speculant.sampling.distribution import is_numpys
 
 GROUP = 64  # logits of which only the largest is ranked at first
 FEW = 2**15  # logits that are ranked at once: torch shares out more of them among its own threads
@@ -44,11 +45,6 @@ def _group_maxima(logits: Tensor, num_groups: int) -> Tensor:
 def take_rows(matrix: Tensor, rows: Sequence[int]) -> Tensor:
     """Return copies [len(rows), V] of rows of a matrix [m, V]."""
     return torch.from_numpy(matrix.numpy()[list(rows)]) if is_numpys(matrix) else matrix[list(rows)]
-
-
-def is_numpys(tensor: Tensor) -> bool:
-    """Whether numpy can read the tensor in place."""
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
 
 
 def rank(probs: Tensor, count: int, ends: Collection[int] = ()) -> list[Continuations]:

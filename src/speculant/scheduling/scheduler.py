@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.policy import POLICIES, Key, Standing
-from speculant.scheduling.waiting import WaitingQueue
+from speculant.scheduling.waiting import POLICIES, Key, Standing, WaitingQueue
 from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)
@@ -58,8 +57,9 @@ class Scheduled:
     @property
     def decodes(self) -> bool:
         """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
-        search = self.request.search
-        return self.count == 1 and self.completes and (search is None or search.beams.completed_by(self.tree))
+        if self.count != 1 or self.start + 1 != len(self.request.tokens):
+            return False
+        return self.request.search is None or self.request.search.beams.completed_by(self.tree)
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Scheduler:
             plan = self._target.plan()
         spare = self._limits.max_num_batched_tokens
         for item in items:
-            spare -= item.num_rows
+            spare -= item.count + item.tree.size
             self._unstarted.pop(item.request.seq_id, None)
         return Schedule(items, plan, spare, admitted, preempted)
 
@@ -173,7 +173,7 @@ class Scheduler:
             item = self._item(request, budget, plan)
             if item is not None:
                 items.append(item)
-                budget -= item.num_rows
+                budget -= item.count + item.tree.size
             elif self._least(request) <= budget and request is not self._last():
                 return None
         return items
@@ -185,7 +185,7 @@ class Scheduler:
         """
         start, search = self._target.length(request.seq_id), request.search
         count = len(request.tokens) - start
-        if request.wants_prompt_logits:
+        if request.params.prompt_logprobs is not None and request.wants_prompt_logits:
             budget = min(budget, MOST_LOGPROB_ROWS)
         if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
             return Scheduled(request, start, count)
@@ -205,6 +205,8 @@ class Scheduler:
     def _admit(self) -> list[Request]:
         """Move waiting requests to running while their missing tokens fit; return them."""
         admitted: list[Request] = []
+        if not self.waiting:
+            return admitted
         self.waiting.readmit(lambda request: not self._waits_for_sibling(request))
         while len(self.running) < self._limits.max_num_seqs and (request := self.waiting.first()) is not None:
             if self._waits_for_sibling(request):

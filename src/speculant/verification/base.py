@@ -27,6 +27,16 @@ class VerifierNeeds:
     greedy: Verifier | None = None
 
 
+def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
+    """Return a verifier's name: match for a seeded or greedy request or a deterministic draft.
+
+    For sampled drafts it is the lossless verifier that accepts most: block for a chain, traversal for a tree.
+    """
+    if request.params.seed is not None or request.params.greedy or deterministic:
+        return "match"
+    return "traversal" if branches else "block"
+
+
 def verifier_for(verifier: Verifier, request: Request) -> Verifier:
     """Return the verifier of a request's drafts where `verifier` was chosen."""
     return verifier.needs.greedy or verifier if request.params.greedy else verifier

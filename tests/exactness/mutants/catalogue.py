@@ -95,8 +95,8 @@ RANDOMNESS = [
     Mutant(
         "noise forgets the position",
         CHANCE,
-        "return self._key, self._position - n\n",
-        "return self._key, 0\n",
+        "mix_in(self._key, self._position - 1)",
+        "mix_in(self._key, 0)",
         "test_chance.py::test_noise_draws_follow_their_weights[weights0]",
     ),
     Mutant(

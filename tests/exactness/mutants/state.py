@@ -73,15 +73,15 @@ BLOCKS = [
     Mutant(
         "copies on write not made",
         CACHE,
-        "        self._move(slots.moves)\n",
-        "",
+        "            self.storage.move(slots.moves)\n",
+        "            pass\n",
         "test_prefixes.py::test_samples_share_the_blocks_of_their_prompt[none]",
     ),
     Mutant(
         "the accepted path not moved",
         CACHE,
-        "self._move(self.manager.compact(seq_id, base, path))",
-        "self.manager.compact(seq_id, base, path)",
+        "        moves = self.manager.compact(seq_id, base, path)\n",
+        "        self.manager.compact(seq_id, base, path)\n        moves = NO_MOVES\n",
         OWN_TOKENS.format("greedy-tree-paged"),
     ),
     Mutant(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache.blocks import BlockPool
-from speculant.cache.prefix import PrefixIndex, PrefixNode
+from speculant.cache.paged import BlockPool, PrefixIndex, PrefixNode
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.cache.prefix import PrefixIndex
+from speculant.cache.paged import PrefixIndex
 
 
 def insert(index: PrefixIndex, tokens: Sequence[int], blocks: Sequence[int], cache_salt: str = "") -> None:

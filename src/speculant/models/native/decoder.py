@@ -12,8 +12,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVCache, KVStorage
 from speculant.kernels.memory import Arena
-from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Kernels, Op, Pass, Type, address
-from speculant.kernels.native_structs import Draft
+from speculant.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Draft, Kernels, Op, Pass, Type, address
 from speculant.kernels.packing import likely_bytes
 from speculant.models.base import (
     Batch,

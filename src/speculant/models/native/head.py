@@ -10,8 +10,7 @@ from torch import Tensor
 
 from speculant.cache.base import CacheShape, KVStorage
 from speculant.kernels.memory import Arena
-from speculant.kernels.native import TYPES, Flag, Op, Weight
-from speculant.kernels.native_structs import Draft
+from speculant.kernels.native import TYPES, Draft, Flag, Op, Weight
 from speculant.models.base import Batch, Chain, Hidden
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
