@@ -161,7 +161,7 @@ class SpeculativeConfig:
 
     method None = `fallback`, or `draft_model` if a model is named with a length, a policy other than `adaptive`, or
     options. num_speculative_tokens None = the policy's choice, or the method's default length if the policy is `fixed`.
-    verification "auto" chooses per request (engine/requests.py). draft_length names a policy or is a mapping with the
+    verification "auto" chooses per request (verification/base.py). draft_length names a policy or is a mapping with the
     key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, else `adaptive`. methods:
     additional ones that requests may name.
     """

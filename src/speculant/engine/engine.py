@@ -13,7 +13,7 @@ from speculant.constraints import Constraint
 from speculant.engine.commit import Committed, ending_with, fail
 from speculant.engine.drafters import Drafters
 from speculant.engine.profiling import Mark, unmarked
-from speculant.engine.requests import RequestFactory, RequestRules
+from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
 from speculant.engine.step import StepContext, step
 from speculant.errors import RequestError, SpeculantError
@@ -99,10 +99,17 @@ class Engine:
         for a prompt or parameters that can't be served, or an id in use, and CapacityError if too many requests wait;
         nothing is queued then.
         """
+        checked = self.check_request(prompt, params, priority=priority, cache_salt=cache_salt, constraint=constraint)
+        return self.add_checked(checked, request_id, stop_checker)
+
+    def add_checked(
+        self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None = None
+    ) -> list[Request]:
+        """Queue a request that `check_request` returned; see `add_request`."""
         if request_id in self._by_id:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
-        samples = self._factory.make(prompt, params, request_id, stop_checker, constraint, priority, cache_salt)
-        sequences = samples[: _num_sequences(params)]
+        samples = self._factory.make(checked, request_id, stop_checker)
+        sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
         return samples
@@ -114,14 +121,12 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
-        constrained: bool = False,
-    ) -> None:
-        """Raise what `add_request` does for a request that can't be served even while no other is there.
-
-        Nothing is queued. constrained: it comes with a constraint.
-        """
-        self._factory.check(prompt, params, priority, cache_salt, constrained)
+        constraint: Callable[[], Constraint] | None = None,
+    ) -> CheckedRequest:
+        """Return a request for `add_checked`; raise what `add_request` does if an empty engine could not serve it."""
+        checked = self._factory.check(prompt, params, priority, cache_salt, constraint)
         self._scheduler.check_size(_num_sequences(params))
+        return checked
 
     def accepts(self, n: int) -> bool:
         """Whether a prompt with n samples would find room in the queue."""

@@ -10,6 +10,7 @@ from functools import cache, partial
 from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
 from speculant.engine.logprobs import LogprobRow
+from speculant.engine.requests import CheckedRequest
 from speculant.errors import RequestError, SpeculantError
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
@@ -42,7 +43,7 @@ class Generation:
 
     prompt: its text; None if it came as token ids. stops: the stop strings of `params`, compiled; None = none.
     constrain: makes the constraint of a sequence; None = there is none.
-    Raises RequestError for an id, a priority or a salt of another type.
+    Raises RequestError for an id of another type.
     """
 
     def __init__(
@@ -56,38 +57,33 @@ class Generation:
         stops: StopStrings | None = None,
         constrain: Callable[[], Constraint] | None = None,
     ) -> None:
-        _check_type("request_id", request_id, str)
-        _check_type("priority", priority, int)
-        _check_type("cache_salt", cache_salt, str)
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r} is a {type(request_id).__name__}", "give it as str.")
         self.request_id, self.params = request_id, params
         self._prompt, self._tokens, self._stops = prompt, tokens, stops
         self._priority, self._cache_salt, self._constrain = priority, cache_salt, constrain
+        self._checked: CheckedRequest | None = None
         self._requests: list[Request] = []
         self._closed: set[int] = set()
         self._failed: dict[int, SpeculantError] = {}  # samples whose last text can't be decoded
         self._num_pieces: Counter[int] = Counter()  # by sample
 
-    def check(self, engine: Engine) -> None:
-        """Raise what `start` would raise for a prompt that can't be served."""
-        engine.check_request(
-            self._tokens,
-            self.params,
-            priority=self._priority,
-            cache_salt=self._cache_salt,
-            constrained=self._constrain is not None,
-        )
+    def check(self, engine: Engine) -> CheckedRequest:
+        """Raise RequestError or ConfigError if the engine can't serve the prompt; a second call checks nothing."""
+        if self._checked is None:
+            self._checked = engine.check_request(
+                self._tokens,
+                self.params,
+                priority=self._priority,
+                cache_salt=self._cache_salt,
+                constraint=self._constrain,
+            )
+        return self._checked
 
     def start(self, engine: Engine, tokenizer: Tokenizer) -> None:
         """Queue the prompt; raises what `Engine.add_request` does, and nothing is queued then."""
-        self._requests = engine.add_request(
-            self._tokens,
-            self.params,
-            self.request_id,
-            stop_checker=partial(TextStream, tokenizer, self.params, self._stops),
-            priority=self._priority,
-            cache_salt=self._cache_salt,
-            constraint=self._constrain,
-        )
+        stop_checker = partial(TextStream, tokenizer, self.params, self._stops)
+        self._requests = engine.add_checked(self.check(engine), self.request_id, stop_checker)
 
     @property
     def error(self) -> Exception | None:
@@ -196,11 +192,6 @@ def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutp
     given = output.prompt_logprobs
     prompt = None if given is None else [None if entry is None else readable(entry) for entry in given]
     return replace(output, outputs=samples, prompt_logprobs=prompt)
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise RequestError(f"{name}={value!r} is a {type(value).__name__}", f"give {name} as {kind.__name__}.")
 
 
 def _stream(request: Request) -> TextStream:

@@ -31,8 +31,23 @@ class RequestRules:
     verification: str = "auto"
 
 
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A tokenised prompt and its settings, which an engine can serve. method: what drafts; None = nothing does.
+
+    constraint: makes the constraint of a sequence; None = there is none.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    method: str | None
+    priority: int = 0
+    cache_salt: str = ""
+    constraint: Callable[[], Constraint] | None = None
+
+
 class RequestFactory:
-    """Makes the `n` sequences of a prompt. Sequence ids count up from 1."""
+    """Checks requests and makes the `n` sequences of a prompt. Sequence ids count up from 1."""
 
     def __init__(self, rules: RequestRules, verifiers: Mapping[str, Verifier], drafters: Drafters) -> None:
         self._rules, self._verifiers, self._drafters = rules, verifiers, drafters
@@ -40,23 +55,38 @@ class RequestFactory:
         default = drafters.default
         self._check_verifier(rules.verification, drafters.find(default).needs if default is not None else None)
 
-    def make(
+    def check(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        request_id: str,
-        stop_checker: Callable[[], StopChecker] | None,
-        constraint: Callable[[], Constraint] | None,
         priority: int,
         cache_salt: str,
+        constraint: Callable[[], Constraint] | None,
+    ) -> CheckedRequest:
+        """Raise RequestError or ConfigError for a request that can't be served."""
+        self._check_prompt(prompt)
+        self._check_numbers(params)
+        given: tuple[object, object] = priority, cache_salt
+        if not (isinstance(given[0], int) and isinstance(given[1], str)):
+            raise RequestError(
+                f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
+            )
+        if constraint is not None and params.beam_width is not None:
+            raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
+        method = self._method(params)
+        self._check_speculation(params, method)
+        return CheckedRequest(prompt, params, method, priority, cache_salt, constraint)
+
+    def make(
+        self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None
     ) -> list[Request]:
-        """Return the sequences; raises what `check` raises, and nothing else."""
-        self.check(prompt, params, priority, cache_salt, constraint is not None)
-        method, prediction = self._method(params), _prediction(params)
-        constraint = constrain_all(constraint, self._vocabulary(params))
-        samples = [self._sample(prompt, params, request_id, index, method) for index in range(params.n)]
+        """Return the sequences of a request."""
+        params, constraint = checked.params, checked.constraint
+        if params.bad_words or params.allowed_token_ids is not None:
+            rules = Vocabulary(self._rules.vocab_size, _banned(params), params.allowed_token_ids)
+            constraint = constrain_all(constraint, rules)
+        samples = [self._sample(checked, request_id, index) for index in range(params.n)]
         for sample in samples:
-            sample.priority, sample.cache_salt, sample.prediction = priority, cache_salt, prediction
             sample.stop_checker = stop_checker() if stop_checker else None
             sample.constraint = constraint() if constraint else None
         if params.n > 1:
@@ -67,25 +97,26 @@ class RequestFactory:
             self._begin_search(samples, params.beam_width)
         return samples
 
-    def _sample(
-        self, prompt: Sequence[int], params: SamplingParams, request_id: str, index: int, method: str | None
-    ) -> Request:
+    def _sample(self, checked: CheckedRequest, request_id: str, index: int) -> Request:
         self._next_seq_id += 1
-        seed = params.seed
+        params, seed = checked.params, checked.params.seed
         own_seed = mix(self._rules.seed, Purpose.REQUEST, self._next_seq_id) if seed is None else seed
         ends, stops = frozenset() if params.ignore_eos else self._rules.end_token_ids, frozenset(params.stop_token_ids)
         request = Request(
             seq_id=self._next_seq_id,
             request_id=request_id,
             index=index,
-            prompt=tuple(prompt),
+            prompt=tuple(checked.prompt),
             params=params,
             seed=mix(own_seed, Purpose.REQUEST, index),
             end_token_ids=ends | stops,
             stop_token_ids=stops - ends,
             metrics=RequestMetrics(TimingMetrics(arrival=time.perf_counter())),
-            tokens=list(prompt),
-            drafter=method,
+            tokens=list(checked.prompt),
+            drafter=checked.method,
+            priority=checked.priority,
+            cache_salt=checked.cache_salt,
+            prediction=_prediction(params),
         )
         self._choose_verifier(request)
         return request
@@ -97,12 +128,6 @@ class RequestFactory:
             return None
         method = wanted.get("method") if isinstance(wanted, Mapping) else None
         return self._drafters.default if method is None else str(method)
-
-    def _vocabulary(self, params: SamplingParams) -> Vocabulary | None:
-        """Return the rules on single words and tokens; None if there are none."""
-        if not params.bad_words and params.allowed_token_ids is None:
-            return None
-        return Vocabulary(self._rules.vocab_size, _banned(params), params.allowed_token_ids)
 
     def _begin_search(self, samples: list[Request], width: int) -> None:
         """Give samples a beam search, which runs on the first one."""
@@ -141,26 +166,6 @@ class RequestFactory:
         method = request.drafter
         return None if method is None or method == self._drafters.default else self._drafters.usual_length(method)
 
-    def check(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        cache_salt: str = "",
-        constrained: bool = False,
-    ) -> None:
-        """Raise RequestError or ConfigError for what can't be served. constrained: its output has a constraint."""
-        self._check_prompt(prompt)
-        self._check_numbers(params)
-        given: tuple[object, object] = priority, cache_salt
-        if not (isinstance(given[0], int) and isinstance(given[1], str)):
-            raise RequestError(
-                f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
-            )
-        if constrained and params.beam_width is not None:
-            raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
-        self._check_speculation(params)
-
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         longest = self._rules.limits.max_model_len
         if not prompt:
@@ -185,13 +190,12 @@ class RequestFactory:
         for name in ("logprobs", "prompt_logprobs"):
             _check_logprobs(name, getattr(params, name), self._rules.limits.max_logprobs)
 
-    def _check_speculation(self, params: SamplingParams) -> None:
-        """Check a request's settings of drafts against the drafter that it would have."""
+    def _check_speculation(self, params: SamplingParams, method: str | None) -> None:
+        """Check a request's settings of drafts against its drafter; method: None = it has none."""
         wanted = params.speculation
         own = wanted.get("verification") if isinstance(wanted, Mapping) else None
         if own is not None:
             self._check_verifier(own, None)
-        method = self._method(params)
         needs = None if method is None else self._drafters.find(method).needs
         if wanted is True:
             self._check_drafting(needs, params.beam_width is not None)

@@ -131,7 +131,6 @@ class Scheduler:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests together; CapacityError if there are no places for them."""
-        self.check_size(len(requests))
         if len(requests) > self.num_vacant:
             raise CapacityError(
                 f"{len(self.running)} sequences run and {len(self.waiting)} wait, {len(requests)} more came and "

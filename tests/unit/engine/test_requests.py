@@ -70,9 +70,7 @@ def error_of(call: Any) -> SpeculantError:
 def test_check_refuses_what_adding_refuses(name: str) -> None:
     drafter, prompt, values, named = BAD[name]
     engine, params = engine_of(drafter), SamplingParams(**values)
-    checked = {key: value for key, value in named.items() if key != "constraint"}
-    constrained = "constraint" in named
-    found = error_of(lambda: engine.check_request(prompt, params, constrained=constrained, **checked))
+    found = error_of(lambda: engine.check_request(prompt, params, **named))
     expected = error_of(lambda: engine.add_request(prompt, params, "a", **named))
     assert (type(found), str(found)) == (type(expected), str(expected))
     assert not engine.has_unfinished()
