@@ -54,7 +54,7 @@ class EngineConfig:
     branch, a tag or a commit on the hub of the model and of its tokenizer; without a tokenizer of its own, the model's
     revision holds for both. download_dir: the folder for downloads; None = the hub's own cache. max_logprobs:
     the most log-probabilities per token that a request may ask for; -1 = all.
-    scheduling_policy: the order in which requests are served (scheduling/waiting.py). max_waiting bounds the queue: at
+    scheduling_policy: the order of requests (scheduling/scheduler.py). max_waiting bounds the queue: at
     most max_num_seqs + max_waiting sequences are there, and those that find no room in memory wait.
     """
 
@@ -161,7 +161,7 @@ class SpeculativeConfig:
 
     method None = `fallback`, or `draft_model` if a model is named with a length, a policy other than `adaptive`, or
     options. num_speculative_tokens None = the policy's choice, or the method's default length if the policy is `fixed`.
-    verification "auto" chooses per request (verification/base.py). draft_length names a policy or is a mapping with the
+    verification "auto" chooses per request (engine/verify.py). draft_length names a policy or is a mapping with the
     key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, else `adaptive`. methods:
     additional ones that requests may name.
     """

@@ -74,7 +74,7 @@ def test_forbidden_import_is_found(name: str, line: str) -> None:
     ("name", "line"),
     [
         ("scheduling.scheduler", "from speculant.cache.base import KVCache"),
-        ("scheduling.scheduler", "from speculant.scheduling.waiting import Policy"),
+        ("scheduling.scheduler", "from speculant.scheduling.scheduler import Policy"),
         ("drafting.base", "from speculant.text.vocabulary import compare"),
         ("drafting.base", "from . import tree\nfrom .tree import Tree\nfrom ..models import base"),
         ("lab.theory.speedup", "import numpy as np\nimport math\nfrom speculant.metrics import Counters"),

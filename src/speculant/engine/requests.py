@@ -11,13 +11,14 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
+from speculant.engine.verify import choose_verifier, verifier_for
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Purpose, mix
 from speculant.structured.vocabulary import Vocabulary, constrain_all
 from speculant.types import Request, StopChecker
-from speculant.verification.base import Verifier, choose_verifier, verifier_for
+from speculant.verification.base import Verifier
 
 
 @dataclass(frozen=True)

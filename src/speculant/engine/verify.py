@@ -19,8 +19,8 @@ from speculant.kernels.base import Sampler
 from speculant.sampling.chance import Chance, Chances
 from speculant.sampling.distribution import Node, distribution, row_maxima
 from speculant.sampling.rows import rank
-from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier, verifier_for
+from speculant.types import DraftTree, Request, Verdict
+from speculant.verification.base import Verifier
 
 Decision = Verdict | Beams | SpeculantError  # a beam search advances; an error is that of one request
 
@@ -53,6 +53,21 @@ def verify(
         decisions[output.item.request.seq_id] = _decide(output, verifier, own, maxima[first:end], chances)
         first = end
     return decisions
+
+
+def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
+    """Return a verifier's name: match for a seeded or greedy request or a deterministic draft.
+
+    For sampled drafts it is the lossless verifier that accepts most: block for a chain, traversal for a tree.
+    """
+    if request.params.seed is not None or request.params.greedy or deterministic:
+        return "match"
+    return "traversal" if branches else "block"
+
+
+def verifier_for(verifier: Verifier, request: Request) -> Verifier:
+    """Return the verifier of a request's drafts where `verifier` was chosen."""
+    return verifier.needs.greedy or verifier if request.params.greedy else verifier
 
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:

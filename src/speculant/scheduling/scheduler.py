@@ -7,24 +7,35 @@ hypotheses of a beam search are not a draft: all have to be computed, if necessa
     add ---> waiting ---admit---> running ---remove--->
                 ^                    |
                 +------preempt-------+      out of memory: its blocks are released, its tokens recomputed later
+
+The order in which sequences are served is a policy: a sort key, of which the smallest comes first. A request's *level*
+is its priority, and rises by one for every PATIENCE steps that passed before it was queued. So no policy starves a
+request: it is served before every request that came PATIENCE steps later with the same priority. A key depends on
+nothing that changes while a request waits, so that the queue can be a heap.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from speculant.cache.base import KVCache, ReservationPlan
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.waiting import POLICIES, Key, Standing, WaitingQueue
 from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
 NO_DRAFT = DraftTree.empty()
 MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities: another request may arrive and wait for it
+PATIENCE = 64  # steps
+
+Key = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -89,6 +100,49 @@ class Schedule:
         for item in self.items:
             if cache.length(item.request.seq_id) > item.start:
                 cache.truncate_to(item.request.seq_id, item.start)
+
+
+class Standing(NamedTuple):
+    """The facts about a request that a policy may use.
+
+    arrival: number of earlier requests. queued_at: number of steps before it was queued. held: positions in the cache.
+    backlog: tokens that are not in the cache.
+    """
+
+    arrival: int
+    priority: int
+    queued_at: int
+    held: int
+    backlog: int
+
+    @property
+    def level(self) -> int:
+        """Lower is served sooner."""
+        return self.priority + self.queued_at // PATIENCE
+
+
+def first_come(standing: Standing) -> Key:
+    """Serve in order of arrival, prompts and decodes alike."""
+    return standing.level, standing.arrival
+
+
+def decode_first(standing: Standing) -> Key:
+    """Serve sequences that lack only their newest token first, so that no prompt delays them; then by arrival.
+
+    A prompt of one token counts as a prompt: otherwise a stream of such prompts would delay all others without bound.
+    """
+    return int(standing.backlog > 1 or not standing.held), standing.level, standing.arrival
+
+
+def shortest_prompt(standing: Standing) -> Key:
+    """Serve the shortest backlog first."""
+    return standing.level, standing.backlog, standing.arrival
+
+
+Policy = Callable[[Standing], Key]
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"first-come": first_come, "decode-first": decode_first, "shortest-prompt": shortest_prompt}
+)
 
 
 class Scheduler:
@@ -280,3 +334,81 @@ class Scheduler:
 
     def _backlog(self, request: Request) -> int:
         return len(request.tokens) - self._target.length(request.seq_id)
+
+
+class WaitingQueue:
+    """A heap of requests; adding, removing and taking the first are O(log n) on average.
+
+    key: orders the requests; it must not change while a request waits. A request that is held back stays in the queue
+    and can't be the first until `readmit`.
+
+    A request that leaves the heap does not take its entry along. Each entry has a number of its own, and only the one
+    in `_entries` is valid: a request that was removed and added again may have another key. The heap is rebuilt when
+    most of its entries are not valid, so its size is proportional to the number of waiting requests.
+    """
+
+    def __init__(self, key: Callable[[Request], Key]) -> None:
+        self._key = key
+        self._numbers = itertools.count()
+        self._heap: list[tuple[Key, int, int]] = []  # key, number of the entry, sequence id
+        self._entries: dict[int, int] = {}  # by sequence id: the number of the valid entry
+        self._requests: dict[int, Request] = {}
+        self._held_back: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._requests.values(), key=self._key))
+
+    def __contains__(self, request: Request) -> bool:
+        return request.seq_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self._requests[request.seq_id] = request
+        self._enter(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out; raises KeyError if it does not wait."""
+        del self._requests[request.seq_id]
+        if self._held_back.pop(request.seq_id, None) is None:
+            self._leave(request)
+
+    def first(self) -> Request | None:
+        """Return the first request that is not held back; None if there is none."""
+        while self._heap and not self._is_valid(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._requests[self._heap[0][2]] if self._heap else None
+
+    def hold_back(self, request: Request) -> None:
+        """Skip a request until it is readmitted."""
+        self._held_back[request.seq_id] = request
+        self._leave(request)
+
+    def readmit(self, is_ready: Callable[[Request], bool]) -> None:
+        """Return the held-back requests that are ready to their places in the queue."""
+        for request in [each for each in self._held_back.values() if is_ready(each)]:
+            del self._held_back[request.seq_id]
+            self._enter(request)
+
+    def check(self) -> None:
+        """Assert that each request that can be the first has one valid entry, and that few entries are not valid."""
+        valid = [entry[2] for entry in self._heap if self._is_valid(entry)]
+        assert sorted([*valid, *self._held_back]) == sorted(self._requests), "a waiting request has no entry, or two"
+        assert len(self._heap) <= 2 * len(self._entries), "the heap keeps entries of requests that left it"
+
+    def _enter(self, request: Request) -> None:
+        number = self._entries[request.seq_id] = next(self._numbers)
+        heapq.heappush(self._heap, (self._key(request), number, request.seq_id))
+
+    def _leave(self, request: Request) -> None:
+        """Make a request's entry invalid."""
+        del self._entries[request.seq_id]
+        if len(self._heap) > 2 * len(self._entries):
+            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
+            heapq.heapify(self._heap)
+
+    def _is_valid(self, entry: tuple[Key, int, int]) -> bool:
+        _, number, seq_id = entry
+        return self._entries.get(seq_id) == number

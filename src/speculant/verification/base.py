@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from speculant.sampling.chance import Chance
-from speculant.types import DraftTree, Request, Verdict
+from speculant.types import DraftTree, Verdict
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,6 @@ class VerifierNeeds:
     branches: bool
     softened: bool = False
     greedy: Verifier | None = None
-
-
-def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
-    """Return a verifier's name: match for a seeded or greedy request or a deterministic draft.
-
-    For sampled drafts it is the lossless verifier that accepts most: block for a chain, traversal for a tree.
-    """
-    if request.params.seed is not None or request.params.greedy or deterministic:
-        return "match"
-    return "traversal" if branches else "block"
-
-
-def verifier_for(verifier: Verifier, request: Request) -> Verifier:
-    """Return the verifier of a request's drafts where `verifier` was chosen."""
-    return verifier.needs.greedy or verifier if request.params.greedy else verifier
 
 
 def require_chain(tree: DraftTree, verifier: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.exactness.mutants.mutant import (
-    AUTO,
     CHAINS,
     CHANCE,
     COMMIT,
@@ -129,7 +128,7 @@ RANDOMNESS = [
     ),
     Mutant(
         "seeded requests verified by a ratio rule",
-        AUTO,
+        VERIFY,
         "request.params.seed is not None or ",
         "",
         "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
 from speculant.params import SamplingParams
-from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS, Scheduled
-from speculant.scheduling.waiting import Key
+from speculant.scheduling.scheduler import MOST_LOGPROB_ROWS, Key, Scheduled
 from speculant.types import Request
 from tests.models import make_request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
