@@ -18,7 +18,7 @@ MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
 
 
 @dataclass(slots=True)
-class Draft:
+class SequenceDraft:
     """What one sequence's pass computes after its newest token.
 
     tree: the draft; without one, the live hypotheses of a beam search. forced: tokens that a constraint forces next.
@@ -33,11 +33,11 @@ class Draft:
 
 def propose(
     schedule: Schedule, drafters: Drafters, draft_length: GuardedLength, max_model_len: int, vocab_size: int
-) -> list[Draft]:
+) -> list[SequenceDraft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
-    drafts, requests, forces = list[Draft](), list[Request](), False
+    drafts, requests, forces = list[SequenceDraft](), list[Request](), False
     for item in schedule.items:
-        draft = Draft(item, item.tree)
+        draft = SequenceDraft(item, item.tree)
         if item.request.constraint is not None:
             draft.forced = _forced(item, vocab_size)
             forces = forces or len(draft.forced) > 0
@@ -67,7 +67,7 @@ def _forced(item: Scheduled, vocab_size: int) -> Sequence[int]:
 
 
 def _fill(
-    drafts: Sequence[Draft],
+    drafts: Sequence[SequenceDraft],
     requests: Sequence[Request],
     drafters: Drafters,
     draft_length: GuardedLength,
@@ -110,7 +110,7 @@ class DraftBounds(NamedTuple):
         return nodes
 
 
-def _bounds(drafters: Drafters, draft: Draft, max_model_len: int) -> DraftBounds:
+def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> DraftBounds:
     """Return the bounds of a draft, as its drafter announces them; forced tokens need no drafter."""
     needs = drafters.needs(draft.item.request)
     if needs is None:

@@ -26,7 +26,7 @@ class Traversal:
 
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
         """See `Verifier.verify`; siblings are in the order in which they were drawn."""
-        state = _State(tree, p)
+        state = _RemainingTree(tree, p)
         while True:
             path = state.first_leaf()
             if not path or chance.accept(state.weight(path)):
@@ -34,7 +34,7 @@ class Traversal:
             state.delete(path)
 
 
-class _State:
+class _RemainingTree:
     """The nodes that are not deleted, with their weights and distributions; the root is node -1."""
 
     def __init__(self, tree: DraftTree, p: Tensor) -> None:
