@@ -44,16 +44,16 @@ class Hypothesis:
         """Return the text with one more token; `logprob` is that of the whole text."""
         return Hypothesis(self, token, logprob, self.length + 1)
 
-    def lineage(self, behind: int = 0) -> Iterator[Hypothesis]:
-        """Yield the text and its ancestors that have more than `behind` tokens, longest first."""
+    def lineage(self, start: int = 0) -> Iterator[Hypothesis]:
+        """Yield the text and its ancestors that have more than `start` tokens, longest first."""
         each = self
-        while each.parent is not None and each.length > behind:
+        while each.parent is not None and each.length > start:
             yield each
             each = each.parent
 
-    def tokens(self, behind: int = 0) -> list[int]:
-        """Return its tokens without the first `behind`."""
-        return [each.token for each in self.lineage(behind)][::-1]
+    def tokens(self, start: int = 0) -> list[int]:
+        """Return its tokens without the first `start`."""
+        return [each.token for each in self.lineage(start)][::-1]
 
     def prefix(self, length: int) -> Hypothesis:
         """Return its prefix of at most `length` tokens."""
@@ -76,7 +76,7 @@ def common_prefix(hypotheses: Collection[Hypothesis]) -> Hypothesis:
     return texts.pop()
 
 
-def texts_behind(trunk: Hypothesis, tips: Iterable[Hypothesis], most: float = math.inf) -> list[Hypothesis]:
+def texts_after(trunk: Hypothesis, tips: Iterable[Hypothesis], most: float = math.inf) -> list[Hypothesis]:
     """Return the tips and their ancestors after the trunk, parents first.
 
     Tips that do not continue the trunk are left out, and so are tips that would exceed `most` texts.
@@ -98,19 +98,19 @@ def tree_of(texts: Collection[Hypothesis]) -> DraftTree:
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's continuations; `behind` has those of longer texts that are known too, by next token."""
+    """A text's continuations; `longer` has those of known longer texts, by next token."""
 
     continuations: Continuations
-    behind: Mapping[int, Scored] = field(default_factory=dict)
+    longer: Mapping[int, Scored] = field(default_factory=dict)
 
 
 def _linked(tree: DraftTree, ranked: Mapping[int, Continuations]) -> dict[int, Scored]:
     """Return the scored nodes of a tree, -1 = the root, each linked to its scored descendants."""
-    behind: dict[int, dict[int, Scored]] = {node: {} for node in ranked}
-    known = {node: Scored(continuations, behind[node]) for node, continuations in ranked.items()}
+    longer: dict[int, dict[int, Scored]] = {node: {} for node in ranked}
+    known = {node: Scored(continuations, longer[node]) for node, continuations in ranked.items()}
     for node, scored in known.items():
-        if node >= 0 and (parent := tree.parent_list[node]) in behind:
-            behind[parent].setdefault(tree.token_list[node], scored)
+        if node >= 0 and (parent := tree.parent_list[node]) in longer:
+            longer[parent].setdefault(tree.token_list[node], scored)
     return known
 
 
@@ -158,7 +158,7 @@ class Beams:
     @cached_property
     def live_texts(self) -> list[Hypothesis]:
         """The live hypotheses and their ancestors after the trunk, parents first."""
-        return texts_behind(self.trunk, self.live)
+        return texts_after(self.trunk, self.live)
 
     @cached_property
     def live_tree(self) -> DraftTree:
@@ -167,12 +167,12 @@ class Beams:
 
     @cached_property
     def _waiting_tree(self) -> DraftTree:
-        return tree_of(texts_behind(self.trunk, self.unscored)) if self.scored else self.live_tree
+        return tree_of(texts_after(self.trunk, self.unscored)) if self.scored else self.live_tree
 
     def waiting_tree(self, most: float = math.inf) -> DraftTree:
         """Return the tree of the unscored live hypotheses, as many of them as fit into `most` nodes."""
         whole = self._waiting_tree
-        return whole if whole.size <= most else tree_of(texts_behind(self.trunk, self.unscored, most))
+        return whole if whole.size <= most else tree_of(texts_after(self.trunk, self.unscored, most))
 
     def completed_by(self, tree: DraftTree) -> bool:
         """Whether all live hypotheses are scored after a pass over the trunk and this `waiting_tree`."""
@@ -222,7 +222,7 @@ class Beams:
     def _known_of(self, live: Iterable[Hypothesis]) -> dict[Hypothesis, Scored]:
         """Return the next round's hypotheses that are scored already."""
         parents = [(each, self.scored[each.parent]) for each in live if each.parent is not None]
-        return {each: scored.behind[each.token] for each, scored in parents if each.token in scored.behind}
+        return {each: scored.longer[each.token] for each, scored in parents if each.token in scored.longer}
 
     def _ends(self, token: int) -> bool:
         """Whether a live hypothesis is finished by this token."""

@@ -42,7 +42,7 @@ class Constraint(Protocol):
 
 
 class ForcingConstraint(Constraint, Protocol):
-    """A constraint that knows what comes next where there is no choice."""
+    """A constraint that can name the next tokens where there is no choice."""
 
     def forced(self) -> list[int]:
         """Return tokens that have to follow the advanced ones, as far as that is known; none if there is a choice."""
@@ -53,19 +53,19 @@ class PreparingConstraint(Constraint, Protocol):
     """A constraint that computes masks beside the target's pass."""
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """Begin to compute the masks behind drafted paths, which are asked for next; it returns at once."""
+        """Begin to compute the masks after drafted paths, which are needed next; it returns at once."""
         ...
 
 
 def forced_tokens(constraint: Constraint | None, vocab_size: int) -> list[int]:
-    """Return the tokens that a constraint forces next, if it can tell; none outside of the vocabulary."""
+    """Return the tokens that a constraint forces next, if it can name them, up to one outside of the vocabulary."""
     forced = getattr(constraint, "forced", None)
     tokens: list[int] = forced() if forced is not None else []
     return list(takewhile(lambda token: 0 <= token < vocab_size, tokens))
 
 
 def prepare_masks(constraint: Constraint | None, tree: DraftTree) -> None:
-    """Let a constraint prepare the masks behind the root and all nodes of a tree, if it can."""
+    """Let a constraint prepare the masks after the root and all nodes of a tree, if it can."""
     prepare = getattr(constraint, "prepare", None)
     if prepare is not None:
         prepare([tree.tokens_to(node) for node in range(-1, tree.size)])

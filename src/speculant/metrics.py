@@ -72,7 +72,7 @@ class SpeculationMetrics:
         return _ratio(self.num_accepted_draft_tokens, self.num_tested_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return counts and rates under their documented keys; see `steps` for what is left out."""
+        """Return counts and rates under their documented keys; see `steps` for the lists that are left out."""
         rates = {name: getattr(self, name) for name in _RATES}
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("per_step_")}
         return {**counts, **rates}
@@ -117,7 +117,7 @@ class PassTotals:
     passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    newest: float | None = None  # when the newest step started, which tells it from others
+    newest: float | None = None  # when the newest step started, which identifies it
 
     def record(self, step: StepTiming) -> None:
         """Count a step's pass, unless another sample did so already."""
@@ -135,7 +135,7 @@ class TimingMetrics:
     Readings of `time.perf_counter` and durations, in seconds. target_passes: passes that it took part in.
     sampled_passes: those after which it was given tokens, which are all but the passes that only process a part of the
     prompt. A pass that serves several samples is one of the target_passes of their request, and as many sampled_passes.
-    together: what the samples of one prompt count together; None = it is the only one.
+    together: the totals that the samples of one prompt share; None = it is the only one.
     """
 
     arrival: float
@@ -220,7 +220,7 @@ class TimingMetrics:
     def tokens_per_pass(self) -> float:
         """Tokens that the target gave, per pass that sampled them: num_tokens / sampled_passes.
 
-        1 without speculation. Of several samples it is the mean over their passes, so it says nothing of the batch.
+        1 without speculation. Of several samples it is the mean over their passes, and does not depend on the batch.
         """
         return _ratio(self.num_tokens, self.sampled_passes)
 
@@ -299,7 +299,7 @@ class EngineMetrics:
     Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
     each sequence; a beam search counts as its samples. draft_s, verify_s and other_s divide the steps' time, in
     seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps failed and were repeated for
-    each sequence alone; transient_errors are those that then failed for none.
+    each sequence alone; transient_errors counts those that then failed for no sequence.
     drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept; accepted_per_position[d] is how
     many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a

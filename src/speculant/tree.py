@@ -19,7 +19,7 @@ class DraftTree:
 
     scores: for each node, the drafter's estimate of the probability that it is accepted once its parent is, from 0 to
     1; None = no estimate. Only the draft length depends on them.
-    ahead: input embeddings of rows of the drafter's own in the target's pass, which are no proposals: a chain of them
+    ahead: input embeddings of look-ahead rows in the target's pass, which are no proposals: a chain of them
     below the root and below each node. A draft without nodes may have them too.
     """
 
@@ -101,17 +101,17 @@ class DraftTree:
 
     @property
     def num_own_rows(self) -> int:
-        """The rows of the drafter's own."""
+        """The number of look-ahead rows."""
         return 0 if self.ahead is None else (self.size + 1) * len(self.ahead)
 
     def looking_ahead(self, ahead: Tensor) -> DraftTree:
-        """Return the same draft with rows of the drafter's own, [k, hidden]."""
+        """Return the same draft with look-ahead rows, [k, hidden]."""
         tree = DraftTree.__new__(DraftTree)
         vars(tree).update(vars(self), ahead=ahead)
         return tree
 
     def with_own_rows(self) -> DraftTree:
-        """Return the tree of all rows of a pass: the nodes, then the own rows of the root and of each node in order."""
+        """Return the tree of all rows of a pass: the nodes, then the look-ahead rows of the root and of each node."""
         parents, count = list(self.parent_list), 0 if self.ahead is None else len(self.ahead)
         for node in range(-1, self.size) if count else ():
             parents += (node, *range(len(parents), len(parents) + count - 1))

@@ -56,7 +56,7 @@ class LayerStates(Sequence[Tensor]):
     """The hidden states of several layers: item i is [n, hidden], those of the i-th one.
 
     They are the rows `first` to `end` - 1 of `memory` [layers, rows, hidden]. A tensor is made when an item is read:
-    that takes microseconds, and a drafter that rests reads its states late, many at once.
+    that takes microseconds, and a paused drafter reads its states late, many at once.
     """
 
     __slots__ = ("end", "first", "memory")
@@ -86,7 +86,7 @@ class LayerStates(Sequence[Tensor]):
         return LayerStates(self.memory, self.first + first, self.first + end)
 
     def grow(self, following: LayerStates) -> bool:
-        """Take in the rows that follow, if they lie behind these in memory; say whether they do."""
+        """Add the rows that follow, if they come next in memory; return whether they do."""
         if following.memory is not self.memory or following.first != self.end:
             return False
         self.end = following.end
@@ -109,11 +109,11 @@ class CommittedRows(NamedTuple):
     hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens
     that the pass added to the sequence; the newest of them is not among `tokens`, as it is not computed yet.
 
-    successors: for each row of the pass that has logits, those of rejected drafts among them, the token that was fed
+    successors: for each row of the pass that has logits, those of rejected drafts among them, the input token
     and the `DrafterNeeds.target_top_k` most likely next tokens by the target's logits, best first. Of a prompt only the
     last row has logits.
 
-    ahead: the hidden states [k, hidden], after the final norm, of the drafter's own rows below the last one of `tokens`
+    ahead: the hidden states [k, hidden], after the final norm, of the look-ahead rows below the last one of `tokens`
     (`DraftTree.ahead`); None = the pass had none.
     """
 
@@ -136,8 +136,8 @@ class Request:
     rules forbid.
 
     A beam search is one sequence too, the first of its samples. Its `tokens` are the prompt and the trunk: the common
-    prefix of all live hypotheses, if one pass can hold them. Every pass computes the rest again, as a tree. In the end
-    each sample gets a hypothesis.
+    prefix of all live hypotheses, if one pass can hold them. Every pass computes the other tokens again, as a tree.
+    In the end each sample gets a hypothesis.
     """
 
     seq_id: int
@@ -159,7 +159,9 @@ class Request:
     prediction: tuple[int, ...] = ()  # the caller's guess of the output, for a drafter that reads it
     constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output
-    num_drafted: int = 0  # tokens at the end that are not committed; only in what one drafter passes on to another
+    num_drafted: int = (
+        0  # tokens at the end that are not committed; only in requests that one drafter passes on to another
+    )
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on

@@ -58,7 +58,7 @@ def test_work_of_a_step_does_not_grow_with_what_has_ended(llm: LLM, monkeypatch:
 def test_what_has_ended_is_let_go_while_others_run(llm: LLM) -> None:
     made: list[weakref.ref[Any]] = []
     most = 0
-    add = llm.engine.add_request
+    add = llm.engine.add_checked
 
     def noted(*arguments: Any, **named: Any) -> Any:
         samples = add(*arguments, **named)
@@ -69,7 +69,7 @@ def test_what_has_ended_is_let_go_while_others_run(llm: LLM) -> None:
         nonlocal most
         most = max(most, sum(each() is not None for each in made))
 
-    llm.engine.add_request = noted  # type: ignore[method-assign]
+    llm.engine.add_checked = noted  # type: ignore[method-assign]
     on_step(llm, count)
     llm.generate(prompts_of(60), GREEDY)
     assert len(made) == 60

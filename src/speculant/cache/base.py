@@ -90,8 +90,8 @@ class ReservationPlan(Protocol):
 class BlockManager(Protocol):
     """Assigns slots to sequences: block tables, reference counts, prefix index. Plain integers, no tensor.
 
-    The rollback contract (docs/references.md, rollback): after a pass, `truncate_to` or `compact` drops what was
-    not accepted, and stale slots are overwritten by the next pass.
+    The rollback contract (docs/references.md, rollback): after a pass, `truncate_to` or `compact` drops rejected nodes,
+    and the next pass overwrites stale slots.
     """
 
     @property
@@ -112,7 +112,7 @@ class BlockManager(Protocol):
         ...
 
     def plan(self) -> ReservationPlan:
-        """Return an empty plan; it is valid until a sequence changes. `reserve` succeeds for what it has taken."""
+        """Return an empty plan; it is valid until a sequence changes. `reserve` succeeds for everything taken."""
         ...
 
     def table(self, seq_id: int) -> array[int]:

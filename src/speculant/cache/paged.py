@@ -337,7 +337,7 @@ class BlockPool:
                 self._free.append(block)
 
     def drop_kept(self) -> None:
-        """Free every kept block. What is below one in the index is kept too, so that no held block leaves it."""
+        """Free every kept block. Blocks below one in the index are kept too, so that no held block leaves the index."""
         while self._kept:
             self._evict()
 

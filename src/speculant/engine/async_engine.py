@@ -37,7 +37,7 @@ class AsyncEngine(Frontend):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine runs: not shut down to the end, not dead."""
+        """Whether the engine runs: it is neither dead nor completely shut down."""
         return self._thread.is_alive
 
     def check_health(self) -> None:
@@ -59,16 +59,16 @@ class AsyncEngine(Frontend):
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield each token of a prompt's samples as it is committed.
 
-        The request begins with the first piece that is asked for. Closing the iterator, dropping it or
-        cancelling the task that reads it aborts the request before the engine's next step; leave a loop
+        The request begins when the first piece is requested. Closing the iterator, dropping it or
+        cancelling the task that reads it aborts the request before the engine's next step. Leave a loop
         early under `contextlib.aclosing`, so that this does not wait for the garbage collector.
 
-        Text is tokenised in the caller's loop; token ids spare it that. A grammar is compiled in another
+        Text is tokenised in the caller's loop; token ids need no tokenising. A grammar is compiled in another
         thread, unless the task is cancelled before that begins.
         A lower priority is served sooner, and prompts of different salts share no cache. Before anything
-        is queued, raises RequestError or ConfigError for what can't be served, CapacityError if too many
-        requests wait, and as `check_health` does. A request that fails raises its error after the pieces that it had;
-        one that `shutdown` aborts, an EngineClosedError.
+        is queued, raises RequestError or ConfigError for a request that can't be served, CapacityError if too many
+        requests wait, and the errors of `check_health`. A request that fails raises its error after its last piece;
+        one that `shutdown` aborts raises EngineClosedError.
         """
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if (compiling := self._compiling(sampling_params)) is not None:
@@ -152,7 +152,7 @@ class AsyncEngine(Frontend):
     async def shutdown(self, drain: bool) -> None:
         """Refuse new requests, finish those that are there (drain) or abort them, and end the thread.
 
-        It may be called again, from anywhere: to wait too, or to abort what is being drained.
+        It may be called again, from anywhere: to wait too, or to abort the requests that are being drained.
         """
         self._thread.close()
         if not drain:

@@ -13,7 +13,7 @@ from speculant.types import CompletionOutput, Logprobs, RequestOutput
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """What `LLM.beam_search` looks for: the beam_width best texts of at most max_tokens tokens.
+    """The settings of `LLM.beam_search`, which finds the beam_width best texts of at most max_tokens tokens.
 
     They are ranked by the sum of their log-probabilities / number of generated tokens ** length_penalty, under the
     distribution at temperature 1, whether temperature is 0 or 1. include_stop_str_in_output: an end token belongs to
@@ -63,7 +63,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """What was found for one prompt, the best first."""
+    """The texts that were found for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
 

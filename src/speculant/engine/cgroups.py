@@ -1,4 +1,4 @@
-"""Memory limits of control groups, which containers set and /proc/meminfo does not know.
+"""Memory limits of control groups, which containers set and /proc/meminfo does not show.
 
     /proc/self/cgroup   0::/kubepods/pod1/box                    v2, one hierarchy
                         4:memory:/docker/1f0                     v1, one per controller
@@ -52,7 +52,7 @@ def _groups(root: Path) -> Iterator[tuple[_Version, str]]:
 
 
 def _free(version: _Version, tree: Path, group: str) -> Iterator[int]:
-    """Yield what a group and each group around it leaves. In a container the inner part of the path may be unknown."""
+    """Yield the free bytes of a group and of each group around it. A container may hide the inner part of the path."""
     parts = [part for part in group.split("/") if part not in ("", "..")]
     for depth in range(len(parts) + 1):
         folder = tree.joinpath(*parts[:depth])

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Committed(NamedTuple):
-    """The tokens a request gained in one step, and what the caller gets of them.
+    """The tokens that a request gained in one step, and the outputs for its caller.
 
-    A beam search has no outputs until it is over, and then those of its siblings too. left: its text does not continue
-    the one before, so that `tokens` are none. kept: the draft nodes whose keys and values stay in the cache.
-    sampled: for how many samples the pass gave tokens; all those of a beam search share its passes.
+    A beam search has no outputs until it is over, and then those of all its samples. left: its text does not continue
+    the one before, and `tokens` is empty. kept: the draft nodes whose keys and values stay in the cache.
+    sampled: the number of samples that got tokens from the pass; the samples of a beam search share its passes.
     """
 
     request: Request
@@ -132,7 +132,7 @@ def nodes_by_depth(tree: DraftTree) -> list[int]:
 
 
 def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:
-    """Let a beam search go on from `beams`, or end all its samples with them; make tokens and cache agree.
+    """Continue a beam search with `beams`, or end all its samples with them; make tokens and cache agree.
 
     The cache keeps the positions of the new trunk, or of the best finished hypothesis, without the newest token.
     """
@@ -157,7 +157,7 @@ def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float)
 
 
 def _record_rounds(output: TargetOutput, before: Beams, beams: Beams) -> None:
-    """Count what a draft was good for: every round that a pass takes beyond its first."""
+    """Count the accepted rounds of a draft: every round that a pass takes beyond its first."""
     live = before.rounds - before.trunk.length  # how deep the live hypotheses lie
     deepest = max(output.tree.depths, default=0)
     num_drafted = sum(depth > live for depth in output.tree.depths)
@@ -171,7 +171,7 @@ def _follow(output: TargetOutput, trunk: Hypothesis, goal: Hypothesis, cache: KV
     """Make `goal` the output of a search in place of `trunk`."""
     request, base = output.item.request, len(output.item.request.tokens)
     agreed = common_prefix((trunk, goal)).length
-    tokens = goal.tokens(behind=agreed)
+    tokens = goal.tokens(start=agreed)
     path = list[int]()
     if (length := len(request.prompt) + min(agreed, goal.length - 1)) < base:
         cache.truncate_to(request.seq_id, length)
@@ -204,12 +204,12 @@ def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOu
 
 def _end_without(request: Request) -> list[StepOutput]:
     """End a request for which a search found no hypothesis: there are too few possible texts."""
-    asked = f"n={request.params.n} hypotheses were asked for and there are {request.index} possible texts"
-    return [_fail(request, RequestError(asked, "lower n, or ban fewer tokens."))]
+    problem = f"n={request.params.n} hypotheses were requested and there are {request.index} possible texts"
+    return [_fail(request, RequestError(problem, "lower n, or ban fewer tokens."))]
 
 
 def fail(request: Request, error: Exception) -> Committed:
-    """End a request by an error; what was committed before stays. A beam search ends with all its samples."""
+    """End a request by an error; earlier tokens stay. A beam search ends with all its samples."""
     logger.info("request %s failed: %r", request.request_id, error)
     if request.search is not None:
         request.search.results = ()
@@ -223,7 +223,7 @@ def ending_with(request: Request) -> Sequence[Request]:
 
 def _fail(request: Request, error: Exception) -> StepOutput:
     request.finish_reason, request.error = "error", error
-    if request.search is not None:  # what its hypotheses begin with is no part of a result
+    if request.search is not None:  # the common prefix of its hypotheses is no result
         request.shorten(len(request.prompt))
         request.stop_reason = None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
@@ -231,7 +231,7 @@ def _fail(request: Request, error: Exception) -> StepOutput:
 
 
 def roll_back(request: Request, num_output: int) -> None:
-    """Roll back what a failed step had begun to commit; no caller has seen it."""
+    """Roll back the tokens that a failed step had begun to commit; no caller has seen them."""
     length = len(request.prompt) + num_output
     if request.constraint is not None and length < len(request.tokens):
         with suppress(Exception):  # the request ends with the first error
@@ -259,7 +259,7 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
 
 
 def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
-    """Say whether a request that just gained `token` is over: by an end, its constraint or its length."""
+    """Return why a request that just gained `token` is over: by an end, its constraint or its length; else None."""
     num_output, params, checker = len(request.tokens) - len(request.prompt), request.params, request.stop_checker
     if token in request.end_token_ids and num_output >= params.min_tokens:
         if checker is not None:

@@ -1,4 +1,4 @@
-"""The engine: requests come and go at every step. It knows tokens, not text."""
+"""The engine: requests come and go at every step. It handles tokens, not text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is configured with: sizes, seed, end tokens and the verifier's name ("auto" or a name).
+    """The configuration of an engine: sizes, seed, end tokens and the verifier's name ("auto" or a name).
 
     sampler makes the distributions.
     """
@@ -123,7 +123,7 @@ class Engine:
         cache_salt: str = "",
         constraint: Callable[[], Constraint] | None = None,
     ) -> CheckedRequest:
-        """Return a request for `add_checked`; raise what `add_request` does if an empty engine could not serve it."""
+        """Return a request for `add_checked`; raise errors of `add_request` that do not depend on other requests."""
         checked = self._factory.check(prompt, params, priority, cache_salt, constraint)
         self._scheduler.check_size(_num_sequences(params))
         return checked
@@ -165,11 +165,11 @@ class Engine:
         return outputs
 
     def check_target(self) -> None:
-        """Raise what the target raises if it can't compute anything at all."""
+        """Raise the target's own error if it can't compute anything at all."""
         check_target(self._context.target, self._context.cache)
 
     def abort(self, request_id: str) -> None:
-        """End every sequence of a request at once and free what it holds; an unknown id is ignored."""
+        """End every sequence of a request at once and release its memory; an unknown id is ignored."""
         for request in list(self._by_id.get(request_id, ())):
             for sample in ending_with(request):
                 sample.finish_reason = "abort"
@@ -185,7 +185,7 @@ class Engine:
             held = (each.length(request.seq_id) for each in (cache, *self._drafters.caches))
             assert not any(held), "a waiting request owns blocks"
         for request in self._scheduler.running:
-            assert cache.length(request.seq_id) < len(request.tokens), "the newest token was fed already"
+            assert cache.length(request.seq_id) < len(request.tokens), "the newest token is in the cache already"
             assert len(request.tokens) <= self._context.limits.max_model_len, "a context overflowed"
 
     def reset_prefix_cache(self) -> bool:
@@ -195,11 +195,11 @@ class Engine:
         return not kept
 
     def free_kv_tokens(self) -> int:
-        """Return how many positions new sequences could take, in the fullest cache (docs/references.md, capacity)."""
+        """Return how many positions new sequences could take in the fullest cache (docs/references.md, capacity)."""
         return min(cache.free_tokens() for cache in (self._context.cache, *self._drafters.caches))
 
     def _run(self, schedule: Schedule) -> tuple[list[Committed], float, float]:
-        """Step; if that fails, step for each sequence alone, so that only those end which can't be served."""
+        """Step; if that fails, step for each sequence alone, so that only sequences that can't be served end."""
         if not schedule.items:
             return [], 0.0, 0.0
         try:

@@ -1,4 +1,4 @@
-"""What every way into an engine begins with: loaded models, and a prompt that becomes a `Generation`."""
+"""The part that `LLM` and `AsyncEngine` share: loaded models, and prompts in all forms that become a `Generation`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TokensPrompt(TypedDict):
 
 
 class PlainPrompt(NamedTuple):
-    """What a prompt holds: its text, its token ids or both, and a salt."""
+    """The content of a prompt: its text, its token ids or both, and a salt."""
 
     text: str | None = None
     tokens: list[int] | None = None
@@ -112,7 +112,7 @@ class Frontend:
 
     @property
     def speculation(self) -> str:
-        """What drafts, and how long; or why nothing does."""
+        """The drafter and the length of its drafts, or the reason why nothing is drafted."""
         return self._runtime.speculation
 
     @property
@@ -132,7 +132,7 @@ class Frontend:
 
     @property
     def kernels(self) -> str:
-        """What computes the target, and why it is not the native kernels if it is not."""
+        """The backend of the target, and why it is not the native kernels if it is another one."""
         return self._runtime.checkpoint.kernels
 
     @property
@@ -142,7 +142,7 @@ class Frontend:
 
     @property
     def weight_source(self) -> str:
-        """Where the target's packed weights are from: the cache, or the checkpoint. Empty for other kernels."""
+        """The source of the target's packed weights: the cache or the checkpoint. Empty for other kernels."""
         return self._runtime.checkpoint.source
 
     def get_tokenizer(self) -> UserTokenizer:
@@ -194,7 +194,7 @@ class Frontend:
     def _reasoning(self, expected: ExpectedReasoning | None) -> Reasoning | None:
         """Return the tokens of the reasoning that may come before a form; None if there will be none.
 
-        Tags that are several tokens each can't be told from other tokens: the form begins at once.
+        A tag of several tokens can't be told from other tokens; the form then begins at once.
         """
         if expected is None or not expected.possible:
             return None
@@ -235,7 +235,7 @@ class Frontend:
         return plain.text, tokens, plain.cache_salt
 
     def _compiling(self, params: SamplingParams | None) -> Future[Grammar] | None:
-        """Have the form compiled that these settings ask for; None if they ask for none."""
+        """Start to compile the form of these settings; None if they have none."""
         form = (params or self.default_params).structured_outputs
         return None if form is None else self._grammars.compile(form)
 
@@ -268,14 +268,14 @@ def _awaited(compiling: Future[Grammar]) -> Grammar:
 
 
 def _constrain(grammar: Grammar, prompt: Prompt) -> Callable[[], Constraint]:
-    """Return what makes the constraint of an answer: the form, behind the reasoning if there may be one."""
+    """Return a function that makes the constraint of an answer: the form, after reasoning if there may be some."""
     if isinstance(prompt, RenderedPrompt) and prompt.reasoning is not None:
         return partial(ReasonedConstraint, grammar, prompt.reasoning)
     return grammar.constrain
 
 
 def _up_to_content(text: str, message: Message) -> str:
-    """Return a rendered conversation up to the end of its last message's content, without what closes the message."""
+    """Return a rendered conversation up to the end of its last message's content, without the end of the message."""
     content = str(message["content"]).rstrip()
     place = text.rfind(content)
     if not content or place < 0:
@@ -296,7 +296,7 @@ REFUSED: Mapping[str, str] = {
     "prompt_embeds": "a prompt can't be given as embeddings",
     "encoder_prompt": _ENCODER,
     "decoder_prompt": _ENCODER,
-    "token_type_ids": "the models here know no types of tokens",
+    "token_type_ids": "the models here have no types of tokens",
 }
 _FORMS = 'give a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list of those.'
 
@@ -304,7 +304,7 @@ _FORMS = 'give a text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
 def split_prompts(given: Any) -> list[Any]:
     """Return the prompts that were given: one, or several in a list, a tuple, an iterator or a two-dimensional array.
 
-    A sequence that begins with a whole number is one prompt of token ids. Raises RequestError for what is no prompt.
+    A sequence that begins with a whole number is one prompt of token ids. Raises RequestError for anything else.
     """
     if isinstance(given, np.ndarray | Tensor):
         return list(given) if given.ndim == 2 else [given]
@@ -316,7 +316,7 @@ def split_prompts(given: Any) -> list[Any]:
 
 
 def read_prompt(given: object) -> PlainPrompt:
-    """Return what one prompt holds. Raises RequestError that says what is wrong with it."""
+    """Return the content of one prompt. Raises RequestError for one that can't be read."""
     if isinstance(given, str):
         return PlainPrompt(given)
     if isinstance(given, Mapping):

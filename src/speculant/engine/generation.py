@@ -1,4 +1,4 @@
-"""One prompt on its way through the engine: what is wanted of it, its sequences, their texts, and the outputs."""
+"""One prompt on its way through the engine: its settings, its sequences, their texts, and the outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StreamPiece:
     """One committed token as it is streamed. `text` may be empty while a character is incomplete.
 
     `drafted` marks an accepted draft token, `corrected` the target's own token where a draft token was rejected;
-    `logprobs` are the token's, if they were asked for, without texts; `output` comes with a request's last piece.
+    `logprobs` are the token's, if requested, without texts; `output` comes with a request's last piece.
     """
 
     index: int
@@ -81,13 +81,13 @@ class Generation:
         return self._checked
 
     def start(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        """Queue the prompt; raises what `Engine.add_request` does, and nothing is queued then."""
+        """Queue the prompt. If it raises an error of `Engine.add_request`, nothing is queued."""
         stop_checker = partial(TextStream, tokenizer, self.params, self._stops)
         self._requests = engine.add_checked(self.check(engine), self.request_id, stop_checker)
 
     @property
     def error(self) -> Exception | None:
-        """What every sequence ended with, if nothing could be completed."""
+        """The first sequence's error, if all sequences ended with one."""
         errors = self._errors()
         return errors[0] if all(errors) else None
 
@@ -97,7 +97,7 @@ class Generation:
         return all(request.finished for request in self._requests)
 
     def piece(self, output: StepOutput) -> StreamPiece:
-        """Return the piece of one committed token; the last one of a sample carries what was held back."""
+        """Return the piece of one committed token; the last one of a sample has the text that was held back."""
         request = self._requests[output.index]
         text = _stream(request).pop() if output.token is not None else ""
         logprobs = self._next_logprobs(request) if output.token is not None else None
@@ -109,7 +109,7 @@ class Generation:
         return StreamPiece(output.index, output.token, text, output.drafted, reason, done, logprobs, output.corrected)
 
     def _next_logprobs(self, request: Request) -> Logprobs | None:
-        """Return the log-probabilities of the next token that is streamed, if they were asked for."""
+        """Return the log-probabilities of the next token that is streamed, if they were requested."""
         place = self._num_pieces[request.index]
         self._num_pieces[request.index] += 1
         return request.logprobs[place] if request.params.logprobs is not None else None
@@ -137,7 +137,7 @@ class Generation:
     def _completion(self, request: Request) -> CompletionOutput:
         if request.finished:
             self._close(request)
-        asked, search = request.params.logprobs is not None, request.search
+        search = request.search
         found = search.result(request.index) if search else None
         return CompletionOutput(
             index=request.index,
@@ -145,7 +145,7 @@ class Generation:
             token_ids=request.output,
             finish_reason=self._reason(request),
             stop_reason=request.stop_reason,
-            logprobs=list(request.logprobs) if asked else None,
+            logprobs=None if request.params.logprobs is None else list(request.logprobs),
             cumulative_logprob=found.logprob if found else request.cumulative_logprob,
             score=search.score(request.index) if search else None,
             metrics=request.metrics,
@@ -158,7 +158,7 @@ class Generation:
         return [None, *request.prompt_logprobs]
 
     def _close(self, request: Request) -> str:
-        """Release what a finished sample's text held back, once; what can't be decoded is that sample's failure."""
+        """Release the text that a finished sample held back, once; text that can't be decoded fails this sample."""
         if request.index in self._closed:
             return ""
         self._closed.add(request.index)

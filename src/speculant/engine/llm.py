@@ -95,7 +95,7 @@ class LLM(Frontend):
     ) -> list[BeamSearchOutput]:
         """Find the likeliest texts for each prompt, in vLLM's form; `generate` with `beam_width` does the same.
 
-        use_tqdm and lora_request: see `generate`. concurrency_limit has no effect: max_num_seqs says how many run.
+        use_tqdm and lora_request: see `generate`. concurrency_limit has no effect: max_num_seqs is the limit.
         """
         results = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm, lora_request=lora_request)
         return [BeamSearchOutput.of(result, params, self.tokenizer) for result in results]
@@ -113,7 +113,7 @@ class LLM(Frontend):
     ) -> Iterator[StreamPiece]:
         """Yield each token of a prompt's samples as it is committed; closing the iterator aborts.
 
-        Several streams may be open at once, in several threads too: whichever is asked next moves all of them on.
+        Several streams may be open at once, in several threads too: reading any of them advances all.
         Prompts of different salts share no cache, and drafts are looked up in texts of the same salt alone.
         """
         request_id = f"request-{next(self._ids)}"
@@ -203,7 +203,7 @@ def _priorities(prompts: Sequence[object], given: Sequence[int] | None) -> Seque
 
 
 def _as_conversations(messages: Any) -> Sequence[Any]:
-    """Tell one conversation, a list of messages, from several."""
+    """Return several conversations as they are, and one conversation, a list of messages, in a list."""
     several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
     return messages if several else [messages]
 
@@ -218,7 +218,7 @@ def progress(wanted: ShowProgress, total: int) -> Iterator[Callable[[], object]]
     if not isinstance(wanted, bool) and not callable(wanted):
         raise ConfigError(
             f"use_tqdm is a {type(wanted).__name__}",
-            "set it to True, False or a callable like tqdm; give tools and what follows by name.",
+            "set it to True, False or a callable like tqdm; give tools and the arguments after it by name.",
         )
     if not callable(wanted) and not (wanted and sys.stderr is not None and sys.stderr.isatty()):
         yield lambda: None
@@ -250,7 +250,7 @@ class SharedEngine:
         self._receivers: dict[str, Callable[[StepOutput], None]] = {}  # by request id
 
     def check(self, generations: Iterable[Generation]) -> None:
-        """Raise what `run` would raise for the first generation that can't be served."""
+        """Raise the error of the first generation that can't be served."""
         with self._turn:
             for generation in generations:
                 generation.check(self._engine)
@@ -258,8 +258,8 @@ class SharedEngine:
     def run(self, waiting: deque[Generation]) -> collections.abc.Generator[tuple[int, Generation], None, None]:
         """Run generations together; yield each as it ends, with its number, and keep nothing of it.
 
-        They are queued, and taken out of `waiting`, as the engine has places for them. Closing the iterator aborts
-        what runs. Raises what `Engine.add_request` does.
+        They are taken out of `waiting` and queued when the engine has places for them. Closing the iterator aborts
+        those that run. Raises the errors of `Engine.add_request`.
         """
         running, ended, count = dict[int, Generation](), deque[int](), 0
         try:
@@ -282,7 +282,7 @@ class SharedEngine:
     def stream(self, generation: Generation) -> collections.abc.Generator[StreamPiece, None, None]:
         """Yield each token of a generation as it is committed; closing the iterator aborts it.
 
-        Raises what `Engine.add_request` does, and after the last piece what the generation ended with.
+        Raises the errors of `Engine.add_request`, and after the last piece the error of the generation, if any.
         """
         unread = deque[StreamPiece | Exception]()
         with self._turn:
@@ -300,14 +300,14 @@ class SharedEngine:
             raise generation.error
 
     def _advance(self, generation: Generation, unread: deque[StreamPiece | Exception]) -> bool:
-        """Step if nothing is unread, and say whether there is or will be more of a generation."""
+        """Step if nothing is unread; return whether a generation has, or will have, more pieces."""
         with self._turn:
             if not unread and not generation.finished:
                 self._step()
             return bool(unread) or not generation.finished
 
     def _has_place(self, generation: Generation) -> bool:
-        """Whether a generation can be queued; in an empty engine it can, or raises the reason."""
+        """Whether to queue a generation now; an empty engine queues it or raises the reason."""
         return self._engine.accepts(generation.params.n) or not self._engine.has_unfinished()
 
     def _start(self, generation: Generation, receive: Callable[[StepOutput], None]) -> None:
@@ -321,7 +321,7 @@ class SharedEngine:
                 receive(output)
 
     def _leave(self, generation: Generation) -> None:
-        """Forget a generation, and end it before the next step if it has not ended."""
+        """Forget a generation; if it has not ended, abort it before the next step."""
         self._receivers.pop(generation.request_id, None)
         if not generation.finished:
             self._turn.postpone(generation)
@@ -336,7 +336,7 @@ class _Turn:
     `threading.Lock` alone may be taken again by the thread that has just released it. So a thread queues for it in
     `_next`, and only the first one of the queue waits for `_lock`.
 
-    A generator's end may run anywhere, by the garbage collector even inside of a step; so `postpone` waits for no lock.
+    The garbage collector may close a generator anywhere, even inside a step; so `postpone` waits for no lock.
     """
 
     def __init__(self, work: Callable[[Generation], None]) -> None:
@@ -381,7 +381,7 @@ def _end_noted(generation: Generation, number: int, ended: deque[int]) -> Callab
 
 
 def _piece_noted(generation: Generation, unread: deque[StreamPiece | Exception]) -> Callable[[StepOutput], None]:
-    """Return a receiver that makes the pieces of a generation; text that can't be made is an error for its reader."""
+    """Return a receiver that makes the pieces of a generation; text that can't be made raises in its reader."""
 
     def receive(output: StepOutput) -> None:
         try:

@@ -81,8 +81,8 @@ class _Best(NamedTuple):
 class LogprobRow(Mapping[int, Logprob]):
     """The log-probabilities at one position; those of the alternatives are made when they are first read.
 
-    A prompt of 1,000 tokens with 100 alternatives has 100,000 of them: to make them all takes longer than a step and
-    a loop may wait. text_of: returns a token's text; None = the texts are not known. Pickled, it is a dict.
+    A prompt of 1,000 tokens with 100 alternatives has 100,000 of them. Making them all takes longer than a step, and
+    would delay an event loop. text_of: returns a token's text; None = the texts are not known. Pickled, it is a dict.
     """
 
     __slots__ = ("_best", "_chosen", "_made", "_row", "_text_of", "_token")
@@ -109,7 +109,7 @@ class LogprobRow(Mapping[int, Logprob]):
         return dict, (self._all,)
 
     def with_texts(self, text_of: TextOf) -> LogprobRow:
-        """Return the same with the texts of the tokens, which are asked for when they are first read."""
+        """Return the same with the texts of the tokens; a text is made when it is first read."""
         return LogprobRow(self._token, self._chosen, self._best, self._row, text_of)
 
     @property

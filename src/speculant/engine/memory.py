@@ -1,11 +1,11 @@
-"""How the memory for keys and values is shared out among the target's cache and the drafter's.
+"""How the target's cache and the drafter's share the memory for keys and values.
 
 All caches hold about the same number of positions, so that a sequence that fits the target's fits the draft's:
 
     kv_memory   [ target: n blocks x target bytes | draft: n blocks x draft bytes ]
 
-Scratch memory is what the target's passes keep beside its weights and its cache. It is not part of kv_memory. Without
-kv_memory the caches get a share of what is free after the scratch memory is counted:
+The target's passes keep scratch memory in addition to weights and cache. It is not part of kv_memory. Without
+kv_memory the caches get a share of the memory that is free after the scratch memory is counted:
 
     free        [ mapped weights | scratch | share of the rest: caches | the draft's weights and scratch ]
 """
@@ -26,15 +26,15 @@ from speculant.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory says otherwise
+SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory is set
 USUAL_CONTEXT = 4096  # positions per sequence that memory is set aside for, unless max_model_len or kv_memory is set
-FALLBACK = 2**31  # bytes, where the free memory can't be asked for
+FALLBACK = 2**31  # bytes, where the free memory is unknown
 
 
 class CacheMemory:
-    """Makes caches within a budget of bytes; the drafter's first, the target's takes what is left.
+    """Makes caches within a budget of bytes: the drafter's first, then the target's from the rest.
 
-    limits: the context in them is lowered to what fits, unless the configuration has set it.
+    limits: their context is lowered to the length that fits, unless the configuration has set it.
     """
 
     def __init__(self, config: EngineConfig, limits: Limits, target: CacheShape, budget: int) -> None:
@@ -46,7 +46,7 @@ class CacheMemory:
     def of(
         cls, config: EngineConfig, limits: Limits, target: CacheShape, mapped: int = 0, scratch: int = 0
     ) -> CacheMemory:
-        """Take the configured budget, or a share of what is free.
+        """Take the configured budget, or a share of the free memory.
 
         mapped: bytes of weights that count as free. scratch: bytes that the target's passes will keep.
         """
@@ -106,12 +106,12 @@ class CacheMemory:
             self.limits = replace(self.limits, max_model_len=positions)
 
     def context(self, max_positions: int) -> str:
-        """Say how long a sequence may be, and why it is shorter than the model allows, if it is."""
+        """Return the longest length of a sequence in words, with the reason if it is shorter than the model allows."""
         longest = self.limits.max_model_len
         if longest == max_positions:
             return f"{longest} tokens"
         if self._config.max_model_len is not None:
-            return f"{longest} tokens, as max_model_len says; the model has {max_positions}"
+            return f"{longest} tokens, by max_model_len; the model has {max_positions}"
         return (
             f"{longest} tokens and not the model's {max_positions}: the memory for keys and values has "
             f"{self._budget / 2**20:.1f} MiB; raise kv_memory for more"

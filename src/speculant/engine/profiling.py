@@ -24,7 +24,7 @@ unmarked: Mark = dict.fromkeys(PHASES, nullcontext()).__getitem__  # marks nothi
 
 
 def check_trace_path(path: Path | None, what: str = "trace", example: str = "trace.json") -> None:
-    """Raise ConfigError if no trace, or what it is, could be written to `path`; None = none is wanted."""
+    """Raise ConfigError if `path` can't be written to; None = no file is wanted. what: the kind of file."""
     if path is None:
         return
     if path.is_dir():
@@ -35,7 +35,7 @@ def check_trace_path(path: Path | None, what: str = "trace", example: str = "tra
 
 @contextmanager
 def profiled(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Profile what `engine` does inside this block, in this thread, and write a Chrome trace in JSON to `path`.
+    """Profile the steps of `engine` inside this block, in this thread; write a Chrome trace in JSON to `path`.
 
     A name that ends with .gz is compressed. None = nothing is profiled. The trace is written if the block
     raises, too. Raises ConfigError as `check_trace_path` does.

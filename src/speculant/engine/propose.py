@@ -19,10 +19,10 @@ MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
 
 @dataclass(slots=True)
 class SequenceDraft:
-    """What one sequence's pass computes after its newest token.
+    """The nodes that a pass computes after one sequence's newest token.
 
     tree: the draft; without one, the live hypotheses of a beam search. forced: tokens that a constraint forces next.
-    They are accepted for certain and are the draft, whatever the drafter and the policy say. limit: the most nodes.
+    They are accepted for certain and replace the drafter's proposal. limit: the most nodes of a draft.
     """
 
     item: Scheduled
@@ -122,7 +122,7 @@ def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> Dra
 
 
 class DraftBudget:
-    """The rows that a step's drafts may use: those that its tokens leave of token budget and cache.
+    """The rows of token budget and cache that a step's drafts may use, after its tokens.
 
     Drafts take rows in order and never cause preemption. All together have at most `most_nodes` nodes.
     """

@@ -41,7 +41,7 @@ class Gauge(Metric):
 class Histogram(Metric):
     """How many observations do not exceed each bound of `buckets`, "+Inf" among them; their number and sum.
 
-    An engine measures none; a server does, where requests arrive and end.
+    An engine measures none; a server does, because requests arrive and end there.
     """
 
     count: int
@@ -59,7 +59,7 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": "draft_tokens",
     "spec_decode_num_accepted_tokens": "accepted_tokens",
 }
-_STATE = ("waiting", "running", "blocks_used", "blocks_total")  # of our own figures, those that also fall
+_STATE = ("waiting", "running", "blocks_used", "blocks_total")  # our own figures that also fall
 _GAUGES = {"num_requests_running": "running", "num_requests_waiting": "waiting"}
 
 

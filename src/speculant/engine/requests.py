@@ -23,7 +23,7 @@ from speculant.verification.base import Verifier
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What requests are checked against: sizes, vocabulary, end tokens, and the engine's seed and verifier ("auto")."""
+    """The limits of requests: sizes, vocabulary and end tokens; and the engine's seed and verifier ("auto")."""
 
     limits: Limits
     vocab_size: int
@@ -34,7 +34,7 @@ class RequestRules:
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A tokenised prompt and its settings, which an engine can serve. method: what drafts; None = nothing does.
+    """A tokenised prompt and its settings, which an engine can serve. method: its drafting method; None = none.
 
     constraint: makes the constraint of a sequence; None = there is none.
     """
@@ -146,16 +146,16 @@ class RequestFactory:
             sample.search = search
 
     def _choose_verifier(self, request: Request) -> None:
-        """Choose what verifies the request's drafts and how long they are; without drafts `match` is plain sampling."""
+        """Choose verifier and draft length of a request; without drafts the default, `match`, is plain sampling."""
         needs, wanted = self._drafters.needs(request), request.params.speculation
         if needs is None:
             return
-        asked = wanted if isinstance(wanted, Mapping) else {}
-        request.num_speculative_tokens = asked.get("num_speculative_tokens", self._usual_length(request))
+        own = wanted if isinstance(wanted, Mapping) else {}
+        request.num_speculative_tokens = own.get("num_speculative_tokens", self._usual_length(request))
         if request.params.beam_width is not None:
             request.metrics.verification = "beam" if needs.nodes_per_beam else None
             return
-        name = asked.get("verification") or self._rules.verification
+        name = own.get("verification") or self._rules.verification
         if name == "auto" or request.params.seed is not None:
             name = choose_verifier(request, not needs.emits_probs, needs.emits_tree)
         verifier = verifier_for(self._verifiers[name], request)
@@ -206,7 +206,7 @@ class RequestFactory:
             self._check_verifier(own or self._rules.verification, needs)
 
     def _check_drafting(self, needs: DrafterNeeds | None, searches: bool) -> None:
-        """Refuse a request that asks for drafts where none can be made."""
+        """Refuse a request with speculation=True if nothing can be drafted for it."""
         if needs is None:
             raise RequestError(
                 f"the request has speculation=True and the engine drafts nothing: {self._drafters.absence}",
@@ -226,7 +226,7 @@ class RequestFactory:
                 "leave the prediction out, or set a method that reads predictions beside it (docs/drafters.md).",
             )
         if isinstance(given, str):
-            raise RequestError("the prediction is text and the engine knows tokens", "give its token ids.")
+            raise RequestError("the prediction is text and the engine handles tokens", "give its token ids.")
         _check_tokens("the prediction", given, self._rules.vocab_size)
 
     def _check_verifier(self, name: str, needs: DrafterNeeds | None) -> None:
@@ -248,15 +248,15 @@ def _banned(params: SamplingParams) -> list[Sequence[int]]:
     """Return the words that are banned, as token ids. Raises RequestError if some are text."""
     words = [word for word in params.bad_words if not isinstance(word, str)]
     if len(words) < len(params.bad_words):
-        raise RequestError("bad_words has text and the engine knows tokens", "give the token ids of each word.")
+        raise RequestError("bad_words has text and the engine handles tokens", "give the token ids of each word.")
     return words
 
 
-def _check_logprobs(name: str, asked: int | None, most: int) -> None:
-    """Check how many log-probabilities are asked for; -1 is all of them, and all are allowed at most = -1."""
-    if asked is not None and most != -1 and not 0 <= asked <= most:
+def _check_logprobs(name: str, count: int | None, most: int) -> None:
+    """Check the requested number of log-probabilities; -1 = all of them. most: -1 = any number is allowed."""
+    if count is not None and most != -1 and not 0 <= count <= most:
         raise ConfigError(
-            f"{name}={asked} is not a number from 0 to {most}", f"set max_logprobs={asked} for the engine."
+            f"{name}={count} is not a number from 0 to {most}", f"set max_logprobs={count} for the engine."
         )
 
 

@@ -1,4 +1,4 @@
-"""One target pass: a flat batch in, the logits of the rows that need them out."""
+"""One target pass: from a flat batch to the logits of the rows that need them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speculant.sampling.rows import top_tokens
 from speculant.scheduling.scheduler import Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
 
-_NOBODY = 0  # a sequence id; those of requests count from 1
+_NO_REQUEST = 0  # a sequence id; those of requests count from 1
 
 
 class TargetOutput(NamedTuple):
@@ -22,10 +22,10 @@ class TargetOutput(NamedTuple):
 
     logits [len(nodes), V] are those after `nodes`, which are the root and all draft nodes unless it is a beam search;
     None while some of its tokens are not processed. prompt_hidden [m, hidden] are the hidden states after prompt tokens
-    whose successor's log-probability is asked for. hidden: for each layer that drafters announce, the hidden states
+    whose successor's log-probability is requested. hidden: for each layer that drafters announce, the hidden states
     [count + tree.size, hidden] of the processed tokens and of the draft nodes. nodes: see `open_nodes`. successors: for
-    each of `nodes`, see `CommittedRows`; none unless the drafter asks for them. ahead [1 + tree.size, k, hidden]: the
-    states of the drafter's own rows below the root and below each node; None = there are none.
+    each of `nodes`, see `CommittedRows`; none unless the drafter announces it. ahead [1 + tree.size, k, hidden]: the
+    states of the look-ahead rows below the root and below each node; None = there are none.
     """
 
     item: Scheduled
@@ -54,12 +54,12 @@ class TargetOutput(NamedTuple):
 
 @torch.inference_mode()
 def check_target(model: CausalLM, cache: KVCache) -> None:
-    """Compute one token of a text of its own, which no request can be blamed for; raises what the model raises."""
+    """Compute one token that belongs to no request; raises the model's own error."""
     try:
-        batch = build_batch([SequenceInput(_NOBODY, [0], DraftTree.empty())], cache, model.cache_shape.device)
+        batch = build_batch([SequenceInput(_NO_REQUEST, [0], DraftTree.empty())], cache, model.cache_shape.device)
         model.logits(model.forward(batch, cache.storage).last)
     finally:
-        cache.release(_NOBODY)
+        cache.release(_NO_REQUEST)
 
 
 def open_nodes(request: Request, tree: DraftTree) -> Sequence[int]:
@@ -161,6 +161,6 @@ def with_successors(outputs: Sequence[TargetOutput], target_top_k: Callable[[Req
 def _with_successors(output: TargetOutput, count: int) -> TargetOutput:
     if not count or output.logits is None:
         return output
-    fed = [output.item.tokens[-1] if node < 0 else output.tree.token_list[node] for node in output.nodes]
+    inputs = [output.item.tokens[-1] if node < 0 else output.tree.token_list[node] for node in output.nodes]
     best: list[list[int]] = top_tokens(output.logits, count).tolist()
-    return output._replace(successors=list(zip(fed, best, strict=True)))
+    return output._replace(successors=list(zip(inputs, best, strict=True)))

@@ -1,10 +1,10 @@
-"""The thread that owns an engine, and the way of its results to callers in event loops.
+"""The thread that owns an engine, and how its results reach callers in event loops.
 
     callers' threads       add, abort, close  --->  inbox
     the engine's thread    between two steps: everything in the inbox, in order; asleep if nothing runs
     a caller's loop        <---  once per request and step: all of its new pieces
 
-Nothing is polled, and no caller's loop is ever held up by a step.
+Nothing is polled, and a step never blocks a caller's loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter'
 
 @dataclass(frozen=True)
 class _End:
-    """What follows the last piece; `error` is raised to the reader."""
+    """The item after the last piece; the reader raises `error`."""
 
     error: Exception | None
 
@@ -43,7 +43,7 @@ class PieceStream:
         self._unread: asyncio.Queue[StreamPiece | _End] = asyncio.Queue()  # used in the loop alone
 
     async def receive(self) -> StreamPiece | None:
-        """Wait for the next piece; None after the last. Raises what ended the request, if that was an error."""
+        """Wait for the next piece; None after the last. Raises the error that ended the request, if any."""
         item = await self._unread.get()
         if isinstance(item, StreamPiece):
             return item
@@ -77,11 +77,11 @@ class EngineThread:
         self._runtime, self._engine = runtime, runtime.engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # may be put to by finalisers, unlike Queue
         self._open: dict[str, PieceStream] = {}
-        self._readers: set[PieceStream] = set()  # from `add` to `abort`; nobody else knows of what is under way
+        self._readers: set[PieceStream] = set()  # from `add` to `abort`: each gets an end if the engine dies
         self._lock = threading.RLock()  # nothing is added once it is closed
         self._closed = False
         self._leaving = False  # the engine's thread has read that it is closed
-        self._cause: BaseException | None = None  # what broke the engine
+        self._cause: BaseException | None = None  # the error that ended the engine
         self._thread = threading.Thread(target=self._run, name="speculant-engine", daemon=True)
         atexit.register(self._exit)
         self._thread.start()
@@ -92,21 +92,21 @@ class EngineThread:
         return self._cause is None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what a request would be refused with now: EngineDeadError or EngineClosedError."""
+        """Raise EngineDeadError or EngineClosedError if requests are refused now."""
         if self._cause is not None or not (self._closed or self._thread.is_alive()):
             raise self._death()
         if self._closed:
             raise EngineClosedError("the engine was shut down", "make a new one.")
 
     def add(self, stream: PieceStream) -> None:
-        """Have a generation queued; the stream gets its pieces. Raises as `check` does."""
+        """Queue a generation; the stream gets its pieces. Raises the errors of `check`."""
         with self._lock:
             self.check()
             self._readers.add(stream)
             self._inbox.put(partial(self._add, stream))
 
     def abort(self, stream: PieceStream) -> None:
-        """Have a generation ended before the next step, if it has not ended yet; the stream gets nothing more."""
+        """End a generation before the next step, if it has not ended yet; the stream gets nothing more."""
         self._inbox.put(partial(self._abort, stream))
 
     def has_begun(self, request_id: str) -> bool:
@@ -115,17 +115,17 @@ class EngineThread:
         return stream is not None and stream.generation.begun
 
     def close(self) -> None:
-        """Take no more requests, and end the thread after those that are there."""
+        """Refuse new requests, and end the thread after the present ones."""
         with self._lock:
             self._closed = True
             self._inbox.put(self._leave)
 
     def abort_all(self) -> None:
-        """Have every request ended before the next step, with an EngineClosedError."""
+        """End every request before the next step, with an EngineClosedError."""
         self._inbox.put(self._abort_all)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait, blocking, until the thread is gone; at most that many seconds."""
+        """Block until the thread has ended, or for `timeout` seconds."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -140,7 +140,7 @@ class EngineThread:
             self._end()
 
     def _process_inbox(self) -> None:
-        """Do what the inbox asks for; if nothing runs, sleep until it asks for something."""
+        """Run the calls in the inbox; if nothing runs, wait for the first one."""
         for _ in range(max(self._inbox.qsize(), not self._engine.has_unfinished())):
             self._inbox.get()()
         self.metrics = replace(self._engine.metrics)
@@ -156,7 +156,7 @@ class EngineThread:
             self._engine.check_target()
 
     def _deliver(self, stream: PieceStream, outputs: Sequence[StepOutput]) -> None:
-        """Pass on what a step committed for one generation. Text that can't be made ends this generation alone."""
+        """Pass on the tokens that a step committed for one generation. Text that can't be made ends it alone."""
         generation, items = stream.generation, list[StreamPiece | _End]()
         try:
             items += (generation.piece(output) for output in outputs)
@@ -177,11 +177,11 @@ class EngineThread:
                 raise self._death()
             generation.start(self._engine, self._runtime.tokenizer)
             self._open[generation.request_id] = stream
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the others go on
+        except Exception as error:  # noqa: BLE001 - its error must not affect the others
             stream.send([_End(error)])
 
     def _abort(self, stream: PieceStream) -> None:
-        """End a generation; another one that has its id by now, or had it before, is left alone."""
+        """End a generation; an earlier or later one with the same id is not affected."""
         request_id = stream.generation.request_id
         self._readers.discard(stream)
         if self._open.get(request_id) is stream:
@@ -198,7 +198,7 @@ class EngineThread:
         self._leaving = True
 
     def _end(self) -> None:
-        """End what is read with an error; `add` refuses from here on. Who has had an end already reads no other."""
+        """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it."""
         with self._lock:
             self._closed = True
         self._open.clear()
@@ -218,7 +218,7 @@ class EngineThread:
         return error
 
     def _exit(self) -> None:
-        """End the thread before the interpreter does, which would break off a step in native code."""
+        """End the thread before the interpreter exits, which would interrupt a step in native code."""
         self.close()
         self.abort_all()
         self.join(_LONGEST_EXIT)

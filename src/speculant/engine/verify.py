@@ -116,7 +116,7 @@ def verify_sound(verifier: Verifier, tree: DraftTree, p: Tensor, maxima: Sequenc
     nodes = _not_below(tree, failed)
     p = p[[0, *(1 + node for node in nodes)]]
     for place, node in enumerate(nodes):
-        if node in failed:  # a leaf by now: what is drawn from its row is not used
+        if node in failed:  # it is a leaf now, and the draw from its row is not used
             p[1 + place] = 0.0
             p[1 + place, 0] = 1.0
     verdict = verifier.verify(_only(tree, nodes), p, chance)

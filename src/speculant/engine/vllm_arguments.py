@@ -1,4 +1,4 @@
-"""vLLM's arguments of `LLM`: which change nothing here, which have another name or value, which are refused and why."""
+"""vLLM's arguments of `LLM`: some change nothing here, some have another name or value, others are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rule(NamedTuple):
-    """The values of an argument that change nothing; None = all. Others are refused: why, and what to do instead."""
+    """The values of an argument that change nothing; None = all. Others are refused, with a reason and a fix."""
 
     harmless: tuple[Any, ...] | None = None
     why: str = ""
@@ -79,7 +79,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "logits_processors": Rule(_UNSET, "code in a step would see no drafts", "use SamplingParams.logit_bias."),
         "logprobs_mode": Rule((None, "raw_logprobs"), "log-probabilities are the model's own"),
         "mm_processor_kwargs": Rule(_UNSET, _TEXT_ALONE),
-        "model_impl": Rule((None, "auto", "vllm"), "kernels chooses what computes the model", "set kernels."),
+        "model_impl": Rule((None, "auto", "vllm"), "kernels chooses the backend", "set kernels."),
         "num_gpu_blocks_override": Rule((None,), "kv_memory bounds the caches", "set kv_memory."),
         "offload_params": Rule((*_UNSET, set()), "weights lie in one memory"),
         "override_generation_config": Rule(_UNSET, "settings belong to requests", "give SamplingParams."),
@@ -99,7 +99,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "worker_cls": Rule((None, "auto"), _ONE_PROCESS.why),
     }
 )
-# The keys of speculative_config. What only changes how fast a draft is made has no effect here.
+# The keys of speculative_config. Keys that only change the speed of drafting have no effect here.
 SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -114,7 +114,9 @@ SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(
         "num_speculative_tokens_per_batch_size": Rule(
             _UNSET, "draft_length chooses lengths", 'set "draft_length": "adaptive".'
         ),
-        "parallel_drafting": Rule(_OFF, "a method says how it drafts", 'name one as "method" (docs/drafters.md).'),
+        "parallel_drafting": Rule(
+            _OFF, "each method has its own way to draft", 'name one as "method" (docs/drafters.md).'
+        ),
         "quantization": Rule((None,), "it has another name", "set draft_quantization beside speculative_config."),
         "rejection_sample_method": Rule(
             (None, "standard", "block"), "it has another name", 'set "verification" (docs/drafters.md).'
@@ -132,7 +134,7 @@ _CALLS: Mapping[str, Rule] = MappingProxyType(
     }
 )
 RENAMED: Mapping[str, str] = MappingProxyType({"kv_cache_memory_bytes": "kv_memory"})
-# Values of arguments that exist here too: what each one is read as.
+# Values of arguments that exist here too, and our value for each.
 VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
         "device": {"auto": "cpu"},
@@ -166,7 +168,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_foreign(rules: Mapping[str, Rule], given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Return what rules do not name. Raises ConfigError for a value that they refuse; the log names the others."""
+    """Return the arguments without a rule. Raises ConfigError for a refused value; the log names the ignored ones."""
     foreign = [name for name in given if name in rules]
     for name in foreign:
         _check(rules[name], where + name, given[name])

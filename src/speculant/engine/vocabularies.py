@@ -12,7 +12,7 @@ from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute
 def draft_vocabulary(folder: Path, target: Checkpoint, tokenizer: Tokenizer) -> DraftVocabulary | None:
     """Compare the tokenizer in a draft's folder with the target's, `tokenizer`. Raises PairError if ids clash.
 
-    Returns what the draft model has to be loaded with; None = it has the target's tokens.
+    Returns the vocabulary to load the draft model with; None = it has the target's tokens.
     """
     own = Tokenizer.from_folder(folder)
     unknown = compare_vocabularies(tokenizer, own)

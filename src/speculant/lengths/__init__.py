@@ -1,1 +1,1 @@
-"""Draft lengths: what steps cost, what is accepted, and one file for each policy."""
+"""Draft lengths: the costs of steps, estimates of acceptance, and one file for each policy."""

@@ -18,8 +18,8 @@ from speculant.types import Request
 
 PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
 DEPTH_PRIOR_TESTS = 8.0  # how many tests at a depth outweigh the rate at the depth above
-METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # what a test leaves of the tests before it
-SEQUENCE_PRIOR_TESTS = 15.0  # how many tests of its own outweigh what is known of its method
+METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # the weight that each test leaves to earlier tests
+SEQUENCE_PRIOR_TESTS = 15.0  # tests of a sequence that weigh as much as its method's rate
 HIGHEST = 0.995
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 ALL_COUNT, COUNTED = 64, 4  # of a method's first drafts the scores of all are counted, then those of every fourth
@@ -83,7 +83,7 @@ class MethodAcceptance:
         return survivals
 
     def observe(self, outcome: DraftOutcome, draft: ScoredDraft | None) -> None:
-        """Count what became of a draft; draft: its scores, None = it has none."""
+        """Count the outcome of a draft; draft: its scores, None = it has none."""
         request, tests = outcome.request, outcome.accepted[: sum(outcome.tested)]
         own = self._by_sequence.get(request)
         if own is None:

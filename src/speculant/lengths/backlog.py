@@ -1,6 +1,6 @@
-"""What it costs to begin: a drafter with a cache of its own first computes all tokens that it has not seen.
+"""The cost of a backlog: a drafter with a cache of its own first computes all tokens that it has not processed.
 
-Before the first draft behind a long prompt that can take longer than the drafts of a short answer save.
+After a long prompt, this can take longer than the drafts of a short answer save.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from speculant.lengths.joint import Offer, Seconds
 from speculant.types import Request
 
 LEAST = 64  # missing tokens; fewer are part of a draft
-BEGIN_SHARE = 0.2  # of what drafts are expected to save: they may be accepted less often than is known so far
-TRIAL_SHARE = 0.05  # of the time that a request needs without drafts: what its backlog may take for a trial
+BEGIN_SHARE = 0.2  # of the time that drafts are expected to save: they may be accepted less often than estimated
+TRIAL_SHARE = 0.05  # of the time that a request needs without drafts, which its backlog may take for a trial
 
 
 class Backlogs:
@@ -30,14 +30,14 @@ class Backlogs:
         return count
 
     def seconds(self, method: str, request: Request) -> float:
-        """Return what the request's backlog takes."""
+        """Return the seconds of a request's backlog."""
         seen, length, reading = self._seen.get(request, 0), len(request.tokens), self._readings.get(method)
         return 0.0 if reading is None or length - seen < LEAST else reading.seconds(seen, length)
 
     def drop(
         self, method: str, requests: Sequence[Request], counts: list[int], offers: Sequence[Offer], seconds: Seconds
     ) -> list[int]:
-        """Return `counts` without those of sequences whose backlog is too large a share of what drafts save.
+        """Return `counts` without sequences whose backlog takes too large a share of the time that drafts save.
 
         offers, seconds: those that the numbers of nodes were chosen from; see `choose_jointly`.
         """

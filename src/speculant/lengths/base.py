@@ -21,7 +21,7 @@ class DraftOutcome(NamedTuple):
 
     drafted: nodes of the draft. tested: 1 if the target's distribution was compared with nodes at this depth, 0 after a
     rejection or an end. accepted: 1 if a node was committed, else 0. path: the accepted nodes, root to leaf. own_rows:
-    rows of the drafter's own in the target's pass.
+    look-ahead rows in the target's pass.
     """
 
     request: Request
@@ -33,10 +33,10 @@ class DraftOutcome(NamedTuple):
 
 
 class ScoredDraft(NamedTuple):
-    """What a policy may see of a draft: its shape, and the drafter's scores (see `DraftTree`). There are no tokens.
+    """The part of a draft that a policy may see: its shape and the drafter's scores (see `DraftTree`), but no tokens.
 
-    It exists for deterministic drafts alone. Whether a drawn token is drafted must not depend on that token: with a
-    ratio rule the output would have another distribution.
+    It exists for deterministic drafts alone. If a drawn token were kept or dropped by its own score, the output of a
+    ratio rule would have another distribution.
     """
 
     request: Request
@@ -56,8 +56,8 @@ class DraftLength(Protocol):
     def choose(self, schedule: Schedule) -> list[int]:
         """Return the wanted number of nodes for each item of the schedule; 0 = no draft.
 
-        The lengths are then cut to the limits of budget, memory, context and drafter. For a beam search the number is
-        that of rounds.
+        The lengths are then cut to the limits of budget, memory, context and drafter. For a beam search they are
+        numbers of rounds.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Measures what a target pass and a draft cost on this machine, for draft-length policies that ask for it.
+"""Measures the costs of a target pass and of a draft on this machine, for draft-length policies that need them.
 
 The measured curves are kept on disk, in $XDG_CACHE_HOME/speculant/costs, under a key of models, types and machine. The
 policy follows the real steps from then on, so a curve only has to have the right shape.
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # The most telling sizes first: a large model has time for few of them.
 ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
-LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens that show what attention takes: copies of one
+LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens that show the cost of attention: copies of one
 DRAFTED_BEHIND = 16  # tokens
 MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
@@ -59,13 +59,13 @@ class TargetPass(Protocol):
     def __call__(
         self, model: CausalLM, cache: KVCache, scheduled: Sequence[Scheduled], trees: Sequence[DraftTree]
     ) -> tuple[Sequence[Any], Tensor]:
-        """Return what each sequence gets, and the logits of all of them in order."""
+        """Return the output of each sequence, and the logits of all of them in order."""
         ...
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is measured: the target with its cache, and the drafters by method.
+    """The subjects of the measurements: the target with its cache, and the drafters by method.
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
     """
@@ -137,7 +137,7 @@ class Calibration:
             self.cache.release(request.seq_id)
 
     def _keys(self, seq_id: int, context: int, short_s: Mapping[int, float]) -> KeyCosts:
-        """Return what attention takes behind a long text: the sequence of `short_s`, and copies of its key."""
+        """Return the cost of attention after a long text: the sequence of `short_s`, and copies of its key."""
         length = min(LONG_CONTEXT, self.limits.max_model_len - MANY_ROWS, self.cache.free_tokens() - MANY_ROWS)
         if not context or length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
             return KeyCosts()
@@ -153,7 +153,7 @@ class Calibration:
         return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
     def _decode(self, request: Request, rows: int) -> None:
-        """Compute the newest token of a request, and a chain behind it."""
+        """Compute the newest token of a request, and a chain after it."""
         length = len(request.tokens) - 1
         self._pass(Scheduled(request, length, 1), DraftTree.chain([1 % self.target.vocab_size] * (rows - 1)))
         self.cache.truncate_to(request.seq_id, length)
@@ -178,7 +178,7 @@ class Calibration:
                 drafter.end(request)
 
     def _read(self, method: str, drafter: Drafter, readings: dict[str, Reading]) -> None:
-        """Measure what a drafter takes to read texts: a longer one too, if there is time and room for it."""
+        """Measure how long a drafter reads texts: a longer one too, if there is time and room for it."""
         room = self.limits.max_model_len - 2
         short, long = min(SHORT_TEXT, room), min(LONG_TEXT, room)
         token_s = self._reading_s(drafter, 1, short) / max(1, short)
@@ -202,7 +202,7 @@ class Calibration:
             drafter.end(request)
 
     def _observe(self, drafter: Drafter, request: Request) -> None:
-        """Show a drafter that reads hidden states those of a request's prompt; what they are does not matter here."""
+        """Give a drafter hidden states for a request's prompt; their values do not matter here."""
         needs, tokens = drafter.needs, request.tokens[:-1]
         if needs.hidden_layers or needs.target_inputs:
             states, ahead = self._zeros(len(tokens)), self._zeros(needs.target_inputs)

@@ -1,4 +1,4 @@
-"""A choice of draft lengths that holds for some steps, and what it depends on."""
+"""A choice of draft lengths that holds for some steps, and the conditions that it depends on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Choice:
     """The lengths of a step's sequences, and for how many more steps they hold.
 
     made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
-    rows. plain_s: the seconds of a pass over them; attention: those of long texts, and of each node behind them. pure:
+    rows. plain_s: the seconds of a pass over them; attention: those of long texts, and of each node after them. pure:
     whether all only decode, and none is a beam search.
     """
 
@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def awaits(self) -> bool:
-        """Whether a drafter without scores was asked, and so has worked even if no draft came."""
+        """Whether a drafter without scores was called; it takes time even if it drafts nothing."""
         return any(self.lengths) and not self.asked
 
     def steps_s(self, costs: StepCosts, most: int) -> list[float]:
@@ -50,12 +50,12 @@ class Choice:
 
 
 def identity_of(schedule: Schedule) -> list[tuple[int, int, bool]]:
-    """Return what a choice is made for: see `Choice.made_for`."""
+    """Return the identity of a step's work: see `Choice.made_for`."""
     return [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
 
 
 def no_drafts(schedule: Schedule, costs: StepCosts, left: int) -> Choice:
-    """Return the choice of no drafts, for so many steps."""
+    """Return the choice of no drafts for a number of steps."""
     rows, items = sum(item.num_rows for item in schedule.items), schedule.items
     attention = costs.attention((item.num_rows, item.start + item.count) for item in items)
     plain_s = (costs.passes.at(rows) + attention.plain_s) * costs.undrafted
@@ -63,12 +63,12 @@ def no_drafts(schedule: Schedule, costs: StepCosts, left: int) -> Choice:
 
 
 def scored(method: str) -> str:
-    """Return the key of what is known of a method's drafts with scores; those without are known by its name."""
+    """Return the key for estimates of a method's drafts with scores; its name is the key for drafts without."""
     return f"{method}, scored"
 
 
 def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | None, own_rows: int = 0) -> int:
-    """Return the most nodes of a draft: what the request or else the user asks for, a whole tree, or LONGEST.
+    """Return the most nodes of a draft: the request's number, else the user's, else a whole tree, or LONGEST.
 
     tree: nodes and depth of the trees of a method that drafts whole ones. own_rows: of a method whose drafts come from
     rows of its own; there are no more nodes than these.
@@ -79,6 +79,6 @@ def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | No
 
 
 def asked_length(request: Request) -> int | None:
-    """Return the number of draft tokens that a request itself asks for; it gets this number, whatever it costs."""
+    """Return the number of draft tokens that a request sets itself; it gets this number at any cost."""
     speculation = request.params.speculation
     return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None

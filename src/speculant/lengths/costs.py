@@ -1,6 +1,6 @@
-"""What the parts of a step cost on this machine: a target pass by its rows, and a draft by its depth.
+"""The costs of a step's parts on this machine: a target pass by its rows, and a draft by its depth.
 
-Curves are measured once (lengths/calibration.py) and follow what the steps take while the engine runs.
+Curves are measured once (lengths/calibration.py) and follow the times of steps while the engine runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CostCurve:
         return self._seen >= LEARNT
 
     def rescale(self, factor: float) -> None:
-        """Let all sizes take so many times as long."""
+        """Multiply the time of every size by a factor."""
         self._scale *= factor
 
     def at(self, size: int) -> float:
@@ -109,7 +109,7 @@ def _moved(weight: float, ratios: list[float]) -> float:
 
 
 class KeyCosts(NamedTuple):
-    """What attention adds to a pass for each key of a sequence, as a share of a pass of one row behind a short text.
+    """The time that attention adds for each key of a sequence, as a share of a pass of one row after a short text.
 
     first: for one row of the sequence. further: for each row more.
     """
@@ -122,13 +122,13 @@ NO_KEY_COSTS = KeyCosts()
 
 
 class Attention(NamedTuple):
-    """The seconds that attention adds to a pass behind its sequences' texts: without drafts, and for each node."""
+    """The seconds that attention adds to a pass after its sequences' texts: without drafts, and for each node."""
 
     plain_s: float = 0.0
     node_s: float = 0.0
 
     def seconds(self, nodes: int) -> float:
-        """Return the seconds with so many nodes."""
+        """Return the seconds with a number of nodes."""
         return self.plain_s + nodes * self.node_s
 
 
@@ -150,9 +150,9 @@ class Reading(NamedTuple):
 class StepCosts:
     """The curves of an engine, in seconds.
 
-    passes: a target pass and its verdicts behind a short text, by rows; keys: what a long text adds. drafts: for each
-    method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before it drafts.
-    rest_s: what else a step with drafts takes, and plain_rest_s one without.
+    passes: a target pass and its verdicts after a short text, by rows; keys: the addition of a long text. drafts: for
+    each method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before a draft.
+    rest_s: the remaining seconds of a step with drafts; plain_rest_s: those of one without.
 
     Passes that follow others without a draft between them take less: weights that fit a processor's cache are still
     there. The curve is at first one of such passes, for so it was measured, and comes to be that of passes after a
@@ -177,7 +177,7 @@ class StepCosts:
         return min(1.0, self._one_s / self.passes.at(1)) if self._share is None else self._share
 
     def attention(self, sequences: Iterable[tuple[int, int]]) -> Attention:
-        """Return what attention adds to a pass of these sequences, for each its rows without a draft and its keys."""
+        """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
         one_s, shares, counts = self.passes.at(1), list[float](), list[int]()
         for rows, keys in sequences:
             shares.append(keys * (self.keys.first + (rows - 1) * self.keys.further))
@@ -196,7 +196,7 @@ class StepCosts:
         return [self.plain_rest_s + plain_s, *map(add, repeat(rest_s), map(max, passes, repeat(plain_s)))]
 
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
-        """Return the time to draft so deep for so many sequences; 0 for depth 0, and for a method without curves."""
+        """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
         curves = self.drafts.get(method)
         if not curves or not depth:
             return 0.0
@@ -250,9 +250,9 @@ class StepCosts:
         self._one_s, self._share = share * self.passes.at(1), share if self.passes.is_learnt else None
 
     def observe_rest(self, seconds: float) -> None:
-        """Follow what the rest of a step with drafts took; it counts as at most a pass."""
+        """Follow the remaining time of a step with drafts; it counts as at most a pass."""
         self.rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.rest_s)
 
     def observe_plain_rest(self, seconds: float) -> None:
-        """Follow what the rest of a step without drafts took."""
+        """Follow the remaining time of a step without drafts."""
         self.plain_rest_s += LOCAL * (min(seconds, self.passes.at(1)) - self.plain_rest_s)

@@ -15,7 +15,7 @@ Seconds = Callable[[int, int, int], float]
 
 
 class Offer(NamedTuple):
-    """What a sequence's draft could grow by.
+    """Nodes that a sequence's draft could grow by.
 
     gain: the expected number of tokens that it adds. nodes: how many nodes it has. depth: that of its deepest node, 1
     for the root's children. owner: the place of its sequence.

@@ -1,4 +1,4 @@
-"""What passes without drafts take. Where drafts pay, some are made now and then, because nothing else shows it."""
+"""The time of passes without drafts. Where drafts pay, some steps draft nothing, because only they show that time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHANGED = 1.15  # passes with drafts that take so many times as long, or a share
 BLOCK, MOST_BLOCKS = 4, 8  # steps of a trial's block, and its most blocks
 FALLING = 0.97  # of the block before: a block that takes less shows that the next one may be faster still
 SETTLED = 16  # steps without drafts, after which none is slower because of drafts
-WATCHED = 8  # of so many steps of a rest the time of one is taken in
+WATCHED = 8  # one in this many steps of a pause is timed
 
 
 class PlainSteps:
@@ -27,7 +27,7 @@ class PlainSteps:
         self._costs = costs
         self.running = False
         self._wait, self._drafted = FIRST_WAIT, 0  # steps with drafts until the next trial, and since the last one
-        self._known_s = 0.0  # what a pass was thought to take then; 0 = there was none
+        self._known_s = 0.0  # the estimated time of a pass then; 0 = there was none
         self._undrafted = 0  # steps since the last one with drafts
         self._block: list[float] = []  # seconds of passes
         self._blocks, self._least_s = 0, 0.0  # of this trial, and the least of their medians
@@ -45,7 +45,7 @@ class PlainSteps:
         return True
 
     def pause(self, held: Choice) -> int:
-        """Return for how many steps after this one a choice need not be asked."""
+        """Return for how many steps after this one a choice is not made again."""
         steps = 0 if self.running else held.pause(WATCHED)
         self._undrafted += steps
         return steps
@@ -73,7 +73,7 @@ class PlainSteps:
         self._costs.observe_plain_rest(timing.rest_s)
 
     def end(self, held: Choice) -> None:
-        """End a trial: take in what was seen."""
+        """End a trial: use its times."""
         if self.running and self._blocks:
             self._costs.compare_undrafted(held.rows, self._least_s, held.attention.plain_s)
         self.running = False

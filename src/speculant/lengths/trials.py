@@ -27,7 +27,7 @@ class Trials:
     wait: int = FIRST_WAIT
     backoff: int = FIRST_WAIT  # the last wait after a failure
     longest: int = LONGEST_WAIT
-    dear: bool = False  # whether a trial takes too long to be repeated at once
+    costly: bool = False  # whether a trial takes too long to be repeated at once
     repeats: int = 0  # trials in a row that were accepted and did not make drafts pay
     doubt: int = 0
     since: int = 0
@@ -54,7 +54,7 @@ class Trials:
     def end(self, accepted: bool) -> None:
         """Wait longer, or try again at once if all that was tried was accepted: the estimates rise slowly."""
         self.probing = False
-        if accepted and not (self.doubting or self.dear) and self.repeats < MOST_REPEATS:
+        if accepted and not (self.doubting or self.costly) and self.repeats < MOST_REPEATS:
             self.wait, self.repeats = 1, self.repeats + 1
             return
         self.backoff = self.wait = min(self.longest, 2 * self.backoff)
@@ -63,7 +63,7 @@ class Trials:
     def costs(self, share: float) -> None:
         """Bound the time between trials, where one costs this share of a step without drafts."""
         steps = int(share / TRIALS_SHARE)
-        self.longest, self.dear = min(LONGEST_WAIT, max(FIRST_WAIT, steps)), steps > LONGEST_WAIT
+        self.longest, self.costly = min(LONGEST_WAIT, max(FIRST_WAIT, steps)), steps > LONGEST_WAIT
 
     def pays(self) -> None:
         """Note that drafts pay, so that trials begin anew once they do not."""
@@ -107,7 +107,7 @@ class Longer:
     before: int = 0
 
     def due(self, steps: int, nodes: int) -> bool:
-        """Count steps with drafts of so many nodes and return whether a trial is due."""
+        """Count steps with drafts of a number of nodes and return whether a trial is due."""
         if self.before:
             self.wait = FIRST_WAIT if nodes > self.before else min(LONGEST_WAIT, 2 * self.wait)
             self.before = 0
@@ -120,10 +120,10 @@ class Longer:
 
 @dataclass
 class Lookups:
-    """What asking a method with scores is worth, which has nothing to draft in most steps of an unfamiliar text.
+    """The worth of calling a method with scores, which drafts nothing in most steps of an unfamiliar text.
 
-    gain: tokens accepted per step in which it is asked. seconds: how long that takes. kept: how many nodes of its
-    largest draft were verified, where older steps count less; what is cut off again need not be asked for.
+    gain: tokens accepted per step in which it is called. seconds: the time of a call. kept: how many nodes of its
+    largest draft were verified, where older steps count less; nodes that would be cut need not be drafted.
     """
 
     gain: float = 1.0
@@ -133,11 +133,11 @@ class Lookups:
 
     @property
     def reach(self) -> int:
-        """How many nodes the method is asked for."""
+        """The most nodes that the method may draft."""
         return 2 * int(self.kept) + 2
 
     def keep(self, count: int) -> bool:
-        """Note that so many nodes of a draft are verified; return whether there could have been more of them."""
+        """Note how many nodes of a draft are verified; return whether there could have been more."""
         grows = count >= self.reach
         self.kept = max(float(count), KEPT_MEMORY * self.kept)
         return grows
@@ -148,6 +148,6 @@ class Lookups:
         return LOOKUP_PAUSE if self.paused else 0
 
     def observe(self, accepted: int, seconds: float) -> None:
-        """Count a step in which the method was asked."""
+        """Count a step in which the method was called."""
         self.gain += LOOKUP_MEMORY * (accepted - self.gain)
         self.seconds += LOOKUP_MEMORY * (seconds - self.seconds)

@@ -46,7 +46,7 @@ class Chances(Protocol):
 
 
 class Purpose(IntEnum):
-    """What a stream is for. Streams of different purposes are independent."""
+    """The purpose of a stream. Streams of different purposes are independent."""
 
     DRAFT = 1
     ACCEPT = 2

@@ -1,1 +1,1 @@
-"""Request scheduling and draft lengths."""
+"""Request scheduling."""

@@ -32,7 +32,7 @@ from speculant.types import DraftTree, Request
 logger = logging.getLogger(__name__)
 
 NO_DRAFT = DraftTree.empty()
-MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities: another request may arrive and wait for it
+MOST_LOGPROB_ROWS = 64  # of a pass over a prompt with log-probabilities, so that new requests do not wait long
 PATIENCE = 64  # steps
 
 Key = tuple[int, ...]
@@ -149,7 +149,7 @@ class Scheduler:
     """Owns the waiting and the running requests. Admission depends on `target`, the target's cache, alone.
 
     Drafters have caches of their own and draft for the requests that fit there. Drafters with state per sequence limit
-    what a request may take over from the prefix index: `most_matched` returns that number of positions.
+    how many positions a request may take over from the prefix index: `most_matched` returns that number.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Scheduler:
         self._policy = POLICIES[limits.scheduling_policy]
         self._step = 0
         self._queued_at: dict[int, int] = {}
-        self._unstarted: dict[int, Request] = {}  # running, but none of their tokens were scheduled yet
+        self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self.waiting = WaitingQueue(self._turn)
         self.running: list[Request] = []
 
@@ -220,7 +220,7 @@ class Scheduler:
         return Schedule(items, plan, spare, admitted, preempted)
 
     def _share(self, plan: ReservationPlan) -> list[Scheduled] | None:
-        """Share the budget among the running requests, in order; None if one finds no memory that is not the last."""
+        """Share the budget among the running requests, in order; None if one that is not the last finds no memory."""
         budget, items = self._limits.max_num_batched_tokens, list[Scheduled]()
         for request in self.running if len(self.running) == 1 else sorted(self.running, key=self._turn):
             item = self._item(request, budget, plan)

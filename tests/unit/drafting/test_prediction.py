@@ -119,7 +119,7 @@ def test_prediction_reaches_drafters_that_read_it() -> None:
         rig.add([1], asking([2, 6]), "c")
     with pytest.raises(RequestError, match="not a token id"):
         rig.add([1], asking(["x"]), "d")
-    with pytest.raises(RequestError, match="text and the engine knows tokens"):
+    with pytest.raises(RequestError, match="text and the engine handles tokens"):
         rig.add([1], asking("text"), "e")
 
 

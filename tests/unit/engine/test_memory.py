@@ -273,7 +273,7 @@ def test_context_says_what_it_is_and_why() -> None:
     assert lowered.context(1000).startswith("480 tokens and not the model's 1000")
     assert "raise kv_memory" in lowered.context(1000)
     assert memory_of(Limits(1000, 2, 8), max_model_len=None).context(1000) == "1000 tokens"
-    assert "as max_model_len says" in memory_of(Limits(60, 2, 8)).context(1000)
+    assert "by max_model_len" in memory_of(Limits(60, 2, 8)).context(1000)
 
 
 def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_what_there_is_no_text_for_ends_with_an_error() -> None:
     samples = rig.add((1,), SEARCH, "search")
     outputs = rig.finish()
     assert [sample.output for sample in samples] == [[0] + [0] * 7, [1] + [0] * 7, []]
-    assert "n=3 hypotheses were asked for and there are 2" in str(samples[2].error)
+    assert "n=3 hypotheses were requested and there are 2" in str(samples[2].error)
     assert ends_of(outputs, "search")[-1] == (2, None, "error")
     assert rig.engine.metrics.finished == 2
 

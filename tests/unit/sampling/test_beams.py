@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from speculant.beams import Beams, Continuations, common_prefix, texts_behind, tree_of
+from speculant.beams import Beams, Continuations, common_prefix, texts_after, tree_of
 from speculant.types import DraftTree
 from tests.beams import Text, hypotheses, scored, text_of, texts_of
 
@@ -98,7 +98,7 @@ TEXTS = [(1, 2, 3), (1, 2, 4), (5,), (1, 6, 3)]
 
 def test_what_hypotheses_begin_with_is_one_node() -> None:
     tips = hypotheses(TEXTS)
-    nodes = texts_behind(tips[0].prefix(0), tips)
+    nodes = texts_after(tips[0].prefix(0), tips)
     assert texts_of(nodes) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (1, 6), (1, 6, 3)]
     tree = tree_of(nodes)
     assert [tuple(tree.tokens_to(node)) for node in range(tree.size)] == texts_of(nodes)
@@ -109,15 +109,15 @@ def test_what_hypotheses_begin_with_is_one_node() -> None:
 )
 def test_hypotheses_that_do_not_fit_are_left_out(most: int, expected: list[Text]) -> None:
     tips = hypotheses(TEXTS)
-    found = texts_behind(tips[0].prefix(0), tips, most)
+    found = texts_after(tips[0].prefix(0), tips, most)
     assert len(found) <= most
     assert [text for text in TEXTS if text in texts_of(found)] == expected
 
 
 def test_hypotheses_beside_the_trunk_are_left_out() -> None:
     tips = hypotheses(TEXTS)
-    assert texts_of(texts_behind(tips[0].prefix(1), tips)) == [(1, 2), (1, 2, 3), (1, 2, 4), (1, 6), (1, 6, 3)]
-    assert texts_of(texts_behind(tips[2], tips)) == []
+    assert texts_of(texts_after(tips[0].prefix(1), tips)) == [(1, 2), (1, 2, 3), (1, 2, 4), (1, 6), (1, 6, 3)]
+    assert texts_of(texts_after(tips[2], tips)) == []
 
 
 @pytest.mark.parametrize(("count", "prefix"), [(1, (1, 2, 3)), (2, (1, 2)), (3, ()), (4, ())])
@@ -135,5 +135,5 @@ def test_a_tree_says_what_it_knows_of_hypotheses() -> None:
     known = search.scored_by(tree, {node: ((10 + node, -1.0),) for node in range(-1, tree.size)})
     assert list(known) == [live[0], live[1]]
     assert [known[each].continuations for each in live[:2]] == [((13, -1.0),), ((12, -1.0),)]
-    assert {token: each.continuations for token, each in known[live[0]].behind.items()} == {7: ((14, -1.0),)}
-    assert not known[live[1]].behind
+    assert {token: each.continuations for token, each in known[live[0]].longer.items()} == {7: ((14, -1.0),)}
+    assert not known[live[1]].longer
