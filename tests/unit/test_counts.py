@@ -25,7 +25,9 @@ def expected(prompt: list[int], output: list[int]) -> dict[int, int]:
 
 
 @given(prompt=tokens_strategy, output=tokens_strategy, moves=moves_strategy)
-def test_counts_follow_what_comes_and_goes(prompt: list[int], output: list[int], moves: list[list[int] | int]) -> None:
+def test_counts_follow_added_and_removed_tokens(
+    prompt: list[int], output: list[int], moves: list[list[int] | int]
+) -> None:
     counts, output = TokenCounts(prompt, output), list(output)
     for move in moves:
         if isinstance(move, list):

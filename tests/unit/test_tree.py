@@ -50,7 +50,7 @@ def test_copies_are_whole(copied: Callable[[DraftTree], DraftTree]) -> None:
     assert (tree.tokens.tolist(), tree.parents.tolist(), tree.depths) == (TOKENS, PARENTS, [1, 1, 2, 2, 3])
 
 
-def test_a_tree_keeps_its_tokens_whatever_becomes_of_the_list() -> None:
+def test_a_tree_keeps_its_tokens_when_the_list_changes() -> None:
     tokens = [1, 2, 3]
     tree = DraftTree.chain(tokens)
     tokens.append(4)

@@ -50,7 +50,7 @@ def test_a_block_that_can_be_found_is_kept_and_counts_as_free(pool: BlockPool, i
     pool.check({block: 1})
 
 
-def test_only_the_one_holder_of_an_unknown_block_may_write(pool: BlockPool, index: PrefixIndex) -> None:
+def test_only_the_single_holder_of_an_unindexed_block_can_write(pool: BlockPool, index: PrefixIndex) -> None:
     block = pool.allocate()
     assert pool.is_writable(block)
     pool.share(block)
@@ -72,7 +72,7 @@ def test_the_least_recently_used_block_is_evicted_when_needed(pool: BlockPool, i
     assert [pool.allocate(), pool.allocate()] == [second, first]
 
 
-def test_what_only_an_evicted_block_led_to_is_free_again(pool: BlockPool, index: PrefixIndex) -> None:
+def test_descendants_of_an_evicted_block_are_free_again(pool: BlockPool, index: PrefixIndex) -> None:
     start, end, held = (pool.allocate() for _ in range(3))
     node = insert(index, start)
     insert(index, end, node)

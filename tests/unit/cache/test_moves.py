@@ -41,7 +41,7 @@ def test_reserve_without_sharing_moves_nothing(manager: BlockManager) -> None:
 
 
 @pytest.mark.parametrize("manager", managers(), ids=lambda manager: type(manager).__name__)
-def test_compact_moves_only_what_changes_place(manager: BlockManager) -> None:
+def test_compact_moves_only_positions_that_change(manager: BlockManager) -> None:
     slots = list(manager.reserve(1, 7).slots)
     moves = manager.compact(1, 2, [0, 2, 4])
     pairs = dict(zip(moves.sources, moves.targets, strict=True))

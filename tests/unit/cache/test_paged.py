@@ -105,7 +105,7 @@ def test_rejected_drafts_are_never_found() -> None:
     assert num_known(cache, [1, 2, 3, 11, 13, 5, 6, 7]) == 8
 
 
-def test_moved_positions_are_found_by_what_they_hold_now() -> None:
+def test_moved_positions_are_found_by_their_present_tokens() -> None:
     cache = cache_of(8)
     serve(cache, 1, range(12))
     cache.compact(1, 4, range(3, 8))
@@ -162,7 +162,7 @@ def test_a_fork_copies_no_block_before_one_is_written() -> None:
     assert_holds(cache, 2, [*range(6), 99])
 
 
-def test_who_fed_what_is_known_goes_on_with_the_known_blocks() -> None:
+def test_a_sequence_switches_to_equal_indexed_blocks() -> None:
     cache = cache_of(6)
     for seq_id in (1, 2):
         feed(cache, seq_id, range(9))
@@ -174,7 +174,7 @@ def test_who_fed_what_is_known_goes_on_with_the_known_blocks() -> None:
         assert_holds(cache, seq_id, range(9))
 
 
-def test_what_a_sequence_indexed_is_found_as_long_as_it_lives() -> None:
+def test_indexed_blocks_of_a_live_sequence_are_found() -> None:
     """Another had the start of it first, and its memory is needed."""
     cache = cache_of(5)
     serve(cache, 1, range(4))
@@ -193,7 +193,7 @@ def test_what_a_sequence_indexed_is_found_as_long_as_it_lives() -> None:
 
 
 @pytest.mark.parametrize("n", range(13))
-def test_exactly_the_blocks_that_begin_behind_a_cut_are_freed(n: int) -> None:
+def test_exactly_the_blocks_after_a_cut_are_freed(n: int) -> None:
     cache = cache_of(4)
     feed(cache, 1, range(12))
     before = blocks(cache, 1)
@@ -225,7 +225,7 @@ def test_kept_prefixes_count_as_free() -> None:
     assert num_known(cache, range(8)) == 0
 
 
-def test_an_adopted_prefix_is_no_longer_free() -> None:
+def test_a_matched_prefix_is_no_longer_free() -> None:
     cache = cache_of(4)
     serve_and_leave(cache, 1, range(9))
     cache.match_prefix(2, range(9))
@@ -234,7 +234,7 @@ def test_an_adopted_prefix_is_no_longer_free() -> None:
     assert_holds(cache, 2, range(8))
 
 
-def test_the_prefix_used_longest_ago_is_evicted_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     cache = cache_of(4)
     prompts = {name: [name * 10 + i for i in range(BLOCK)] for name in (1, 2, 3)}
     for name, tokens in prompts.items():
@@ -269,7 +269,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_start(go: Callable[[KVCache],
     assert num_known(cache, range(12)) == (3 - taken) * BLOCK
 
 
-def test_what_is_held_is_not_evicted() -> None:
+def test_held_blocks_are_not_evicted() -> None:
     cache = cache_of(4)
     serve(cache, 1, range(8))
     serve_and_leave(cache, 2, [*range(8), *range(20, 24)])

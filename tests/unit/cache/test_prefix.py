@@ -47,19 +47,19 @@ def test_the_longest_known_prefix_is_found(index: PrefixIndex, tokens: list[int]
     assert found(index, tokens) == blocks
 
 
-def test_the_same_tokens_behind_others_are_another_block(index: PrefixIndex) -> None:
+def test_the_same_tokens_after_others_are_another_block(index: PrefixIndex) -> None:
     insert(index, [3, 4, 3, 4], [20, 21])
     assert found(index, [3, 4, 3, 4]) == [20, 21]
     assert found(index, [1, 2, 3, 4, 3, 4]) == [10, 11]
 
 
-def test_tokens_of_equal_hash_are_told_apart(index: PrefixIndex) -> None:
+def test_tokens_of_equal_hash_are_distinguished(index: PrefixIndex) -> None:
     assert hash((-1, -1)) == hash((-2, -2)), "a property of Python that this test needs"
     insert(index, [-1, -1], [20])
     assert found(index, [-2, -2]) == []
 
 
-def test_who_comes_second_gets_the_block_that_is_known(index: PrefixIndex) -> None:
+def test_a_second_insertion_returns_the_known_block(index: PrefixIndex) -> None:
     assert index.insert(index.root(""), [1, 2], 0, 20).block == 10
     assert 20 not in index
     assert found(index, [1, 2]) == [10]
@@ -72,7 +72,7 @@ def test_a_salt_finds_its_own_blocks_alone(index: PrefixIndex) -> None:
     assert found(index, [1, 2]) == [10]
 
 
-def test_what_is_behind_a_removed_block_goes_with_it(index: PrefixIndex) -> None:
+def test_descendants_of_a_removed_block_are_removed_too(index: PrefixIndex) -> None:
     assert sorted(index.remove(11)) == [11, 12]
     assert found(index, [1, 2, 3, 4, 5, 6]) == [10]
     assert found(index, [1, 2, 7, 8]) == [10, 13]

@@ -58,7 +58,7 @@ def test_calibration_is_kept_and_read_again(
     engine(checkpoints)
 
 
-def test_calibration_measures_what_attention_takes(
+def test_calibration_measures_the_time_of_attention(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes that take 1 us for each key of each row, and 1 ms beside that."""
@@ -83,7 +83,7 @@ def test_calibration_measures_what_attention_takes(
     assert json.loads(short.read_text())["keys"] == [0.0, 0.0], "so few tokens do not show it"
 
 
-def test_calibration_measures_what_a_drafter_reads(
+def test_calibration_measures_the_time_of_reading(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A drafter that takes 10 us for each token and 1 us for each key before it, on a clock that counts them."""

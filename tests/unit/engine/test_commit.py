@@ -85,7 +85,7 @@ def held(a: Round) -> list[int]:
     return [int(mark) for mark in read(a.cache, 0, a.request.seq_id)[0].flatten().tolist()]
 
 
-def test_the_accepted_path_and_the_token_behind_it_are_appended() -> None:
+def test_the_accepted_path_and_the_next_token_are_appended() -> None:
     a = a_round()
     committed = a.commit((1, 2, 4), 7)
     assert a.request.tokens == [*PROMPT, 11, 12, 14, 7]
@@ -108,7 +108,7 @@ def test_a_rejected_draft_leaves_the_correction_alone() -> None:
 
 
 @pytest.mark.parametrize("end", [11, 12, 14, 7])
-def test_what_lies_behind_an_end_token_is_dropped_everywhere(end: int) -> None:
+def test_tokens_after_an_end_token_are_dropped_everywhere(end: int) -> None:
     a = a_round(params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({end}))
     committed = a.commit((1, 2, 4), 7)
     said = [11, 12, 14, 7][: [11, 12, 14, 7].index(end) + 1]
@@ -127,7 +127,7 @@ def test_a_stop_string_ends_a_request_within_a_run() -> None:
     assert stop_checker.seen == [11, 12]
 
 
-def test_a_stop_string_may_span_verifications() -> None:
+def test_a_stop_string_can_span_verifications() -> None:
     a = a_round(output=[9], stop_checker=Watch(stop=[9, 11], seen=[9]))
     a.commit((1, 2), 7)
     assert (a.request.output, a.request.stop_reason) == ([9, 11], "STOP")
@@ -172,7 +172,9 @@ def test_ends_below_min_tokens_do_not_end() -> None:
         ((1, 2), 7, (11,), (5, 1, 1)),
     ],
 )
-def test_what_is_counted(path: tuple[int, ...], token: int, ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_counts_of_a_verification(
+    path: tuple[int, ...], token: int, ends: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     a = a_round(end_token_ids=frozenset(ends))
     a.commit(path, token)
     counted = a.request.metrics.speculative_decoding
@@ -180,7 +182,7 @@ def test_what_is_counted(path: tuple[int, ...], token: int, ends: tuple[int, ...
     assert counted.acceptance_histogram[expected[1]] == counted.num_spec_steps == 1
 
 
-def test_a_plain_step_is_no_speculative_step() -> None:
+def test_a_plain_step_is_not_counted_as_speculative() -> None:
     a = a_round(tree=DraftTree.empty())
     a.commit((), 7)
     assert a.request.metrics.speculative_decoding.num_spec_steps == 0
@@ -193,7 +195,7 @@ def test_the_last_output_tells_the_acceptance_rate() -> None:
     assert [output.acceptance_rate for output in outputs] == [None, None, 2 / 5]
 
 
-def test_a_token_s_log_probability_is_of_the_row_before_it() -> None:
+def test_a_token_s_log_probability_is_from_the_row_before_it() -> None:
     """V 34497: rows are the root's and then those of the accepted nodes, not the first ones."""
     a = a_round(params=SamplingParams(logprobs=1, max_tokens=50))
     a.commit((1, 2, 4), 7)
@@ -205,7 +207,7 @@ def test_a_token_s_log_probability_is_of_the_row_before_it() -> None:
         assert (entry[token].rank, entry[best].rank) == (1 + int((table[row] > table[row, token]).sum()), 1)
 
 
-def test_no_log_probabilities_unless_asked() -> None:
+def test_log_probabilities_are_recorded_only_on_request() -> None:
     a = a_round()
     a.commit((1, 2), 7)
     assert a.request.logprobs == []
@@ -239,7 +241,7 @@ def test_prompt_logprobs_are_those_of_the_next_prompt_token() -> None:
     assert values == pytest.approx([float(table[0, 1]), float(table[1, 2]), float(table[2, 0])])
 
 
-def test_a_failure_ends_a_request_and_keeps_what_was_told() -> None:
+def test_a_failure_ends_a_request_and_keeps_its_earlier_tokens() -> None:
     request, error = make_request(PROMPT, [9, 8]), ValueError("bad luck")
     request.metrics.speculative_decoding.record(4, 1, 2)
     (told,) = fail(request, error).outputs
@@ -247,7 +249,7 @@ def test_a_failure_ends_a_request_and_keeps_what_was_told() -> None:
     assert (request.output, request.finish_reason, request.error) == ([9, 8], "error", error)
 
 
-def test_what_nobody_was_told_is_taken_back() -> None:
+def test_tokens_without_an_output_are_rolled_back() -> None:
     a = a_round(output=[9], params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({14}))
     a.request.logprobs = [{}]
     a.request.stop_checker = stop_checker = Watch(stop=[20], seen=[9], saved=1)

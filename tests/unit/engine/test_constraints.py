@@ -146,7 +146,7 @@ class BreakingWatch:
 
 @pytest.mark.parametrize("penalties", [{}, {"frequency_penalty": 0.3}])
 @pytest.mark.parametrize("place", ["mask", "advance", "stop checker"])
-def test_a_failed_step_rolls_back_what_it_took(place: str, penalties: dict[str, float]) -> None:
+def test_a_failed_step_rolls_back_its_reservations(place: str, penalties: dict[str, float]) -> None:
     """Constraint, counts and tokens agree after an error in the middle of a verdict, and the neighbour goes on."""
     automaton = Automaton({0: {0: 1}, 1: {2: 0}})  # only one text: every draft is right
     rig = build_rig(
@@ -188,7 +188,7 @@ class Unrepentant(AutomatonConstraint):
         raise NotImplementedError
 
 
-def test_a_constraint_that_can_t_roll_back_harms_nobody() -> None:
+def test_a_constraint_that_can_t_roll_back_fails_only_its_request() -> None:
     rig = rig_with((0, 1, 0))
     rig.expected = TroubleError
     (request,) = rig.add((1,), SamplingParams(), "bad", constraint=lambda: Unrepentant(LOOP))
@@ -215,7 +215,7 @@ class Reusing(AutomatonConstraint):
         return self._buffer
 
 
-def test_a_constraint_may_use_its_mask_again() -> None:
+def test_a_constraint_can_reuse_its_mask() -> None:
     texts = []
     for kind in (AutomatonConstraint, Reusing):
         rig = rig_with((0, 1, 0, 2))
@@ -340,7 +340,7 @@ class Preparing(AutomatonConstraint):
         return super().mask(tokens)
 
 
-def test_masks_are_prepared_before_they_are_asked_for() -> None:
+def test_masks_are_prepared_before_they_are_needed() -> None:
     rig = rig_with((0, 2))
     (request,) = rig.add((0, 1, 2), SamplingParams(seed=1, max_tokens=6), constraint=lambda: Preparing(LOOP))
     constraint = request.constraint

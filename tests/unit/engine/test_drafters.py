@@ -161,7 +161,7 @@ class Announcing(StatelessDrafter):
         (DrafterNeeds(hidden_layers=(-1,)), "with 2 layers"),
     ],
 )
-def test_complete_refuses_what_can_not_be_had(needs: DrafterNeeds, says: str) -> None:
+def test_complete_refuses_impossible_needs(needs: DrafterNeeds, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         complete(Announcing(needs), num_layers=2)
     with pytest.raises(ConfigError, match="lacks `propose`"):

@@ -116,7 +116,7 @@ def test_a_prompt_is_answered_and_forgotten(target: CausalLM) -> None:
         (PROMPT, SamplingParams(stop_token_ids=["x"]), "stop_token_ids"),
     ],
 )
-def test_what_cannot_be_served_is_refused_and_harms_nobody(
+def test_an_unservable_request_is_refused_and_affects_no_other(
     target: CausalLM, prompt: list[Any], params: SamplingParams, named: str
 ) -> None:
     engine = engine_of(target)
@@ -138,7 +138,7 @@ def test_the_longest_prompt_that_fits_gets_one_token(target: CausalLM) -> None:
     assert (request.num_output, request.finish_reason) == (1, "length")
 
 
-def test_an_unknown_rule_is_refused_at_once(target: CausalLM) -> None:
+def test_an_unknown_verifier_is_refused_at_once(target: CausalLM) -> None:
     with pytest.raises(ConfigError, match=r"'rejektion'(?s:.*)did you mean 'rejection'"):
         engine_of(target, verification="rejektion")
     params = SamplingParams(speculation={"verification": "mach"})
@@ -187,7 +187,7 @@ def test_without_a_drafter_no_rule_is_reported(target: CausalLM) -> None:
     assert request.metrics.verification is None
 
 
-def test_ends_are_the_request_s_and_the_model_s_unless_ignored(target: CausalLM) -> None:
+def test_end_tokens_are_the_request_s_and_the_model_s_unless_ignored(target: CausalLM) -> None:
     for params, expected in (
         (SamplingParams(), {END}),
         (SamplingParams(stop_token_ids=[5]), {END, 5}),
@@ -210,7 +210,7 @@ def test_samples_differ_in_seeds_and_a_given_seed_fixes_them(target: CausalLM) -
     assert len(set(unseeded)) == 3
 
 
-def test_an_id_is_one_request_s_until_it_is_over(target: CausalLM) -> None:
+def test_an_id_can_be_used_again_after_its_request(target: CausalLM) -> None:
     """Sequences of one id share their prompt's keys and values, so two prompts must not share an id."""
     engine = engine_of(target)
     (first,) = engine.add_request(PROMPT, GREEDY, "a")
@@ -241,7 +241,7 @@ def test_an_aborted_request_frees_everything_at_once(target: CausalLM, draft: Ca
     assert engine._context.cache.free_tokens() == drafter.caches[0].free_tokens() == 3 * 64
 
 
-def test_aborting_twice_or_the_unknown_is_ignored(target: CausalLM) -> None:
+def test_a_second_abort_and_an_unknown_id_are_ignored(target: CausalLM) -> None:
     engine = engine_of(target)
     engine.add_request(PROMPT, GREEDY, "a")
     engine.abort("b")
@@ -252,7 +252,7 @@ def test_aborting_twice_or_the_unknown_is_ignored(target: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_after_an_interrupted_pass_the_others_go_on(target: CausalLM, draft: CausalLM, steps: int) -> None:
+def test_others_continue_after_an_interrupted_pass(target: CausalLM, draft: CausalLM, steps: int) -> None:
     """Whoever interrupted it aborts its own request; a stream beside it must not notice."""
     params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0)
     calm = engine_of(target, model_drafter(draft))

@@ -209,7 +209,7 @@ def test_a_drafters_error_fails_no_request(trouble: str, distribution: dict[str,
 
 
 @every_trouble
-def test_the_engine_goes_on_after_it(trouble: str) -> None:
+def test_the_engine_continues_after_an_error(trouble: str) -> None:
     rig = rig_of(trouble, paged)
     add_all(rig, trouble)
     rig.finish()
@@ -223,7 +223,7 @@ def broken_always(history: History) -> Sequence[float]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_all_may_fail_at_once(steps: int) -> None:
+def test_all_sequences_can_fail_at_once(steps: int) -> None:
     target = TableModel(PAIR.target, V)
     rig = build_rig(target, model_drafter(TableModel(PAIR.draft, V), V, limits=LIMITS), length=3, limits=LIMITS)
     rig.expected = TroubleError
@@ -243,7 +243,7 @@ def test_all_may_fail_at_once(steps: int) -> None:
 
 
 @every_trouble
-def test_a_request_s_own_error_is_no_doubt(trouble: str) -> None:
+def test_an_error_caused_by_the_request_is_not_doubtful(trouble: str) -> None:
     """Not even where it runs alone: the target computes other texts."""
     rig = rig_of(trouble, paged)
     rig.add(PROMPTS["victim"], SamplingParams(temperature=0, max_tokens=12), "victim")
@@ -266,7 +266,7 @@ def drain(engine: Engine) -> None:
         engine.step()
 
 
-def test_an_error_that_is_nobody_s_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_without_an_owner_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Everyone is served, one at a time; that it is so slow must not stay a secret."""
     rig = build_rig(Unsociable(PAIR.target, V), limits=LIMITS)
     requests, expected = add_all(rig, temperature=0), said_without("", paged, temperature=0)

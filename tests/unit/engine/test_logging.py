@@ -37,7 +37,7 @@ def test_failed_step_is_logged_with_its_cause(llm: LLM, caplog: pytest.LogCaptur
     assert messages["speculant.engine.commit"] == "request request-1 failed: ArithmeticError('no such prompt')"
 
 
-def test_failed_step_is_no_warning(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_step_logs_no_warning(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever sent the request is told; Python shows warnings to everybody who has not set up logging."""
     llm.generate([[50, 51], [52]], PARAMS)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

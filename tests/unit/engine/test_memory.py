@@ -85,13 +85,13 @@ def test_all_of_a_given_budget_is_used(draft: CacheShape | None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_a_budget_memory_is_what_all_sequences_can_use(backend: str) -> None:
+def test_without_a_budget_memory_is_enough_for_all_sequences(backend: str) -> None:
     memory = memory_of(kv_cache_backend=backend, block_size=16)
     caches = [memory.make(DRAFT), memory.make_target()]
     assert [positions(cache) for cache in caches] == [3 * 112 if backend == "paged" else 3 * 100] * 2
 
 
-def test_without_a_budget_a_share_of_what_is_free_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_budget_a_share_of_free_memory_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: 2 * 200 * TARGET.bytes_per_token)
     assert positions(memory_of(block_size=10).make_target()) == 200
     assert positions(memory_of(block_size=10, kv_memory=10**6).make_target()) > 200, "who names a budget gets it"
@@ -106,7 +106,7 @@ def test_scratch_memory_is_counted_before_caches_are_made(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("scratch", "said"), [(0, 0), (4 * 2**20, 1)])
-def test_kv_memory_without_room_for_scratch_memory_is_said(
+def test_kv_memory_without_room_for_scratch_memory_is_logged(
     scratch: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory_module, "free_memory", lambda device: 5 * 2**20)
@@ -241,7 +241,7 @@ def test_free_memory_without_limits_is_the_machine_s(root: Path, version: int) -
     assert free_memory(torch.device("cpu"), root) == 9 * GIB
 
 
-def test_free_memory_is_what_the_machine_says_or_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_the_machine_s_figure_or_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_memory(torch.device("cpu")) > 0
 
     def unreadable(*arguments: Any, **options: Any) -> str:
@@ -253,7 +253,7 @@ def test_free_memory_is_what_the_machine_says_or_a_guess(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("draft", [DRAFT, None], ids=["drafter", "none"])
-def test_context_that_is_not_set_is_what_fits(backend: str, draft: CacheShape | None) -> None:
+def test_an_unset_context_is_the_longest_that_fits(backend: str, draft: CacheShape | None) -> None:
     """It is the model's own where memory allows, else what one sequence can have; with slots, what each can have."""
     own = Limits(1000, 2, 8)
     both = TARGET.bytes_per_token + (draft.bytes_per_token if draft else 0)
@@ -267,7 +267,7 @@ def test_context_that_is_not_set_is_what_fits(backend: str, draft: CacheShape | 
         assert all(positions(cache) >= sequences * expected for cache in caches)
 
 
-def test_context_says_what_it_is_and_why() -> None:
+def test_the_context_is_described_with_its_reason() -> None:
     lowered = memory_of(Limits(1000, 2, 8), kv_memory=480 * TARGET.bytes_per_token, block_size=8, max_model_len=None)
     lowered.make_target()
     assert lowered.context(1000).startswith("480 tokens and not the model's 1000")
@@ -286,7 +286,7 @@ def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_refusal_says_whose_share_is_short(backend: str) -> None:
+def test_a_refusal_names_the_cache_whose_share_is_short(backend: str) -> None:
     arguments: dict[str, Any] = {"kv_cache_backend": backend, "kv_memory": 1000}
     with pytest.raises(CapacityError, match=r"^the target's cache: .* and its share of the memory is"):
         memory_of(**arguments).make_target()

@@ -67,7 +67,7 @@ def error_of(call: Any) -> SpeculantError:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_check_refuses_what_adding_refuses(name: str) -> None:
+def test_check_raises_the_errors_of_adding(name: str) -> None:
     drafter, prompt, values, named = BAD[name]
     engine, params = engine_of(drafter), SamplingParams(**values)
     found = error_of(lambda: engine.check_request(prompt, params, **named))
@@ -80,14 +80,14 @@ READER = ScriptedDrafter(lambda request: request.prediction, DrafterNeeds(reads_
 
 
 @pytest.mark.parametrize("prediction", ["text", [V], ["x"]])
-def test_check_refuses_predictions_that_adding_refuses(prediction: Any) -> None:
+def test_check_raises_the_errors_of_adding_a_prediction(prediction: Any) -> None:
     engine, params = engine_of(READER), SamplingParams(speculation={"prediction": prediction})
     found = error_of(lambda: engine.check_request([1], params))
     expected = error_of(lambda: engine.add_request([1], params, "a"))
     assert (type(found), str(found)) == (type(expected), str(expected))
 
 
-def test_full_queue_is_no_error_of_the_request() -> None:
+def test_a_full_queue_does_not_fail_the_check() -> None:
     """It finds a place later, unlike one that asks for more samples than there are places."""
     engine = engine_of(None)
     for name in "abc":

@@ -80,7 +80,7 @@ def test_an_error_in_a_pass_ends_every_sample() -> None:
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_an_error_of_one_sample_s_text_ends_all_of_them(index: int) -> None:
+def test_a_text_error_of_one_sample_ends_all_samples(index: int) -> None:
     """They end together, in one commit."""
     Watch.made = 0
     rig = build_rig(TableModel(PAIR.target, 5), limits=LIMITS)
@@ -92,7 +92,7 @@ def test_an_error_of_one_sample_s_text_ends_all_of_them(index: int) -> None:
     assert [sample.stop_checker.seen for sample in samples] == [[], [], []], "text of tokens that nobody has"
 
 
-def test_every_sample_s_watch_sees_its_own_tokens() -> None:
+def test_every_sample_s_stop_checker_gets_its_own_tokens() -> None:
     rig = build_rig(TableModel(PAIR.target, 5), limits=LIMITS)
     samples = rig.add((4, 1), SEARCH, stop_checker=Watch)
     rig.finish()
@@ -101,7 +101,7 @@ def test_every_sample_s_watch_sees_its_own_tokens() -> None:
         assert sample.stop_checker.seen == sample.output
 
 
-def test_what_there_is_no_text_for_ends_with_an_error() -> None:
+def test_a_sample_without_a_hypothesis_ends_with_an_error() -> None:
     """Two texts are possible and three were asked for."""
     rig = build_rig(TableModel(lambda history: [0.0, 0.0] if len(history) == 1 else [0.0, -math.inf], 2), limits=LIMITS)
     rig.expected = RequestError
@@ -132,14 +132,14 @@ def test_a_search_takes_one_place_in_the_queue() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 6, 50])
-def test_the_context_s_end_is_the_search_s(max_tokens: int | None) -> None:
+def test_a_search_ends_at_the_end_of_the_context(max_tokens: int | None) -> None:
     rig = build_rig(TableModel(PAIR.target, 5), limits=Limits(12, 1, 48))
     samples = rig.add((1,) * 7, SamplingParams(beam_width=3, n=3, max_tokens=max_tokens))
     rig.finish()
     assert [(len(sample.tokens), sample.finish_reason) for sample in samples] == [(12, "length")] * 3
 
 
-def test_the_prompt_s_log_probabilities_are_told() -> None:
+def test_a_search_returns_the_prompt_s_log_probabilities() -> None:
     rig = build_rig(TableModel(PAIR.target, 5), limits=LIMITS)
     first, *_ = rig.add((1, 2, 0), SamplingParams(beam_width=2, n=2, max_tokens=4, prompt_logprobs=0))
     (plain,) = rig.add((1, 2, 0), SamplingParams(max_tokens=1, prompt_logprobs=0), "plain")

@@ -94,7 +94,7 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     assert metrics.tokens == 6 + 1 + 6
 
 
-def test_how_the_engine_stands_after_a_step() -> None:
+def test_metrics_have_the_engine_s_state_after_a_step() -> None:
     rig = rig_of(few_blocks(12))
     for name in "abc":
         rig.add((0, 1, 2, 3, 4), PARAMS, name)
@@ -109,7 +109,7 @@ def test_how_the_engine_stands_after_a_step() -> None:
     assert metrics.preemptions == 0
 
 
-def test_who_was_set_aside_is_counted() -> None:
+def test_preemptions_are_counted() -> None:
     rig = rig_of(few_blocks(7))
     requests = [rig.add((i,), SamplingParams(temperature=0, max_tokens=20), str(i))[0] for i in range(2)]
     rig.finish()

@@ -12,7 +12,7 @@ TREE = DraftTree.of([1, 2, 3, 4, 5, 6, 3], [-1, 0, 1, 1, -1, 0, 5])
 @pytest.mark.parametrize(
     ("tokens", "path"), [([1, 6, 3], [0, 5, 6]), ([1, 2, 9], [0, 1]), ([5, 1, 2], [4]), ([7], []), ([], [])]
 )
-def test_tokens_lead_through_a_tree_as_far_as_it_goes(tokens: list[int], path: list[int]) -> None:
+def test_a_path_follows_tokens_as_far_as_the_tree_reaches(tokens: list[int], path: list[int]) -> None:
     assert TREE.path_along(tokens) == path
     assert DraftTree.empty().path_along(tokens) == []
 

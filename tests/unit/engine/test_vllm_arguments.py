@@ -48,7 +48,7 @@ def test_every_argument_of_vllm_is_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.harmless is not None])
-def test_values_without_meaning_are_left_out_others_refused(name: str) -> None:
+def test_harmless_values_are_dropped_and_others_refused(name: str) -> None:
     rule = RULES[name]
     for value in rule.harmless or ():
         assert read_arguments({name: value}) == {}
@@ -81,7 +81,7 @@ def test_types_are_read_by_all_their_names(given: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SPECULATIVE_RULES)
-def test_the_keys_of_vllm_s_speculative_config(name: str) -> None:
+def test_keys_of_vllm_s_speculative_config_are_read(name: str) -> None:
     rule, own = SPECULATIVE_RULES[name], {"method": "ngram", "prompt_lookup_max": 3}
     for value in rule.harmless or (3,):
         assert read_arguments({"speculative_config": {**own, name: value}}) == {"speculative_config": own}
@@ -114,7 +114,7 @@ def test_formats_of_quantised_checkpoints_are_refused(name: str) -> None:
     assert read_arguments({"quantization": "int4"}) == {"quantization": "int4"}
 
 
-def test_unknown_names_are_left_to_the_config() -> None:
+def test_unknown_names_are_passed_to_the_config() -> None:
     values = read_arguments({"max_modl_len": 3})
     with pytest.raises(ConfigError, match=r"'max_modl_len'(?s:.*)did you mean 'max_model_len'"):
         EngineConfig.from_arguments(model="x", **values)

@@ -36,7 +36,7 @@ def test_a_round_waits_until_every_live_hypothesis_is_scored() -> None:
     assert (texts_of(after.live), after.rounds) == ([(2, 1), (1, 1)], 2)
 
 
-def test_rounds_go_on_as_long_as_everything_is_known() -> None:
+def test_rounds_continue_while_all_continuations_are_known() -> None:
     known: dict[Text, Continuations] = {
         (): ((1, -1.0), (2, -2.0)),
         (1,): ((1, -1.0), (2, -1.5)),
@@ -96,7 +96,7 @@ def test_the_trunk_leaves_no_more_than_a_pass_can_hold(reach: int, trunk: Text, 
 TEXTS = [(1, 2, 3), (1, 2, 4), (5,), (1, 6, 3)]
 
 
-def test_what_hypotheses_begin_with_is_one_node() -> None:
+def test_a_common_prefix_of_hypotheses_is_one_node() -> None:
     tips = hypotheses(TEXTS)
     nodes = texts_after(tips[0].prefix(0), tips)
     assert texts_of(nodes) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (1, 6), (1, 6, 3)]
@@ -127,7 +127,7 @@ def test_a_common_prefix_is_the_longest(count: int, prefix: Text) -> None:
     assert common_prefix((tips[0], tips[0].prefix(1))) is tips[0].prefix(1)
 
 
-def test_a_tree_says_what_it_knows_of_hypotheses() -> None:
+def test_a_tree_scores_the_hypotheses_that_it_has() -> None:
     """Nodes behind a hypothesis say what follows it. Those of other texts say nothing."""
     live = hypotheses([(1, 2), (1, 3), (4, 2)])
     search = beams(3, live=live, rounds=2)

@@ -127,7 +127,7 @@ def test_a_flat_distribution_is_looked_at_as_far_as_needed(
     torch.testing.assert_close(distribution, expected, rtol=0, atol=1e-15)
 
 
-def test_a_long_tail_is_cut_where_top_p_says() -> None:
+def test_a_long_tail_is_cut_at_top_p() -> None:
     scores = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for top_p in (0.2, 0.8, 0.99):
         expected = reference_distribution(scores.numpy(), SamplingParams(top_p=top_p), (), ())

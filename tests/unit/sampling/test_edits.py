@@ -139,6 +139,6 @@ def test_unpacked_masks_have_the_size_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(3), torch.zeros(1, 3, dtype=torch.int32), [1, 2], 7])
-def test_what_is_no_mask_is_refused(mask: Any) -> None:
+def test_an_invalid_mask_is_refused(mask: Any) -> None:
     with pytest.raises(RequestError, match="a constraint's mask is"):
         distribution(torch.zeros(1, V), [Node(masked(mask))])

@@ -31,7 +31,7 @@ def test_ties_go_to_the_lowest_ids() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
-def test_what_can_t_be_is_left_out(count: int) -> None:
+def test_impossible_tokens_are_left_out(count: int) -> None:
     assert tokens(distribution(0, 3, 0, 1), count) == [[1, 3]]
     assert tokens(torch.full((1, 3), math.nan, dtype=torch.float64), count) == [[]]
 

@@ -100,14 +100,14 @@ def test_adaptive_returns_when_drafts_become_good() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_adaptive_finds_the_length_of_own_rows(batch: int) -> None:
+def test_adaptive_finds_the_length_of_look_ahead_rows(batch: int) -> None:
     """Each step without drafts costs one more, in which the rows are computed that the next draft comes from."""
     setting = Setting(lambda place: 0.8, 0.001, own_rows=3)
     best = max(setting.world().run(Fixed(length), batch, STEPS) for length in (1, 2, 3))
     assert setting.world().run(setting.adaptive(), batch, STEPS) >= 0.93 * best
 
 
-def test_adaptive_returns_to_drafts_from_own_rows() -> None:
+def test_adaptive_returns_to_drafts_from_look_ahead_rows() -> None:
     """A trial takes two steps: one computes the rows that the other drafts from."""
     setting = Setting(lambda place: 0.0 if place < 300 else 0.95, 0.001, own_rows=3)
     assert setting.world().run(setting.adaptive(), 1, 900) >= 1.2 * setting.world().run(Fixed(0), 1, 900)
@@ -131,7 +131,7 @@ def test_adaptive_recovers_from_costs_of_a_busy_machine() -> None:
 
 
 @pytest.mark.parametrize("score", [None, lambda alpha: round(alpha, 1)])
-def test_adaptive_knows_what_rows_cost_behind_a_long_text(score: Callable[[float], float] | None) -> None:
+def test_adaptive_counts_the_cost_of_rows_after_a_long_text(score: Callable[[float], float] | None) -> None:
     """A row more takes 0.02 of a pass behind a short text, and 0.27 behind this one: from the first steps on."""
     world = partial(World, pass_s, 0.001, lambda place: 0.5, score, noise=0.1, prompt=2500, key_s=lambda m: 1e-4 * m)
     plain = world().run(Fixed(0), 1, 40)
@@ -175,14 +175,14 @@ def test_adaptive_is_not_misled_by_other_programs(name: str) -> None:
 
 
 @pytest.mark.parametrize(("ask_s", "share"), [(0.2, 0.95), (0.005, 0.99)])
-def test_adaptive_seldom_asks_a_drafter_that_has_nothing(ask_s: float, share: float) -> None:
+def test_adaptive_seldom_calls_a_drafter_that_drafts_nothing(ask_s: float, share: float) -> None:
     useless = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)
     world = useless.world()
     world.draftable, world.ask_s = lambda place: place < 20, ask_s
     assert world.run(useless.adaptive(), 1, 1000) >= share * useless.world().run(Fixed(0), 1, 1000)
 
 
-def test_adaptive_asks_again_when_there_are_drafts() -> None:
+def test_adaptive_calls_it_again_when_there_are_drafts() -> None:
     setting = Setting(lambda place: 0.9, 0.0005, lambda alpha: 0.9)
     world = setting.world()
     world.draftable, world.ask_s = lambda place: place < 20 or place > 300, 0.2
@@ -190,7 +190,7 @@ def test_adaptive_asks_again_when_there_are_drafts() -> None:
 
 
 @pytest.mark.parametrize("wished", [0, 7, 40])
-def test_adaptive_drafts_what_a_request_asks_for(wished: int) -> None:
+def test_adaptive_drafts_a_request_s_own_length(wished: int) -> None:
     params = SamplingParams(temperature=0, speculation={"num_speculative_tokens": wished})
     request = make_request([1], [], params, drafter="some")
     schedule = Schedule([Scheduled(request, 0, 1)], None, 10**6, [], [])  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_adaptive_prefers_the_better_arm() -> None:
     assert poor.prefers(request, [0.5], [-1])
 
 
-def test_adaptive_lets_each_arm_be_as_long_as_it_should() -> None:
+def test_adaptive_gives_each_candidate_drafter_its_own_length() -> None:
     """Looked-up drafts are cut by their scores, so the model's length does not bound them."""
     policy, request = judge_of(0.9)
     (wished,) = policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def outcome(request: Request, accepted: int, drafted: int) -> DraftOutcome:
     return DraftOutcome(request, [1] * drafted, *ones)
 
 
-def test_length_page_policy_follows_what_is_accepted(policy_name: str) -> None:
+def test_length_page_policy_follows_accepted_tokens(policy_name: str) -> None:
     driver = Driver(slots(4))
     first, _ = driver.add(3), driver.add(3)
     schedule, policy = driver.step(), build(policy_name, shortest=1)
@@ -55,7 +55,7 @@ def test_length_page_policy_follows_what_is_accepted(policy_name: str) -> None:
     assert {lengths[1] for lengths in chosen} == {4}
 
 
-def test_length_page_policy_respects_what_a_request_asks(policy_name: str) -> None:
+def test_length_page_policy_respects_a_request_s_own_length(policy_name: str) -> None:
     driver = Driver(slots(4))
     request = driver.add(3)
     schedule, policy = driver.step(), build(policy_name, shortest=2)
@@ -83,7 +83,7 @@ def test_length_page_policy_checks_its_options(policy_name: str, checkpoints: Ch
         LLM(checkpoints.target, checkpoints.near, speculative_config=config)
 
 
-def test_length_page_names_what_exists() -> None:
+def test_length_page_names_existing_files() -> None:
     calls = re.findall(r"^\| `(\w+)[`(]", PAGE, flags=re.MULTILINE)
     assert set(calls) == {"build", "choose", "observe", *DraftLength.__annotations__}
     for path in re.findall(r"`((?:tests|src)/[\w/]+\.py)`", PAGE):

@@ -35,7 +35,7 @@ def chosen(policy: Adaptive, *requests: Request) -> list[int]:
     return policy.choose(Schedule(items, None, 10**6, [], []))  # type: ignore[arg-type]
 
 
-def test_a_backlog_takes_what_was_measured() -> None:
+def test_a_backlog_takes_the_measured_time() -> None:
     backlogs, request = Backlogs(costs()), request_of(1000, 10)
     assert backlogs.seconds("some", request) == pytest.approx(1000 * 0.008 + 1000 * 500 * 1e-6)
     assert backlogs.seconds("another", request) == 0.0
@@ -73,7 +73,7 @@ def test_a_draft_that_was_looked_up_reads_nothing() -> None:
     assert policy._backlogs.seconds("some", request) == 0
 
 
-def test_a_request_that_was_drafted_for_goes_on() -> None:
+def test_a_request_with_drafts_keeps_them() -> None:
     policy, request = Adaptive(None, costs()), request_of(4000, 50)
     policy._backlogs.note(request)
     assert any(chosen(policy, request))
@@ -82,7 +82,7 @@ def test_a_request_that_was_drafted_for_goes_on() -> None:
 @pytest.mark.parametrize(("late", "draft_s", "change"), [
     (True, 0.4, 0), (True, 0.01, -1), (False, 0.4, 1), (False, 0.01, -1),
 ])  # fmt: skip
-def test_a_late_draft_is_not_what_drafts_take(late: bool, draft_s: float, change: int) -> None:
+def test_a_late_draft_does_not_raise_the_cost_of_drafts(late: bool, draft_s: float, change: int) -> None:
     """One that processes many tokens first takes longer than one after another, and a pass after it may do so too."""
     own = StepCosts(CostCurve({1: 1.0, 64: 6.4}), {"some": {1: CostCurve({1: 0.1, 8: 0.8})}})
     policy, request = Adaptive(None, own), request_of(100, 50)

@@ -35,7 +35,7 @@ def test_a_tree_ends_after_the_last_node_below_sure_ones(scores: list[float], co
 
 
 @pytest.mark.parametrize("threshold", [0, -0.1, 1.1, "0.4", True, None])
-def test_a_threshold_that_is_no_probability_is_refused(threshold: Any) -> None:
+def test_a_threshold_outside_of_0_to_1_is_refused(threshold: Any) -> None:
     with pytest.raises(ConfigError, match="threshold"):
         stop_below({"threshold": threshold})
     with pytest.raises(ConfigError, match="threshold"):

@@ -60,7 +60,7 @@ def test_drafts_are_interpolated_by_sequences() -> None:
     assert [costs.draft_s("another", *each) for each in asked] == [0.0] * 5
 
 
-def test_attention_adds_to_passes_behind_long_texts() -> None:
+def test_attention_adds_time_to_passes_after_long_texts() -> None:
     """Two sequences of 100 and 300 keys: 2 s for each key's first row in 100 passes, 1 s for each row more."""
     costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}), keys=KeyCosts(0.01, 0.005))
     attention = costs.attention([(1, 100), (3, 300)])
@@ -101,7 +101,7 @@ def test_passes_after_drafts_of_a_model_differ_from_plain_ones(alike: bool) -> N
     assert costs.passes.at(1) > 2.5
 
 
-def test_what_a_step_takes_beside_passes_depends_on_drafts() -> None:
+def test_a_step_s_time_beside_passes_depends_on_drafts() -> None:
     """A step with drafts has more to commit; it never takes less than one without."""
     costs = StepCosts(CostCurve({1: 2.0, 9: 10.0}))
     for _ in range(200):

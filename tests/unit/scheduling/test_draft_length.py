@@ -60,7 +60,7 @@ def limits_of(
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 4), (0, 0), (7, 7)])
-def test_a_request_may_ask_for_another_length(wanted: int | None, expected: int) -> None:
+def test_a_request_can_set_another_length(wanted: int | None, expected: int) -> None:
     assert limits_of([decoding(wanted=wanted)]) == [expected]
 
 
@@ -75,7 +75,7 @@ def test_a_draft_never_reaches_beyond_the_context(max_len: int, expected: int) -
     assert limits_of([decoding(1, max_tokens=None)], max_len=max_len) == [expected]
 
 
-def test_a_drafter_s_own_largest_tree_counts() -> None:
+def test_a_drafter_s_own_limit_is_kept() -> None:
     assert limits_of([decoding()], max_nodes=2) == [2]
     assert limits_of([decoding()], max_nodes=9) == [4]
 
@@ -89,26 +89,26 @@ def test_the_step_s_budget_is_shared_in_order() -> None:
     assert limits_of([decoding(), decoding()], budget=0) == [0, 0]
 
 
-def test_what_the_step_left_of_the_memory_is_shared_in_order() -> None:
+def test_the_step_s_free_memory_is_shared_in_order() -> None:
     assert limits_of([decoding(), decoding(wanted=0), decoding(), decoding()], memory=6) == [4, 0, 2, 0]
     assert limits_of([decoding(), decoding()], memory=0) == [0, 0]
 
 
-def test_who_still_feeds_its_prompt_gets_no_draft() -> None:
+def test_an_unfinished_prompt_gets_no_draft() -> None:
     request: Request = make_request([1] * 5, params=SamplingParams(max_tokens=100))
     assert limits_of([Scheduled(request, 0, 3), Scheduled(request, 0, 5), Scheduled(request, 3, 2)]) == [0, 0, 0]
     assert limits_of([Scheduled(request, 4, 1)]) == [4]
 
 
 @pytest.mark.parametrize(("room_for", "expected"), [(14, 4), (13, 3), (11, 3), (10, 2), (8, 2), (7, 1), (3, 1), (2, 0)])
-def test_rows_of_a_drafter_s_own_take_room(room_for: int, expected: int) -> None:
+def test_look_ahead_rows_take_room(room_for: int, expected: int) -> None:
     """A draft of n nodes takes n + (n + 1) min(n, 2) rows: 3, 8, 11 and 14."""
     assert limits_of([decoding()], own_rows=2, budget=room_for) == [expected]
     assert limits_of([decoding()], own_rows=2, memory=room_for) == [expected]
     assert limits_of([decoding()], own_rows=2, max_len=6 + room_for + 1) == [expected]
 
 
-def test_what_own_rows_take_is_not_there_for_others() -> None:
+def test_look_ahead_rows_leave_less_for_other_drafts() -> None:
     assert limits_of([decoding(), decoding()], own_rows=2, budget=17) == [4, 1]
     assert limits_of([decoding(), decoding()], own_rows=2, memory=21) == [4, 1]
     assert limits_of([decoding(), decoding()], own_rows=2, memory=22) == [4, 2]
@@ -122,7 +122,7 @@ def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:
     return Scheduled(request, 4, 1, search.beams.waiting_tree())
 
 
-def test_a_search_wishes_for_rounds() -> None:
+def test_a_search_s_length_counts_rounds() -> None:
     assert limits_of([searching(), decoding()], nodes_per_beam=2) == [4 * 4 * 2, 4]
     assert limits_of([searching(), decoding()], nodes_per_beam=None) == [0, 4]
     assert limits_of([searching()], nodes_per_beam=2, max_nodes=3) == [32], "its own trees have nothing to do with it"
@@ -135,7 +135,7 @@ def test_a_search_is_not_drafted_beyond_its_end(max_tokens: int, rounds: int) ->
     assert limits_of([searching(3)], nodes_per_beam=1, max_len=max_tokens + 5) == [4 * rounds]
 
 
-def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
+def test_scored_hypotheses_are_computed_again_below_a_draft() -> None:
     """Then the limit is what is left of budget and memory for the draft itself."""
     item = searching()
     beams = beams_of(item.request)
@@ -148,7 +148,7 @@ def test_what_is_scored_is_fed_again_to_draft_behind_it() -> None:
     assert limits_of([waiting, decoding()], nodes_per_beam=2, budget=3) == [0, 3]
 
 
-def test_a_search_that_is_fed_in_parts_gets_no_draft() -> None:
+def test_a_search_that_is_computed_in_parts_gets_no_draft() -> None:
     item = searching()
     assert limits_of([dataclasses.replace(item, tree=beams_of(item.request).waiting_tree(3))], nodes_per_beam=2) == [0]
     assert limits_of([dataclasses.replace(item, start=3, count=2)], nodes_per_beam=2) == [0]

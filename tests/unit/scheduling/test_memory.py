@@ -20,7 +20,7 @@ def test_a_prompt_that_does_not_fit_waits_until_somebody_leaves() -> None:
     assert driver.step().admitted == [second]
 
 
-def test_what_the_running_ones_still_have_to_feed_is_counted() -> None:
+def test_missing_tokens_of_running_requests_are_counted() -> None:
     """After one chunk there is room for the second prompt beside it, but not beside all of the first one."""
     driver = Driver(blocks(6), budget=4)
     first, second = driver.add(16), driver.add(12)
@@ -31,14 +31,14 @@ def test_what_the_running_ones_still_have_to_feed_is_counted() -> None:
     assert second.metrics.num_preemptions == 0
 
 
-def test_nobody_overtakes_a_prompt_that_does_not_fit() -> None:
+def test_no_request_overtakes_a_prompt_that_does_not_fit() -> None:
     driver = Driver(blocks(6))
     for length in (12, 20, 2):
         driver.add(length)
     assert [driver.step().admitted for _ in range(2)] == [driver.requests[:1], []]
 
 
-def test_whoever_is_alone_gets_in_and_to_the_end() -> None:
+def test_a_request_alone_is_admitted_and_finishes() -> None:
     """A sequence that needs every block there is."""
     driver = Driver(blocks(5), budget=3)
     request = driver.add(17, max_tokens=4)
@@ -74,7 +74,7 @@ def test_the_last_is_by_priority_then_arrival_under_any_policy(policy: str) -> N
         assert preempted == [requests[last]]
 
 
-def test_as_many_are_set_aside_as_are_needed() -> None:
+def test_only_as_many_requests_are_preempted_as_needed() -> None:
     driver = Driver(blocks(12), max_num_seqs=6)
     requests = [driver.add(7, max_tokens=20) for _ in range(6)]
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_as_many_are_set_aside_as_are_needed() -> None:
     assert list(counts(schedule)) == [0, 1, 2, 3]
 
 
-def test_two_long_prompts_half_fed_do_not_block_each_other() -> None:
+def test_two_half_processed_prompts_do_not_block_each_other() -> None:
     """Each is let in while the other's need is unknown, and together they do not fit."""
     driver = Driver(blocks(10), budget=6)
     first, second = driver.add(30), driver.add(30)
@@ -97,7 +97,7 @@ def test_two_long_prompts_half_fed_do_not_block_each_other() -> None:
     assert [request.num_output for request in (first, second)] == [3, 3]
 
 
-def test_the_first_always_goes_on() -> None:
+def test_the_first_request_always_advances() -> None:
     """Whatever the others do, whoever stands first by rank gains a token in every step once its prompt is fed."""
     driver = Driver(blocks(8), budget=8)
     for length in (5, 9, 2, 14, 7):
@@ -110,7 +110,7 @@ def test_the_first_always_goes_on() -> None:
         assert first.metrics.num_preemptions == 0 or first.seq_id > 0
 
 
-def test_one_by_one_leaves_others_what_was_planned_for_them() -> None:
+def test_one_by_one_keeps_the_rows_planned_for_others() -> None:
     """When a step is repeated for each alone, a draft must not take the block that the next one was promised."""
     driver = Driver(blocks(6))
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_one_by_one_leaves_others_what_was_planned_for_them() -> None:
     assert alone[0].plan.room(0) == BLOCK - 1
 
 
-def test_a_hit_is_noted_when_the_request_is_first_let_in() -> None:
+def test_a_hit_is_counted_at_the_first_admission() -> None:
     driver = Driver(blocks(20, keep_prefixes=True))
     for _ in range(2):
         driver.add(2 * BLOCK + 3, token=5, max_tokens=9)
@@ -132,7 +132,7 @@ def test_a_hit_is_noted_when_the_request_is_first_let_in() -> None:
     assert [request.metrics.cached_tokens for request in driver.requests] == [0, 2 * BLOCK]
 
 
-def test_a_resumed_request_s_own_prefix_is_no_hit() -> None:
+def test_a_resumed_request_s_own_prefix_is_not_counted_as_a_hit() -> None:
     driver = Driver(blocks(4, keep_prefixes=True))
     first, second = driver.add(7, max_tokens=3), driver.add(7, max_tokens=9)
     driver.steps_until(lambda: second.metrics.num_preemptions == 1)
@@ -143,7 +143,7 @@ def test_a_resumed_request_s_own_prefix_is_no_hit() -> None:
     assert second.metrics.cached_tokens == 0
 
 
-def test_a_waiting_prompt_begins_with_what_was_fed_meanwhile() -> None:
+def test_a_waiting_prompt_begins_with_a_prefix_computed_meanwhile() -> None:
     driver = Driver(blocks(20, keep_prefixes=True), budget=8)
     first, second = (driver.add(4 * BLOCK, token=5, max_tokens=9) for _ in range(2))
     assert driver.step().admitted == [first, second]
@@ -153,7 +153,7 @@ def test_a_waiting_prompt_begins_with_what_was_fed_meanwhile() -> None:
     assert second.metrics.cached_tokens == 4 * BLOCK - 1
 
 
-def test_preemption_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+def test_preemption_is_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(blocks(4))
     caplog.set_level(logging.DEBUG, "speculant.scheduling")
     driver.add(7, max_tokens=9), driver.add(7, max_tokens=9)

@@ -30,7 +30,7 @@ def feed(plain: PlainSteps, passes: Sequence[float]) -> Choice:
     return held
 
 
-def test_a_trial_begins_once_passes_look_dearer() -> None:
+def test_a_trial_begins_when_passes_look_slower() -> None:
     plain, costs = world()
     costs.passes = CostCurve({1: 1.2})
     assert not plain.due(), "nothing was drafted"
@@ -52,7 +52,7 @@ def test_a_trial_begins_after_steps_with_drafts_each_time_more() -> None:
         assert plain.due()
 
 
-def test_a_trial_goes_on_while_steps_become_faster() -> None:
+def test_a_trial_continues_while_steps_become_faster() -> None:
     """What drafts drove out of the caches comes back over some steps, which do not count."""
     plain, costs = world()
     plain.drafted()
@@ -76,7 +76,7 @@ def test_a_trial_has_an_end() -> None:
 
 
 @pytest.mark.parametrize(("steps", "known"), [(3, False), (7, True)])
-def test_a_trial_that_is_cut_short_keeps_what_it_saw(steps: int, known: bool) -> None:
+def test_an_interrupted_trial_keeps_its_times(steps: int, known: bool) -> None:
     plain, costs = world()
     plain._drafted = FIRST_WAIT
     assert plain.due()
@@ -85,7 +85,7 @@ def test_a_trial_that_is_cut_short_keeps_what_it_saw(steps: int, known: bool) ->
     assert (costs.undrafted < 1.0) == known
 
 
-def test_a_rest_is_timed_once_it_has_lasted() -> None:
+def test_a_pause_is_timed_after_some_steps() -> None:
     plain, costs = world()
     plain.drafted()
     feed(plain, [0.5] * 16)

@@ -15,7 +15,7 @@ def standing(arrival: int = 0, priority: int = 0, queued_at: int = 0, held: int 
     return Standing(arrival, priority, queued_at, held, backlog)
 
 
-def test_the_configuration_knows_every_policy() -> None:
+def test_the_configuration_lists_every_policy() -> None:
     assert set(NAMES) == set(POLICIES)
 
 
@@ -27,7 +27,7 @@ def test_the_configuration_knows_every_policy() -> None:
         ("shortest-prompt", ["running", "short", "long", "low"]),
     ],
 )
-def test_what_each_policy_prefers(policy: str, order: list[str]) -> None:
+def test_each_policy_serves_in_its_own_order(policy: str, order: list[str]) -> None:
     standings = {
         "low": standing(0, priority=1, held=3, backlog=1),
         "long": standing(1, backlog=50),
@@ -49,7 +49,7 @@ def test_a_lower_priority_is_served_sooner(policy: str) -> None:
 
 @every_policy
 @pytest.mark.parametrize("backlog", [1, 5])
-def test_whoever_waits_long_enough_stands_before_all_newcomers(policy: str, backlog: int) -> None:
+def test_a_long_wait_puts_a_request_before_all_new_ones(policy: str, backlog: int) -> None:
     patient = standing(1, priority=2, backlog=50)
     assert POLICIES[policy](patient) < POLICIES[policy](standing(2, queued_at=3 * PATIENCE, backlog=backlog))
     assert POLICIES[policy](patient) > POLICIES[policy](standing(2, queued_at=2 * PATIENCE - 1, backlog=backlog))
@@ -71,14 +71,14 @@ def last_overtaker(driver: Driver, length: int, priority: int) -> int:
 @every_policy
 @pytest.mark.parametrize("length", [1, 6])
 @pytest.mark.parametrize("priority", [0, 2])
-def test_nobody_is_kept_waiting_for_ever(policy: str, length: int, priority: int) -> None:
+def test_no_request_waits_forever(policy: str, length: int, priority: int) -> None:
     """Twice as many short requests as can be served, and a long one that is less urgent than they are."""
     driver = Driver(slots(2), max_num_seqs=2, budget=8, policy=policy, max_waiting=10_000)
     assert last_overtaker(driver, length, priority) <= 2 * (priority + 1) * PATIENCE
 
 
 @every_policy
-def test_nobody_is_kept_waiting_for_memory_for_ever(policy: str) -> None:
+def test_no_request_waits_for_memory_forever(policy: str) -> None:
     """The long prompt needs nearly all blocks at once; there is always somebody who needs few."""
     driver = Driver(blocks(12), budget=16, policy=policy, max_waiting=10_000)
     assert last_overtaker(driver, 6, priority=1) <= 2 * 2 * PATIENCE
@@ -93,7 +93,7 @@ def test_no_prompt_delays_a_running_text() -> None:
         assert counts(driver.step()) == {text.seq_id: 1, 1: 7}
 
 
-def test_whoever_came_first_is_fed_first_even_if_texts_wait() -> None:
+def test_first_come_computes_an_earlier_prompt_before_decodes() -> None:
     driver = Driver(slots(2), budget=8, policy="first-come")
     driver.add(20)
     driver.add(2)

@@ -22,7 +22,7 @@ from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
     num_blocks=st.integers(9, 50),  # one sequence of 32 and a little more, up to all
     policy=st.sampled_from(POLICIES),
 )
-def test_everyone_is_served_within_budget_and_memory(
+def test_every_request_is_served_within_budget_and_memory(
     prompts: list[int], max_num_seqs: int, extra: int, num_blocks: int, policy: str
 ) -> None:
     """Reserving raises if there is no memory, so the steps themselves show that what was planned is there."""
@@ -39,7 +39,7 @@ def test_everyone_is_served_within_budget_and_memory(
     assert driver.cache.free_tokens() == num_blocks * BLOCK
 
 
-def test_long_prompts_are_fed_in_chunks() -> None:
+def test_long_prompts_are_processed_in_chunks() -> None:
     driver = Driver(slots(1), budget=8)
     driver.add(20)
     items = [item for _ in range(4) for item in driver.step().items]
@@ -56,21 +56,21 @@ def test_caught_up_requests_go_before_an_earlier_prompt() -> None:
     assert counts(driver.step()) == {1: 1, 2: 1, 0: 3}
 
 
-def test_prompts_share_what_is_left_in_the_order_they_came() -> None:
+def test_prompts_share_the_rest_of_the_budget_in_order_of_arrival() -> None:
     driver = Driver(slots(3), budget=8)
     for length in (3, 30, 30):
         driver.add(length)
     assert counts(driver.step()) == {0: 3, 1: 5}
 
 
-def test_what_the_step_leaves_is_for_drafts() -> None:
+def test_drafts_may_use_the_rest_of_a_step_s_budget() -> None:
     driver = Driver(slots(3), budget=8)
     driver.add(3)
     driver.add(2)
     assert driver.step().spare_tokens == 3
 
 
-def test_the_tokens_to_feed_are_those_the_cache_has_not_seen() -> None:
+def test_a_step_computes_tokens_that_are_not_in_the_cache() -> None:
     request = make_request([10, 11, 12, 13], [20])
     assert Scheduled(request, 1, 2).tokens == [11, 12]
     assert not Scheduled(request, 1, 2).completes
@@ -103,7 +103,7 @@ def test_a_request_leaves_from_any_state_and_frees_its_memory() -> None:
         driver.scheduler.remove(requests[0])
 
 
-def test_samples_of_one_prompt_wait_until_the_first_has_fed_it() -> None:
+def test_samples_wait_until_the_first_has_computed_their_prompt() -> None:
     driver = Driver(slots(3), budget=6)
     samples = [driver.add(10, request_id="same", token=5) for _ in range(3)]
     assert [driver.step().admitted for _ in range(3)] == [samples[:1], [], samples[1:]]
@@ -131,7 +131,7 @@ def test_the_same_prompt_under_another_name_does_not_wait() -> None:
 # --- the queue
 
 
-def test_a_full_queue_says_so_and_takes_nothing() -> None:
+def test_a_full_queue_refuses_requests_with_its_sizes() -> None:
     """Whether those that may run do so yet makes no difference."""
     driver = Driver(slots(1), max_num_seqs=1, max_waiting=2)
     queued = [driver.add(2), driver.add(2), driver.add(2)]
@@ -156,7 +156,7 @@ def test_samples_are_queued_together_or_not_at_all() -> None:
     assert driver.waiting == samples[:2]
 
 
-def test_who_is_set_aside_finds_room_in_a_full_queue() -> None:
+def test_a_preempted_request_finds_room_in_a_full_queue() -> None:
     driver = Driver(blocks(4), max_num_seqs=2, max_waiting=2)
     for _ in range(2):
         driver.add(7, max_tokens=9)
@@ -209,7 +209,7 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
     assert looked_at < 100
 
 
-def test_prompt_with_logprobs_goes_in_small_parts() -> None:
+def test_a_prompt_with_logprobs_is_processed_in_small_parts() -> None:
     """Its rows cost more than others: a log-probability of each token of the vocabulary.
 
     A request that arrives during a pass waits for its end, so the parts are small also while no other sequence runs.

@@ -42,7 +42,7 @@ def next_after_feeding(driver: Driver, tokens: int, request: Request) -> Schedul
     ("budget", "fed"),
     [(50, LIVE), (10, LIVE), (9, LIVE[:3]), (7, LIVE[:3]), (6, LIVE[:2]), (5, LIVE[:2]), (4, LIVE[:1])],
 )
-def test_as_many_hypotheses_are_fed_as_fit(budget: int, fed: tuple[tuple[int, ...], ...]) -> None:
+def test_as_many_hypotheses_are_computed_as_fit(budget: int, fed: tuple[tuple[int, ...], ...]) -> None:
     driver = Driver(slots(1), max_num_seqs=1, budget=budget)
     schedule = next_after_feeding(driver, 4, search(driver))
     (item,) = schedule.items
@@ -52,7 +52,7 @@ def test_as_many_hypotheses_are_fed_as_fit(budget: int, fed: tuple[tuple[int, ..
     assert item.decodes == (fed == LIVE)
 
 
-def test_those_that_were_scored_are_not_fed() -> None:
+def test_scored_hypotheses_are_not_computed_again() -> None:
     driver = Driver(slots(1), budget=7)
     request = search(driver)
     beams = beams_of(request)
@@ -74,7 +74,7 @@ def test_a_newest_token_waits_for_a_pass_with_a_hypothesis() -> None:
     assert (item.count, paths(item)) == (1, list(LIVE[:3]))
 
 
-def test_who_decodes_goes_on_while_a_search_waits_for_room() -> None:
+def test_decoding_continues_while_a_search_waits_for_room() -> None:
     driver = Driver(slots(3), budget=5)
     others = [driver.add(2) for _ in range(2)]
     driver.step()
@@ -86,7 +86,7 @@ def test_who_decodes_goes_on_while_a_search_waits_for_room() -> None:
     assert (other.request, paths(item)) == (others[1], list(LIVE[:1]))
 
 
-def test_a_search_that_waits_for_rows_sets_nobody_aside() -> None:
+def test_a_search_that_waits_for_rows_preempts_no_request() -> None:
     """It is not memory that it lacks: somebody before it uses the pass up, and who comes behind it has a row."""
     driver = Driver(slots(3), max_num_seqs=3, budget=5, policy="first-come")
     prompt, request, last = driver.add(3), search(driver), driver.add(2)
@@ -98,7 +98,7 @@ def test_a_search_that_waits_for_rows_sets_nobody_aside() -> None:
     assert schedule.preempted == []
 
 
-def test_who_came_last_makes_room_for_a_hypothesis() -> None:
+def test_the_last_request_makes_room_for_a_hypothesis() -> None:
     driver = Driver(blocks(4), max_num_seqs=2)
     request = search(driver, num_prompt=7)
     later = driver.add(8)
