@@ -119,14 +119,14 @@ def test_a_draft_has_at_least_one_token(length: int) -> None:
     assert EngineConfig(model="m", draft_model="d", spec_length=1).spec_length == 1
 
 
-def test_arguments_without_a_use_here_are_unknown() -> None:
+def test_what_this_engine_never_needs_is_unknown() -> None:
     """Batching is always continuous, so batching modes are no arguments."""
     for name in ("batching_mode", "use_cuda_graphs"):
         with pytest.raises(ConfigError, match=f"unknown engine argument '{name}'"):
             EngineConfig.from_arguments(model="m", **{name: "continuous"})
 
 
-def test_a_step_has_a_row_for_every_sequence() -> None:
+def test_a_step_has_room_for_everyone() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is below max_num_seqs=5") as caught:
         EngineConfig(model="m", max_num_seqs=5, max_num_batched_tokens=4)
     assert "every running sequence needs a token per step" in caught.value.fix
@@ -160,7 +160,7 @@ def test_no_size_leaves_the_choice_to_the_engine(value: str | None) -> None:
     assert EngineConfig(model="m", kv_memory=value).kv_memory_bytes() is None
 
 
-def test_an_invalid_size_is_refused_with_examples() -> None:
+def test_what_is_no_size_is_refused_with_examples() -> None:
     with pytest.raises(ConfigError, match="kv_memory='2 gigs' is not a size in memory") as caught:
         EngineConfig(model="m", kv_memory="2 gigs")
     assert "512MiB" in caught.value.fix

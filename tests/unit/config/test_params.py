@@ -131,7 +131,7 @@ def test_a_clone_is_equal_and_another() -> None:
     assert params.clone() is not params
 
 
-def test_none_is_the_default_of_optional_arguments() -> None:
+def test_none_is_the_default_of_what_is_optional() -> None:
     assert SamplingParams.from_optional(n=None, top_p=None, seed=3) == SamplingParams(seed=3)
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
 
@@ -156,7 +156,7 @@ def test_stop_strings_need_text() -> None:
     ],
     ids=lambda asked: next(iter(asked)),
 )
-def test_a_beam_search_refuses_unusable_settings(asked: dict[str, Any]) -> None:
+def test_a_beam_search_refuses_what_it_has_no_use_for(asked: dict[str, Any]) -> None:
     (name,) = asked
     with pytest.raises(ConfigError, match=rf"{name}=.* does not go with beam_width=3(?s:.*)leave out {name}"):
         SamplingParams(beam_width=3, **asked)
@@ -168,7 +168,7 @@ def test_a_beam_search_returns_no_more_than_it_keeps() -> None:
         SamplingParams(beam_width=3, n=4)
 
 
-def test_a_beam_search_accepts_other_settings() -> None:
+def test_a_beam_search_takes_the_rest() -> None:
     SamplingParams(beam_width=3, n=3, temperature=0, top_k=-1, seed=1, length_penalty=-0.5)
     SamplingParams(beam_width=MAX_N, repetition_penalty=1.1, min_tokens=3, stop_token_ids=[1], prompt_logprobs=1)
     SamplingParams(beam_width=1, speculation={"num_speculative_tokens": 2, "verification": "auto"})
@@ -226,6 +226,6 @@ def test_parameters_travel() -> None:
         ({"temperature": 0, "logit_bias": {1: 1.0}}, False),
     ],
 )
-def test_settings_that_depend_on_the_history(values: dict[str, Any], penalised: bool) -> None:
+def test_what_depends_on_the_history(values: dict[str, Any], penalised: bool) -> None:
     assert SamplingParams(**values).penalised is penalised
     assert SamplingParams(**values).greedy is (values.get("temperature") == 0)
