@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speculant.kernels.native import open_kernels, usable_sets
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler, open_kernels, usable_sets
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, Purpose, Stream, mix_in
 from speculant.sampling.distribution import Node, distribution

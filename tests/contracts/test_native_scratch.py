@@ -85,7 +85,7 @@ PASSES = (
     + """
 import torch
 from speculant.cache.factory import slotted_cache
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import NativeSampler
 from speculant.models.base import SequenceInput, build_batch
 from speculant.sampling.distribution import sampling_settings
 from speculant.params import SamplingParams

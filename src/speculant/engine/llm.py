@@ -61,9 +61,12 @@ class LLM(Frontend):
         use_tqdm: see `progress`. priority: one number per prompt; a lower one is served sooner. The rest is vLLM's, and
         has to be None.
         """
-        check_call(
-            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
-        )
+        if not (lora_request is tokenization_kwargs is mm_processor_kwargs is None):
+            check_call(
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
+            )
         listed = split_prompts(prompts)
         each = zip(listed, self._params_for(listed, sampling_params), _priorities(listed, priority), strict=True)
         made = deque(

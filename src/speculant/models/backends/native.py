@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from speculant.kernels.base import Sampler
-from speculant.kernels.native import QUANTIZED, TYPES, Kernels, open_kernels
-from speculant.kernels.native_sampler import NativeSampler
+from speculant.kernels.native import QUANTIZED, TYPES, Kernels, NativeSampler, open_kernels
 from speculant.models.backends.base import AS_THEY_ARE, CODED, PLAIN, Packing
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder

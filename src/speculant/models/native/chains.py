@@ -11,8 +11,7 @@ import torch
 from speculant.cache.base import KVCache
 from speculant.kernels.base import Edits
 from speculant.kernels.memory import Scratch
-from speculant.kernels.native import NO_TOKEN, Draft, Pass, address, settings_array
-from speculant.kernels.native_sampler import NativeEdits
+from speculant.kernels.native import NO_TOKEN, Draft, NativeEdits, Pass, address, settings_array
 from speculant.models.base import Chain, known
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedNoise, MostLikely, Stream
