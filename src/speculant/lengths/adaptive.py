@@ -27,13 +27,14 @@ from speculant.metrics import StepTiming
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
-RETURN = 0.2  # of what a draft adds to its pass drafts must gain: the next passes without drafts are slower as well,
-RECOVERY = 4  # together by so many times as much
-CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried against what its costs say
+# A draft makes its pass slower by a share (`StepCosts.undrafted`), and also the next passes without drafts.
+RETURN = 0.2  # times this share: the gain that drafts need in addition
+RECOVERY = 4  # times this share: the time that these next passes lose together
+CHEAP = 0.25  # of a pass: a drafter whose first token takes longer is not tried if its costs exceed its gain
 HOLDS = 8  # steps for which a choice holds, for the same sequences
-LONGEST_HOLD, LONGEST_REST = 32, 64  # if it is the same as before; if nothing is drafted
-FOLLOWED = 4  # of so many steps with drafts the times of one are taken in
-LATE = 8  # tokens that a draft had to process first: it takes longer than one that follows a draft
+LONGEST_HOLD, LONGEST_PAUSE = 32, 64  # if it is the same as before; if nothing is drafted
+FOLLOWED = 4  # one in this many steps with drafts is timed
+LATE = 8  # backlog in tokens from which the time of a draft is not a usual one
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 
 
@@ -152,7 +153,7 @@ class Adaptive:
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """See `DraftLength.observe`."""
         started, probed = time.perf_counter(), dict[str, bool]()
-        held, missed, dear = self._held, bool(outcomes), False
+        held, missed, costly = self._held, bool(outcomes), False
         if not (outcomes or held.asked):
             self._plain_steps.observe(held, timing)
             return
@@ -161,14 +162,14 @@ class Adaptive:
             tests = outcome.accepted[: sum(outcome.tested)]
             draft = self._scores.get(outcome.request.seq_id)
             if draft is None:
-                dear = self._backlogs.note(outcome.request) > LATE + sum(outcome.accepted) or dear
+                costly = self._backlogs.note(outcome.request) > LATE + sum(outcome.accepted) or costly
             self._note_scores(outcome.request, method, draft is not None)
             key = method if draft is None else scored(method)
             trials = self._trials.get(key)
             self._acceptance[key].observe(outcome, draft)
             if trials is not None and trials.probing:
                 probed[key] = probed.get(key, True) and all(tests)
-                dear = dear or trials.doubting
+                costly = costly or trials.doubting
             missed = missed and not any(tests) and method not in self._scored
         for key, accepted in probed.items():
             self._trials[key].end(accepted)
@@ -182,7 +183,7 @@ class Adaptive:
         drafted = self._plain_steps.drafted()
         if held.pure:
             if drafted % FOLLOWED == 1 or not held.left:
-                self._follow(outcomes, timing, dear)
+                self._follow(outcomes, timing, costly)
             self._own_s = time.perf_counter() - started
 
     def _note_scores(self, request: Request, method: str, has_scores: bool) -> None:
@@ -212,10 +213,10 @@ class Adaptive:
             return self._joint_lengths(method, requests, most)
         lookups = self._scored[method]
         plain_s = self._costs.plain_rest_s + self._held.plain_s
-        is_dear = lookups.gain * plain_s < len(requests) * lookups.seconds  # a token takes a share of its pass
-        if is_dear and (steps := lookups.pause()):
+        is_costly = lookups.gain * plain_s < len(requests) * lookups.seconds  # a token takes a share of its pass
+        if is_costly and (steps := lookups.pause()):
             return [0] * len(requests), steps
-        steps = 1 if is_dear else HOLDS
+        steps = 1 if is_costly else HOLDS
         self._held.asked.append(method)
         most = [min(each, lookups.reach) for each in most]
         unscored = [place for place, request in enumerate(requests) if request in self._unscored]
@@ -229,7 +230,7 @@ class Adaptive:
 
     def _joint_lengths(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> tuple[list[int], int]:
         """Choose the lengths of drafts without scores, and for how many steps they hold."""
-        draft_s = cache(partial(self._costs.draft_s, method))  # asked for many times, while nothing changes
+        draft_s = cache(partial(self._costs.draft_s, method))  # needed many times, while nothing changes
         own = self._own_rows(method)
         pass_s = self._held.steps_s(self._costs, num_rows(sum(most), own, len(most)))
 
@@ -255,9 +256,9 @@ class Adaptive:
             tried, returning = trials.start(tried, probe), RECOVERY * (1 / self._costs.undrafted - 1)
             trial_s = seconds(sum(tried), max(tried), sum(map(bool, tried)))
             trials.costs(trial_s / seconds(0, 0, 0) - 1 + returning)
-            return tried, 1 + bool(own)  # own rows are computed a step before their draft
+            return tried, 1 + bool(own)  # look-ahead rows are computed a step before their draft
         else:
-            steps = min(LONGEST_REST, max(HOLDS, trials.wait - trials.since))
+            steps = min(LONGEST_PAUSE, max(HOLDS, trials.wait - trials.since))
             trials.due(steps)
         for request, length in zip(requests, counts, strict=True):
             if not length:
@@ -267,21 +268,21 @@ class Adaptive:
     def _scored_survivals(self, draft: ScoredDraft) -> list[float]:
         return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
 
-    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, dear: bool) -> None:
+    def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, costly: bool) -> None:
         """Let the curves follow a step with drafts in which every sequence decodes.
 
-        dear: a trial of costs alone, or a draft that had much to process first: it can only show that costs are lower.
+        costly: it is a trial of costs alone, or a draft with a long backlog: it can only show that costs are lower.
         """
         nodes = sum(sum(outcome.drafted) + outcome.own_rows for outcome in outcomes)
         rows, attention_s = self._held.rows + nodes, self._held.attention.seconds(nodes)
-        if dear and timing.verify_s > self._costs.passes.at(rows) + attention_s:
+        if costly and timing.verify_s > self._costs.passes.at(rows) + attention_s:
             return
         self._costs.observe_pass(rows, timing.verify_s, attention_s, bool(self._scores))
         self._costs.observe_rest(timing.rest_s + self._own_s)
         methods = {str(outcome.request.drafter) for outcome in outcomes}
         if len(methods) == 1 and not (self._scores and methods & self._armed):
             method, depth = methods.pop(), max(len(outcome.drafted) for outcome in outcomes)
-            if not dear or timing.draft_s < self._costs.draft_s(method, len(outcomes), depth):
+            if not costly or timing.draft_s < self._costs.draft_s(method, len(outcomes), depth):
                 self._costs.observe_draft(method, len(outcomes), depth, timing.draft_s)
 
 

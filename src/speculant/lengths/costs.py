@@ -15,10 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 DRIFT, LOCAL = 0.1, 0.1  # weights of a new step: on the whole curve, and on its own point; the first ones have more
-SLOWER, FASTER = 0.3, 0.75  # weights of what is seen without drafts, which is seldom
+SLOWER, FASTER = 0.3, 0.75  # weights of steps without drafts, which are rare
 LEARNT = 16  # steps
 OUTLIER = 1.3  # a step counts as at most this many times slower than expected: so curves stay near the usual time
-FAST, TRUSTED = 0.67, 0.95  # below this share of what was expected, a step has this weight: nothing makes it too fast
+FAST, TRUSTED = (
+    0.67,
+    0.95,
+)  # a step below this share of the expected time has this weight: no disturbance makes a step too fast
 LEAST_UNDRAFTED = 0.33  # of a pass after another one, in proportion to one after a draft
 MOST_PENDING = 8  # steps that wait until the curve is read
 LEAST_TABLE = 32  # sizes that are interpolated at once
@@ -39,7 +42,7 @@ class CostCurve:
 
     @property
     def is_learnt(self) -> bool:
-        """Whether real steps have shown by now how far they are from those of the loop that measured the curve."""
+        """Whether enough real steps were timed: they differ from the loop that measured the curve."""
         return self._seen >= LEARNT
 
     def rescale(self, factor: float) -> None:
@@ -103,7 +106,7 @@ class CostCurve:
 
 
 def _moved(weight: float, ratios: list[float]) -> float:
-    """Return the factor by which new steps move an old value; ratios: theirs to what was expected."""
+    """Return the factor by which new steps move an old value; ratios: their times over the expected ones."""
     share: float = 1 - (1 - weight) ** len(ratios)
     return 1 + share * (sum(ratios) / len(ratios) - 1)
 
@@ -111,7 +114,7 @@ def _moved(weight: float, ratios: list[float]) -> float:
 class KeyCosts(NamedTuple):
     """The time that attention adds for each key of a sequence, as a share of a pass of one row after a short text.
 
-    first: for one row of the sequence. further: for each row more.
+    first: for one row of the sequence. further: for each further row.
     """
 
     first: float = 0.0
@@ -154,10 +157,10 @@ class StepCosts:
     each method and number of sequences, a draft by depth. readings: by method; none = it reads nothing before a draft.
     rest_s: the remaining seconds of a step with drafts; plain_rest_s: those of one without.
 
-    Passes that follow others without a draft between them take less: weights that fit a processor's cache are still
-    there. The curve is at first one of such passes, for so it was measured, and comes to be that of passes after a
-    model's drafts. What passes without drafts take stays as it was until the curve has learnt, and is a share of it
-    afterwards, as both change with the machine.
+    A pass that follows another one without a draft between them is faster: weights that fit a processor's cache are
+    still there. The curve is measured with such passes and then moves to passes after a model's drafts. The time of
+    passes without drafts stays as it was until the curve has learnt. Then it is a share of the curve, as both change
+    with the machine.
     """
 
     passes: CostCurve

@@ -80,9 +80,9 @@ def choose_jointly(
     """Choose how many nodes of each sequence's offers to draft; these are its first ones.
 
     offers: those of a sequence come in order, parents first, with gains per node that do not rise. tokens: those that
-    the step commits without drafts. seconds(nodes, depth, sequences): what a step takes with so many nodes, in drafts
-    that are so deep of so many sequences. Offers are taken in the order of their gain per node, and all numbers of them
-    are compared, because costs have cliffs. Drafts must raise the tokens per second by the share `least_gain`.
+    the step commits without drafts. seconds(nodes, depth, sequences): the time of a step with drafts of a depth for
+    some sequences, which have `nodes` nodes together. Offers are taken in the order of their gain per node, and all
+    numbers of them are compared, because costs have cliffs. Drafts must raise the tokens per second by the share `least_gain`.
     """
     counts = [0] * sequences
     if not offers:

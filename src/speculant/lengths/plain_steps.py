@@ -8,19 +8,19 @@ from speculant.lengths.choice import Choice
 from speculant.lengths.costs import StepCosts
 from speculant.metrics import StepTiming
 
-FIRST_WAIT, LONGEST_WAIT = 128, 1024  # steps with drafts until some are made without
-CHANGED = 1.15  # passes with drafts that take so many times as long, or a share, show that others must be seen
+FIRST_WAIT, LONGEST_WAIT = 128, 1024  # steps with drafts until a trial
+CHANGED = 1.15  # if passes with drafts become this many times slower or faster, the others are timed again
 BLOCK, MOST_BLOCKS = 4, 8  # steps of a trial's block, and its most blocks
-FALLING = 0.97  # of the block before: a block that takes less shows that the next one may be faster still
+FALLING = 0.97  # of the block before: after a block that takes less, the next one may be faster still
 SETTLED = 16  # steps without drafts, after which none is slower because of drafts
 WATCHED = 8  # one in this many steps of a pause is timed
 
 
 class PlainSteps:
-    """Takes in the times of steps without drafts, and begins trials of such steps.
+    """Uses the times of steps without drafts, and begins trials of such steps.
 
-    A trial lasts for blocks of steps as long as these become faster: what drafts drove out of the processor's caches
-    comes back over some steps. running: whether there is one.
+    A trial continues in blocks of steps while these become faster: weights that drafts displaced from the processor's
+    caches come back over some steps. running: whether there is a trial.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -33,7 +33,7 @@ class PlainSteps:
         self._blocks, self._least_s = 0, 0.0  # of this trial, and the least of their medians
 
     def due(self) -> bool:
-        """Whether a trial is due, which begins then: after a number of steps, or once passes take another time."""
+        """Begin a trial if one is due, by the number of steps or a changed time of passes; return whether it is."""
         pass_s = self._costs.passes.at(1)
         self._known_s = self._known_s or pass_s
         if self._drafted >= self._wait:
@@ -57,8 +57,8 @@ class PlainSteps:
         return self._drafted
 
     def observe(self, held: Choice, timing: StepTiming) -> None:
-        """Take in a step without drafts. `held` gets further steps while a trial goes on."""
-        if held.awaits:  # a drafter has worked
+        """Use the time of a step without drafts. `held` gets further steps while a trial continues."""
+        if held.awaits:  # a drafter was called
             self._undrafted = 0
             return
         self._undrafted += 1

@@ -1,4 +1,4 @@
-"""When drafting is tried again where it did not pay, and whether asking a drafter that finds little pays."""
+"""When drafting is tried again where it did not pay, and whether calling a drafter that finds little pays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PROBE = 2  # nodes of a trial
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # steps without drafts between two trials
 TRIALS_SHARE = 0.005  # of the time, which trials that fail may take: cheap ones need not become rarer
 MOST_REPEATS = 3
-FIRST_DOUBT = 256  # the same where it would not pay with everything accepted, if the costs are right
+FIRST_DOUBT = 256  # the same where, by the measured costs, even fully accepted drafts would not pay
 FIRST_LONGER = 256  # steps with drafts until longer ones are tried
 LOOKUP_PAUSE = 8  # steps between two drafts of a method with scores that gains too little
-MOST_KEPT, KEPT_MEMORY = 8.0, 0.95  # of nodes that are verified, at first, and what a draft leaves of them
+MOST_KEPT, KEPT_MEMORY = 8.0, 0.95  # verified nodes at first, and the weight that each draft leaves to earlier ones
 LOOKUP_MEMORY = 0.05  # weight of the newest step
 
 
@@ -40,9 +40,9 @@ class Trials:
         return self.since >= self.wait
 
     def start(self, most: Sequence[int], nodes: int = PROBE) -> list[int]:
-        """Begin a trial of so many nodes and return those of each sequence, of which there are at most so many.
+        """Begin a trial of `nodes` nodes and return those of each sequence; most: the limits of the sequences.
 
-        The newer half of them is tried: a draft model first reads all that was committed since it drafted last.
+        Only the newer half of the sequences is tried, as a draft model first processes their backlogs.
         """
         self.since, self.probing = 0, True
         return [min(nodes, longest) if place >= len(most) // 2 else 0 for place, longest in enumerate(most)]
@@ -52,7 +52,7 @@ class Trials:
         return self.start([most])[0] if self.due() else 0
 
     def end(self, accepted: bool) -> None:
-        """Wait longer, or try again at once if all that was tried was accepted: the estimates rise slowly."""
+        """Wait longer, or try again at once if the whole trial was accepted: the estimates rise slowly."""
         self.probing = False
         if accepted and not (self.doubting or self.costly) and self.repeats < MOST_REPEATS:
             self.wait, self.repeats = 1, self.repeats + 1
@@ -71,7 +71,7 @@ class Trials:
         self.doubt, self.repeats = self.doubt or FIRST_DOUBT, 0
 
     def may_pay(self, most: Sequence[int], seconds: Seconds, least_gain: float, is_cheap: bool) -> bool:
-        """Whether a trial is due: drafts would pay if everything were accepted, or their costs are to be seen again.
+        """Whether a trial is due: drafts would pay if everything were accepted, or their costs must be measured again.
 
         most: nodes of each sequence. seconds, least_gain: see `choose_jointly`. is_cheap: see `doubts`.
         """
@@ -85,7 +85,7 @@ class Trials:
         return is_first or self.due(0)
 
     def doubts(self, is_cheap: bool) -> bool:
-        """Whether a trial is due that can only show that costs were measured wrong: on a machine that was busy.
+        """Whether a trial is due that can only show that costs were measured wrong, as on a busy machine.
 
         The first one comes at once. is_cheap: whether it costs little; otherwise there is no other.
         """
