@@ -82,7 +82,8 @@ def choose_jointly(
     offers: those of a sequence come in order, parents first, with gains per node that do not rise. tokens: those that
     the step commits without drafts. seconds(nodes, depth, sequences): the time of a step with drafts of a depth for
     some sequences, which have `nodes` nodes together. Offers are taken in the order of their gain per node, and all
-    numbers of them are compared, because costs have cliffs. Drafts must raise the tokens per second by the share `least_gain`.
+    numbers of them are compared, because costs have cliffs. Drafts must raise the tokens per second by the share
+    `least_gain`.
     """
     counts = [0] * sequences
     if not offers:
