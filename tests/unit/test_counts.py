@@ -1,4 +1,4 @@
-"""`TokenCounts`: what was counted token by token, and forgotten again, is what a fresh count gives."""
+"""`TokenCounts`: counts that were updated token by token equal a fresh count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft tree says the same whether it was made of tensors or of integers."""
+"""A draft tree is the same whether it was made of tensors or of integers."""
 
 import copy
 import dataclasses

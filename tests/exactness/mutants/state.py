@@ -276,8 +276,8 @@ BATCH = [
     Mutant(
         "results handed out in the wrong order",
         RUNNER,
-        "_Share(item, tree, nodes, first, begin, len(wanted))",
-        "_Share(item, tree, nodes, first, 0, len(wanted) - begin)",
+        "wanted += map(root.__add__, nodes)",
+        "wanted[:0] = map(root.__add__, nodes)",
         OWN_TOKENS.format("greedy-none-paged"),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""What block managers tell a storage to copy, in plain integers."""
+"""The copies that block managers order from a storage, in plain integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache of blocks has beyond the contract: sharing, copies on write, and what is kept for later."""
+"""A cache of blocks beyond the contract: sharing, copies on write, and blocks that are kept for later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache_of(num_blocks: int, keep_prefixes: bool = True) -> KVCache:
 
 
 def serve(cache: KVCache, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> int:
-    """Feed what is not known of the tokens and index them all; return how many were known."""
+    """Reserve positions for the tokens that are not indexed, and index them all; return how many were indexed."""
     known = cache.match_prefix(seq_id, tokens, cache_salt)
     feed(cache, seq_id, tokens[known:])
     cache.insert_prefix(seq_id, tokens)
@@ -48,7 +48,7 @@ def blocks(cache: KVCache, seq_id: int) -> list[int]:
 
 
 def test_an_unknown_sequence_has_an_empty_table() -> None:
-    """What one cache knows of a sequence that nobody fed is nothing to another cache."""
+    """An unknown sequence of one cache does not affect another cache."""
     tables = [cache_of(2).table(PROBE) for _ in range(2)]
     assert [len(table) for table in tables] == [0, 0]
     assert tables[0] is not tables[1]

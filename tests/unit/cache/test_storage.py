@@ -1,4 +1,4 @@
-"""Tensors by slot: what is written is read back, and moved as if all at once."""
+"""Tensors by slot: written values are read back, and moved as if all at once."""
 
 from __future__ import annotations
 

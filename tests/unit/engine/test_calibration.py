@@ -120,7 +120,7 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
 def test_calibration_measures_many_rows_of_slow_models(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line through a few rows alone does not tell what a batch with drafts costs."""
+    """A line through a few rows does not show the cost of a batch with drafts."""
     forward, clock = build.forward_target, [0.0]
 
     def slow(*arguments: Any) -> Any:

@@ -71,7 +71,7 @@ class Round:
 
 
 def a_round(tree: DraftTree = TREE, output: Sequence[int] = (), **fields: Any) -> Round:
-    """Set up what a pass leaves behind: root and draft nodes in the cache, the row number as content."""
+    """Set up the state after a pass: root and draft nodes in the cache, the row number as content."""
     params = fields.pop("params", SamplingParams(max_tokens=50))
     request = make_request(PROMPT, output, params, **fields)
     cache = slotted_cache(SHAPE, 1, 100)

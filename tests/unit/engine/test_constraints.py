@@ -1,4 +1,4 @@
-"""A request's constraint takes what is committed, gives it back when a step fails, and ends the request when done."""
+"""A request's constraint advances by committed tokens, is rolled back when a step fails, and can end the request."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def test_a_constraint_that_allows_nothing_is_an_error() -> None:
 
 
 class TroubleError(Exception):
-    """What goes wrong."""
+    """The error that the tests raise."""
 
 
 class Breaking(AutomatonConstraint):
-    """Breaks where it is told to."""
+    """Raises in the calls that a test names."""
 
     def __init__(self, automaton: Automaton, place: str) -> None:
         super().__init__(automaton)
@@ -226,7 +226,7 @@ def test_a_constraint_can_reuse_its_mask() -> None:
 
 
 class Forcing(AutomatonConstraint):
-    """Says that the same tokens are forced everywhere."""
+    """Forces the same tokens everywhere."""
 
     def __init__(self, automaton: Automaton, tokens: Sequence[int]) -> None:
         super().__init__(automaton)
@@ -238,7 +238,7 @@ class Forcing(AutomatonConstraint):
 
 
 class Bounded(ScriptedDrafter):
-    """Notes the limits above 0 that it is asked with."""
+    """Records the limits above 0 that it is called with."""
 
     def __init__(self, propose: Callable[[Request], Sequence[int]]) -> None:
         super().__init__(propose)
@@ -310,7 +310,7 @@ def test_forced_drafts_are_not_the_policys() -> None:
 
 
 class Watching(Fixed):
-    """Notes whose drafts it was told of."""
+    """Records the requests whose drafts it observes."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -322,7 +322,7 @@ class Watching(Fixed):
 
 
 class Preparing(AutomatonConstraint):
-    """Notes what it is asked to prepare, and which masks are asked for."""
+    """Records the paths that it prepares, and the masks that are read."""
 
     def __init__(self, automaton: Automaton) -> None:
         super().__init__(automaton)

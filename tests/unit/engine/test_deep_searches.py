@@ -87,7 +87,7 @@ def seconds(longest: int) -> float:
 
 
 def test_search_time_does_not_grow_with_the_cube() -> None:
-    """Four times the tokens are sixteen times the nodes fed; bookkeeping with the cube takes sixty-four times as long.
+    """Four times the tokens are sixteen times the nodes; cubic bookkeeping would take sixty-four times as long.
 
     A step's fixed cost makes the real ratio smaller than either: about 6, against almost 40.
     """
@@ -101,7 +101,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def next_round(llm: LLM, prompt: list[int], live: tuple[Hypothesis, ...]) -> list[tuple[tuple[int, ...], float]]:
-    """Return the two likeliest continuations of two hypotheses, each of which is fed as a prompt."""
+    """Return the two likeliest continuations of two hypotheses, each of which is computed as a prompt."""
     found = []
     for each in live:
         (result,) = llm.generate([[*prompt, *each.tokens()]], SamplingParams(max_tokens=1, temperature=0, logprobs=2))

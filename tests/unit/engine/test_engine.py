@@ -1,4 +1,4 @@
-"""The engine over a small real model: what it refuses, what it frees, and which rule a request gets."""
+"""The engine with a small real model: refused requests, released memory, and the verifier of a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_BLOCKS = 3 * 8
 
 
 class Fallible:
-    """A model whose passes are interrupted when it is told so."""
+    """A model whose passes can be interrupted."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model, self.fails = model, False
@@ -253,7 +253,7 @@ def test_a_second_abort_and_an_unknown_id_are_ignored(target: CausalLM) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_others_continue_after_an_interrupted_pass(target: CausalLM, draft: CausalLM, steps: int) -> None:
-    """Whoever interrupted it aborts its own request; a stream beside it must not notice."""
+    """The caller that interrupted it aborts its own request; another stream is not affected."""
     params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0)
     calm = engine_of(target, model_drafter(draft))
     calm.add_request(PROMPT * 2, params, "stays")

@@ -64,7 +64,7 @@ def usual_params(settings: str) -> SamplingParams:
 
 @functools.cache
 def healthy(model: str, backend: str, draft: bool, settings: str) -> list[Any]:
-    """Return what all requests give if nothing is wrong with them."""
+    """Return the outputs of all requests without an error."""
     return outputs(model, backend, draft, [usual_params(settings)] * 3, PROMPTS)
 
 
@@ -119,7 +119,7 @@ def rig_of(table: Table, length: int, verification: str = "auto") -> Rig:
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 1}, {"seed": 2, "top_k": 3}])
 @pytest.mark.parametrize("row", ROWS)
 def test_an_output_fails_in_the_same_place_with_a_draft(row: str, settings: dict[str, Any]) -> None:
-    """What a draft sees ahead of the output is nobody's error before the output gets there."""
+    """An error at a drafted node fails no request before its output gets there."""
     table, params = failing(ROWS[row], lambda history: len(history) == 9), SamplingParams(max_tokens=12, **settings)
     texts = []
     for length in (0, 2, 5):
@@ -136,7 +136,7 @@ def test_an_output_fails_in_the_same_place_with_a_draft(row: str, settings: dict
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_failed_row_below_a_draft_costs_that_draft(row: str, verifier: str, settings: dict[str, Any]) -> None:
-    """A token that the target never takes is proposed in every step, and nothing is known behind it."""
+    """A token that the target never accepts is proposed in every step, and has no distribution after it."""
     never = 3
 
     def table(history: History) -> Sequence[float]:
@@ -163,7 +163,7 @@ def test_a_failed_row_below_a_draft_costs_that_draft(row: str, verifier: str, se
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("bad", [0.0, math.nan])
 def test_nothing_below_a_failed_row_is_verified(bad: float, verifier: str) -> None:
-    """The node itself is accepted as its parent's row says, and its token is the last one."""
+    """The node itself is accepted by its parent's row, and its token is the last one."""
     tree, p = DraftTree.chain([1, 0, 0, 2]), torch.eye(3, dtype=torch.float64)[[1, 0, 0, 0, 2]]
     p[1] = bad
     chance = Stream(1, (Purpose.ACCEPT, Purpose.DRAW), 0)

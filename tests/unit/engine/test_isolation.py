@@ -1,4 +1,4 @@
-"""An error is the end of whoever causes it, and of nobody else."""
+"""An error ends the request that causes it, and no other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAIR = Pair(2, V, FULL_SUPPORT)
 
 
 class TroubleError(Exception):
-    """What goes wrong."""
+    """The error that the tests raise."""
 
 
 def raising(table: Table) -> Table:
@@ -163,7 +163,7 @@ def _a_rule_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said_without(trouble: str, cache: MakeCache, **distribution: Any) -> dict[str, list[int]]:
-    """Return what is said without the trouble, everything else being equal."""
+    """Return the outputs without the error, everything else being equal."""
     rig = rig_of("drafter: is fine" if trouble.startswith("drafter") else "", cache)
     requests = add_all(rig, **distribution)
     rig.finish()
@@ -174,7 +174,7 @@ def said_without(trouble: str, cache: MakeCache, **distribution: Any) -> dict[st
 @pytest.mark.parametrize("distribution", [{"temperature": 0}, {}], ids=["greedy", "sampled"])
 @every_trouble
 def test_an_error_ends_its_own_request_alone(trouble: str, distribution: dict[str, Any], cache: MakeCache) -> None:
-    """The others say what they would have said: a pass that is repeated for each alone draws nothing anew."""
+    """The others' outputs stay the same: a pass that is repeated for each request alone draws nothing anew."""
     rig, expected = rig_of(trouble, cache), said_without(trouble, cache, **distribution)
     requests = add_all(rig, trouble, **distribution)
     outputs = rig.finish()
@@ -252,7 +252,7 @@ def test_an_error_caused_by_the_request_is_not_doubtful(trouble: str) -> None:
 
 
 class Unsociable(TableModel):
-    """A model that serves nobody beside anybody else."""
+    """A model that fails for more than one sequence at a time."""
 
     def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
         """See `CausalLM.forward`."""
@@ -267,7 +267,7 @@ def drain(engine: Engine) -> None:
 
 
 def test_an_error_without_an_owner_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Everyone is served, one at a time; that it is so slow must not stay a secret."""
+    """Every request is served, one at a time; the log says that this is slow."""
     rig = build_rig(Unsociable(PAIR.target, V), limits=LIMITS)
     requests, expected = add_all(rig, temperature=0), said_without("", paged, temperature=0)
     drain(rig.engine)

@@ -1,4 +1,4 @@
-"""What an engine logs about steps and requests that fail: enough to find the cause, and only for who asks."""
+"""The log of failed steps and requests: enough to find the cause, and no warning."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_failed_step_is_logged_with_its_cause(llm: LLM, caplog: pytest.LogCaptur
 
 
 def test_a_failed_step_logs_no_warning(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever sent the request is told; Python shows warnings to everybody who has not set up logging."""
+    """The caller gets the error; Python shows warnings wherever logging is not set up."""
     llm.generate([[50, 51], [52]], PARAMS)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

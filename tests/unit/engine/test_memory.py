@@ -254,7 +254,7 @@ def test_free_memory_is_the_machine_s_figure_or_a_guess(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("draft", [DRAFT, None], ids=["drafter", "none"])
 def test_an_unset_context_is_the_longest_that_fits(backend: str, draft: CacheShape | None) -> None:
-    """It is the model's own where memory allows, else what one sequence can have; with slots, what each can have."""
+    """It is the model's own if memory allows, else the length that fits for one sequence; with slots, for each one."""
     own = Limits(1000, 2, 8)
     both = TARGET.bytes_per_token + (draft.bytes_per_token if draft else 0)
     sequences = 2 if backend == "slotted" else 1
@@ -277,7 +277,7 @@ def test_the_context_is_described_with_its_reason() -> None:
 
 
 def test_long_context_does_not_multiply_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asked for eight sequences of it: there is room for one, and for all at the usual length."""
+    """No setting requires eight sequences of this length: there is room for one, and for all at the usual length."""
     monkeypatch.setattr(memory_module, "USUAL_CONTEXT", 64)
     for own, sequences, expected in ((1000, 3, 1008), (1000, 20, 20 * 64), (48, 3, 3 * 48)):
         memory = memory_of(Limits(own, sequences, 100), block_size=16, max_model_len=None)

@@ -1,4 +1,4 @@
-"""The bar over prompts: where it is shown, what makes it, and that it counts prompts."""
+"""The progress bar over prompts: where it is shown, how it is made, and that it counts prompts."""
 
 from __future__ import annotations
 

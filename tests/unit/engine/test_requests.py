@@ -1,4 +1,4 @@
-"""`check_request` refuses what `add_request` refuses, with the same error, and before anything runs."""
+"""`check_request` raises the errors of `add_request` before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A beam search that fails, is cut short or finds too little ends with all of its samples, and with nobody else."""
+"""A beam search that fails, is aborted or finds too few texts ends with all its samples, and with no other request."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SEARCH = SamplingParams(beam_width=3, n=3, max_tokens=8)
 
 
 class TroubleError(Exception):
-    """What goes wrong."""
+    """The error that the tests raise."""
 
 
 class Watch:
-    """Raises at the third token of the sample with the given index; counts those that watch."""
+    """Raises at the third token of the sample with the given index; counts its instances."""
 
     made = 0
 
@@ -102,7 +102,7 @@ def test_every_sample_s_stop_checker_gets_its_own_tokens() -> None:
 
 
 def test_a_sample_without_a_hypothesis_ends_with_an_error() -> None:
-    """Two texts are possible and three were asked for."""
+    """Two texts are possible and three were requested."""
     rig = build_rig(TableModel(lambda history: [0.0, 0.0] if len(history) == 1 else [0.0, -math.inf], 2), limits=LIMITS)
     rig.expected = RequestError
     samples = rig.add((1,), SEARCH, "search")

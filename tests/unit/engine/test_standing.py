@@ -1,4 +1,4 @@
-"""What an engine tells of itself: its queue, its memory and its figures."""
+"""An engine's figures of itself: its queue, its memory and its totals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/vllm.md has a row for every argument, parameter and method that code knows; its program runs."""
+"""docs/vllm.md has a row for every argument, parameter and method in the code; its program runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
 
 
 def names(section: str) -> set[str]:
-    """Return what a section writes as code, as single words."""
+    """Return the code of a section as single words."""
     return {word for code in re.findall(r"`([^`]+)`", SECTIONS[section]) for word in re.findall(r"\w+", code)}
 
 

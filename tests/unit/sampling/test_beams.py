@@ -56,7 +56,7 @@ def test_ties_go_to_the_better_hypothesis_then_continuation() -> None:
 
 
 def test_only_the_first_ranks_may_end() -> None:
-    """The end ranks third of two: nobody ends, and it does not live on."""
+    """The end ranks third of two: no hypothesis ends, and this one does not stay live."""
     search = advanced(beams(2), {(): ((1, -1.0), (2, -2.0), (0, -2.5), (3, -3.0))})
     assert (texts_of(search.live), search.finished) == ([(1,), (2,)], ())
     search = advanced(beams(2), {(): ((1, -1.0), (0, -2.0), (2, -2.5), (3, -3.0))})
@@ -128,7 +128,7 @@ def test_a_common_prefix_is_the_longest(count: int, prefix: Text) -> None:
 
 
 def test_a_tree_scores_the_hypotheses_that_it_has() -> None:
-    """Nodes behind a hypothesis say what follows it. Those of other texts say nothing."""
+    """Nodes after a hypothesis score its continuations. Nodes of other texts are ignored."""
     live = hypotheses([(1, 2), (1, 3), (4, 2)])
     search = beams(3, live=live, rounds=2)
     tree = DraftTree.of([9, 1, 3, 2, 7, 7], [-1, -1, 1, 1, 3, 0])

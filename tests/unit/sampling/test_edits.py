@@ -1,4 +1,4 @@
-"""What changes single scores: never the whole history, the same bits on the native kernels, masks of any length."""
+"""Edits of single logits: no pass over the history, the same bits on the native kernels, masks of any length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_pena
 
 
 class Unread(list[int]):
-    """A list that nobody may go through."""
+    """A list that must not be iterated."""
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("the history was read")

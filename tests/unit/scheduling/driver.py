@@ -1,4 +1,4 @@
-"""A scheduler over real caches whose steps feed and commit, without a model."""
+"""A scheduler over real caches whose steps compute and commit tokens without a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks(num_blocks: int, keep_prefixes: bool = False) -> KVCache:
 
 
 class Driver:
-    """Adds requests and does what a step does with its schedule; each new token is a 7."""
+    """Adds requests and treats each schedule as a step does; each new token is a 7."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Driver:
             self.scheduler.waiting.remove(request)
 
     def step(self) -> Schedule:
-        """Schedule, feed all of it, and commit a token wherever everything was fed."""
+        """Schedule, compute all items, and commit a token wherever no token is missing."""
         schedule = self.scheduler.schedule()
         self.started += schedule.admitted
         for item in schedule.items:
@@ -94,7 +94,7 @@ class Driver:
         return schedule
 
     def check(self) -> None:
-        """Assert that those who wait hold nothing."""
+        """Assert that waiting requests own no blocks."""
         self.cache.check()
         assert all(self.cache.length(request.seq_id) == 0 for request in self.scheduler.waiting)
 
@@ -107,10 +107,10 @@ class Driver:
         raise AssertionError(f"it is not so after {most} steps")
 
     def finish(self) -> None:
-        """Step until nobody waits or runs."""
+        """Step until no request waits or runs."""
         self.steps_until(lambda: not (self.scheduler.waiting or self.scheduler.running))
 
 
 def counts(schedule: Schedule) -> dict[int, int]:
-    """Return how many tokens each sequence feeds, in their order."""
+    """Return how many tokens of each sequence are computed, in their order."""
     return {item.request.seq_id: item.count for item in schedule.items}

@@ -122,7 +122,7 @@ def test_adaptive_learns_from_costs_that_were_wrong() -> None:
 
 
 def test_adaptive_recovers_from_costs_of_a_busy_machine() -> None:
-    """Passes of some rows looked six times as dear as they are, and longer ones fourteen times."""
+    """Passes of some rows looked six times as slow as they are, and longer ones fourteen times."""
     setting = Setting(lambda place: 0.85, 0.05)
     drafts = {1: CostCurve({depth: 0.05 * depth for depth in DEPTHS})}
     busy = CostCurve({rows: 1.0 if rows < 3 else 6.0 if rows < 9 else 14.0 for rows in ROWS})
@@ -132,7 +132,7 @@ def test_adaptive_recovers_from_costs_of_a_busy_machine() -> None:
 
 @pytest.mark.parametrize("score", [None, lambda alpha: round(alpha, 1)])
 def test_adaptive_counts_the_cost_of_rows_after_a_long_text(score: Callable[[float], float] | None) -> None:
-    """A row more takes 0.02 of a pass behind a short text, and 0.27 behind this one: from the first steps on."""
+    """A further row takes 0.02 of a pass after a short text, and 0.27 after this one: from the first steps on."""
     world = partial(World, pass_s, 0.001, lambda place: 0.5, score, noise=0.1, prompt=2500, key_s=lambda m: 1e-4 * m)
     plain = world().run(Fixed(0), 1, 40)
     best = max(world().run(Fixed(length), 1, 40) for length in LENGTHS)
@@ -165,7 +165,7 @@ def test_adaptive_finds_that_steps_without_drafts_are_faster(lingers: float) -> 
 
 @pytest.mark.parametrize("name", ["random", "as large as the target"])
 def test_adaptive_is_not_misled_by_other_programs(name: str) -> None:
-    """What they add to a pass must not make passes without drafts look dear."""
+    """Their addition to a pass must not make passes without drafts look slow."""
     ratios = list[float]()
     for seed in range(12):
         world, plain = USELESS[name].world(seed), USELESS[name].world(seed)
@@ -232,7 +232,7 @@ def test_adaptive_gives_each_candidate_drafter_its_own_length() -> None:
 
 
 def test_a_method_with_trees_is_tried_with_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is accepted of smaller ones says less of them, and would be counted as theirs."""
+    """The acceptance of smaller trees shows less, and would be counted for whole ones."""
     useless, chosen = Setting(lambda place: 0.0, 0.03), set[int]()
     drafts = {1: CostCurve({depth: depth * useless.token_s for depth in DEPTHS})}
     costs = StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts})

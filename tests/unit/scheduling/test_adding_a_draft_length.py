@@ -1,4 +1,4 @@
-"""The page on draft-length policies is true: its code follows what is accepted, and changes no text."""
+"""The page on draft-length policies is true: its code follows accepted tokens and changes no text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(name: str, **options: int) -> DraftLength:
 
 
 def outcome(request: Request, accepted: int, drafted: int) -> DraftOutcome:
-    """Say that so many of a chain's tokens were accepted, and the next one tested."""
+    """Return the outcome of a chain of which a number of tokens were accepted, and the next one tested."""
     tested = min(accepted + 1, drafted)
     ones = [[1] * count + [0] * (drafted - count) for count in (tested, accepted)]
     return DraftOutcome(request, [1] * drafted, *ones)

@@ -1,4 +1,4 @@
-"""Drafts that end after what the drafter is unsure of."""
+"""Drafts that end after an unlikely token."""
 
 from __future__ import annotations
 

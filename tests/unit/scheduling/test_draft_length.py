@@ -1,4 +1,4 @@
-"""How many nodes a draft may have: the wish, cut to what can still be used and fits."""
+"""How many nodes a draft may have: the wanted length, cut to the nodes that can be used and fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import make_request
 
 
 def decoding(num_output: int = 1, max_tokens: int | None = 100, wanted: int | None = None) -> Scheduled:
-    """Schedule the newest token of a request with a prompt of five, which wants drafts of a length of its own."""
+    """Schedule the newest token of a request with a prompt of five; wanted: its own draft length."""
     params = SamplingParams(max_tokens=max_tokens)
     request = make_request([1] * 5, [2] * num_output, params, num_speculative_tokens=wanted)
     return Scheduled(request, len(request.tokens) - 1, 1)
@@ -28,7 +28,7 @@ def decoding(num_output: int = 1, max_tokens: int | None = 100, wanted: int | No
 
 @dataclass
 class Pool:
-    """A plan for a cache in which everyone may take what is left."""
+    """A plan for a cache whose free rows any sequence may take."""
 
     left: int
 
@@ -115,7 +115,7 @@ def test_look_ahead_rows_leave_less_for_other_drafts() -> None:
 
 
 def searching(rounds: int = 3, max_tokens: int = 100) -> Scheduled:
-    """Schedule a search of four beams, two of them alive behind a prompt of five: six nodes."""
+    """Schedule a search of four beams, two of them alive after a prompt of five: six nodes."""
     request = make_request([1] * 5, params=SamplingParams(beam_width=4, max_tokens=max_tokens))
     live = hypotheses((token,) * rounds for token in range(2))
     search = give_search(request, Beams(4, 1.0, frozenset(), max_tokens, 50, rounds, live))
@@ -136,7 +136,7 @@ def test_a_search_is_not_drafted_beyond_its_end(max_tokens: int, rounds: int) ->
 
 
 def test_scored_hypotheses_are_computed_again_below_a_draft() -> None:
-    """Then the limit is what is left of budget and memory for the draft itself."""
+    """Then the limit is the rest of budget and memory for the draft itself."""
     item = searching()
     beams = beams_of(item.request)
     beams = beams.advance(scored(beams, {(0, 0, 0): ((1, -1.0),)}))

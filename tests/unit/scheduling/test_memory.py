@@ -1,4 +1,4 @@
-"""Who is let in, and who is set aside, when there is not memory for everybody."""
+"""Which requests are admitted, and which preempted, if memory does not suffice for all."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_two_half_processed_prompts_do_not_block_each_other() -> None:
 
 
 def test_the_first_request_always_advances() -> None:
-    """Whatever the others do, whoever stands first by rank gains a token in every step once its prompt is fed."""
+    """The first request by rank gains a token in every step after its prompt, whatever the others do."""
     driver = Driver(blocks(8), budget=8)
     for length in (5, 9, 2, 14, 7):
         driver.add(length, max_tokens=12)

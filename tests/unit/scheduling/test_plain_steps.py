@@ -53,7 +53,7 @@ def test_a_trial_begins_after_steps_with_drafts_each_time_more() -> None:
 
 
 def test_a_trial_continues_while_steps_become_faster() -> None:
-    """What drafts drove out of the caches comes back over some steps, which do not count."""
+    """Weights that drafts displaced from the caches come back over some steps, which do not count."""
     plain, costs = world()
     plain.drafted()
     plain._drafted = FIRST_WAIT

@@ -56,7 +56,7 @@ def test_a_long_wait_puts_a_request_before_all_new_ones(policy: str, backlog: in
 
 
 def last_overtaker(driver: Driver, length: int, priority: int) -> int:
-    """Serve a long prompt while two short ones come at every step; return who came last of those that started first."""
+    """Serve a long prompt while two short ones come at every step; return the last one that starts before it."""
     patient = driver.add(40, priority=priority)
 
     def is_served() -> bool:
@@ -79,7 +79,7 @@ def test_no_request_waits_forever(policy: str, length: int, priority: int) -> No
 
 @every_policy
 def test_no_request_waits_for_memory_forever(policy: str) -> None:
-    """The long prompt needs nearly all blocks at once; there is always somebody who needs few."""
+    """The long prompt needs nearly all blocks at once; there is always a request that needs few."""
     driver = Driver(blocks(12), budget=16, policy=policy, max_waiting=10_000)
     assert last_overtaker(driver, 6, priority=1) <= 2 * 2 * PATIENCE
 

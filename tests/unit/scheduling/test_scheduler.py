@@ -1,4 +1,4 @@
-"""Who feeds how much: the budget holds, decoders come first, samples wait for their first."""
+"""The tokens of each step: the budget is kept, decoding comes first, samples wait for their first one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 def test_every_request_is_served_within_budget_and_memory(
     prompts: list[int], max_num_seqs: int, extra: int, num_blocks: int, policy: str
 ) -> None:
-    """Reserving raises if there is no memory, so the steps themselves show that what was planned is there."""
+    """Reserving raises if there is no memory, so the steps themselves show that the planned memory is there."""
     budget = max_num_seqs + extra
     driver = Driver(blocks(num_blocks), max_num_seqs=max_num_seqs, budget=budget, policy=policy)
     requests = [driver.add(length) for length in prompts]
@@ -168,7 +168,7 @@ def test_a_preempted_request_finds_room_in_a_full_queue() -> None:
 
 
 def test_scheduler_lets_others_pass_samples_that_wait() -> None:
-    """While the first of many samples feeds a long prompt, free slots go to requests that came later."""
+    """While the first of many samples processes a long prompt, free slots go to later requests."""
     driver = Driver(slots(4), budget=6)
     samples = [driver.add(40, request_id="same", token=5) for _ in range(6)]
     later = [driver.add(2, max_tokens=1) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The hypotheses of a beam search are rows that have to be fed: all of them, or some at a time."""
+"""The hypotheses of a beam search are rows that have to be computed: all at once, or some at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIVE = ((1, 2, 3), (1, 2, 4), (1, 5, 3), (6, 2, 7))  # nine nodes: 3 + 1 + 2 + 3
 
 
 def search(driver: Driver, num_prompt: int = 5, trunk: tuple[int, ...] = (), reach: int = 50) -> Request:
-    """Queue a search with four hypotheses behind a trunk."""
+    """Queue a search with four hypotheses after a trunk."""
     request = driver.add(num_prompt, max_tokens=30)
     live = hypotheses(trunk + text for text in LIVE)
     give_search(request, Beams(4, 1.0, frozenset(), 30, reach, len(trunk) + 3, live))
@@ -26,7 +26,7 @@ def search(driver: Driver, num_prompt: int = 5, trunk: tuple[int, ...] = (), rea
 
 
 def paths(item: Scheduled) -> list[tuple[int, ...]]:
-    """Return the hypotheses that a step feeds whole."""
+    """Return the hypotheses that a step computes completely."""
     return [text for text in LIVE if len(item.tree.path_along(text)) == len(text)]
 
 
@@ -87,7 +87,7 @@ def test_decoding_continues_while_a_search_waits_for_room() -> None:
 
 
 def test_a_search_that_waits_for_rows_preempts_no_request() -> None:
-    """It is not memory that it lacks: somebody before it uses the pass up, and who comes behind it has a row."""
+    """It does not lack memory: an earlier request uses up the pass, and a later one has a row."""
     driver = Driver(slots(3), max_num_seqs=3, budget=5, policy="first-come")
     prompt, request, last = driver.add(3), search(driver), driver.add(2)
     driver.start_all()

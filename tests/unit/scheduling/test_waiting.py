@@ -15,7 +15,7 @@ ACTIONS = st.lists(
 
 
 class Model:
-    """A queue whose keys are set before each `add`, beside what it should hold: requests in order of key and entry."""
+    """A queue whose keys are set before each `add`, and its expected content: requests in order of key and entry."""
 
     def __init__(self) -> None:
         self.keys: dict[int, int] = {}
@@ -59,7 +59,7 @@ def test_queue_agrees_with_a_sorted_list(actions: list[tuple[str, int, int]]) ->
 
 
 def test_request_that_comes_back_has_its_new_place() -> None:
-    """It was first, was admitted and is preempted: its former entry says that it is first."""
+    """It was first, was admitted and is preempted: its former entry would make it first."""
     model = Model()
     model.act("add", 0, 0)
     model.act("add", 1, 1)
