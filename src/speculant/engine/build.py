@@ -28,12 +28,11 @@ from speculant.drafting.methods import (
     takes_model,
 )
 from speculant.drafting.selection import Selection, Selector
-from speculant.engine.draft_precision import AUTO, choose_precision, rounded
+from speculant.engine.draft_loading import AUTO, choose_precision, draft_vocabulary, rounded
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.runner import forward_target
-from speculant.engine.vocabularies import draft_vocabulary
 from speculant.errors import ConfigError
 from speculant.files import read_json
 from speculant.lengths.base import DraftLength, DraftLengthContext

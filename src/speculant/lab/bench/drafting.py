@@ -17,7 +17,7 @@ from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.drafting.base import Method
 from speculant.engine.build import build_around
-from speculant.engine.draft_precision import UNCHANGED
+from speculant.engine.draft_loading import UNCHANGED
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.bench.acceptance import Estimate, pooled
 from speculant.lab.bench.pair import (

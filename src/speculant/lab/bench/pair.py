@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around
-from speculant.engine.draft_precision import UNCHANGED
-from speculant.engine.vocabularies import draft_vocabulary
+from speculant.engine.draft_loading import UNCHANGED, draft_vocabulary
 from speculant.lab.bench.acceptance import (
     Estimate,
     Text,

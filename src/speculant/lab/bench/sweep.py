@@ -13,8 +13,7 @@ from typing import Any
 from speculant.config import EngineConfig
 from speculant.drafting.methods import WITH_MODEL
 from speculant.engine.build import Runtime, build_around
-from speculant.engine.draft_precision import AUTO, rounded
-from speculant.engine.vocabularies import draft_vocabulary
+from speculant.engine.draft_loading import AUTO, draft_vocabulary, rounded
 from speculant.errors import ConfigError
 from speculant.lab.bench.acceptance import TextAcceptance, TextReader, measure_acceptance
 from speculant.lab.bench.measuring import PLAIN, BenchCase, Notify, Tell, Way, measure, ways_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams
-from speculant.engine import draft_precision
-from speculant.engine.draft_precision import Precision, choose_precision
+from speculant.engine import draft_loading
+from speculant.engine.draft_loading import Precision, choose_precision
 from speculant.errors import ModelError
 from speculant.lengths import calibration
 from speculant.models.weights.load import load_model
@@ -70,7 +70,7 @@ def test_choice_is_kept_and_read_again(
         pytest.skip("the native kernels are not built")
     assert loaded == [None, *TYPES]
     file.write_text(kept_text)
-    monkeypatch.setattr(draft_precision, "timed", lambda run, sizes: pytest.fail("it was measured again"))
+    monkeypatch.setattr(draft_loading, "timed", lambda run, sizes: pytest.fail("it was measured again"))
     loaded.clear()
     assert choose_precision(target, load, ["pair"])[1] == json.loads(kept_text)["draft_quantization"] == loaded[0]
     assert len(loaded) == 1

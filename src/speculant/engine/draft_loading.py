@@ -1,8 +1,9 @@
-"""Chooses the type of a draft model's weights: that with which text is expected to come fastest on this machine.
+"""How a draft model is loaded: with which vocabulary beside its target's, and with weights of which type.
 
-A draft does not change the output's distribution, so its weights may be rounded: its passes become faster, and fewer of
-its tokens are accepted. Both are measured, on a text that the draft itself draws, and the choice is kept on disk beside
-the curves of costs (lengths/calibration.py).
+The type is the one with which text is expected to come fastest on this machine. A draft does not change the output's
+distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted. Both are
+measured, on a text that the draft itself draws, and the choice is kept on disk beside the curves of costs
+(lengths/calibration.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,9 +26,11 @@ from speculant.errors import ModelError, SpeculantError
 from speculant.files import key_of, write_file
 from speculant.lengths.calibration import folder, requests, timed
 from speculant.models.base import CausalLM, Chain, SequenceInput, build_batch
+from speculant.models.vocabulary import DraftVocabulary
 from speculant.models.weights.load import Checkpoint
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
+from speculant.text.tokenizer import Tokenizer, compare_vocabularies, substitute_token
 from speculant.types import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,19 @@ LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that 
 LONGEST = 16  # drafts that are compared
 PROMPT, SAMPLE = 8, 48  # tokens
 DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
+
+
+def draft_vocabulary(folder: Path, target: Checkpoint, tokenizer: Tokenizer) -> DraftVocabulary | None:
+    """Compare the tokenizer in a draft's folder with the target's, `tokenizer`. Raises PairError if ids clash.
+
+    Returns the vocabulary to load the draft model with; None = it has the target's tokens.
+    """
+    own = Tokenizer.from_folder(folder)
+    unknown = compare_vocabularies(tokenizer, own)
+    if not unknown:
+        return None
+    lacks = len(unknown - {*own.vocab().values()})
+    return DraftVocabulary(target.model.vocab_size, unknown, substitute_token(own, unknown), lacks)
 
 
 def rounded(given: str | None) -> str | None:
