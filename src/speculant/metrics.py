@@ -180,7 +180,7 @@ class TimingMetrics:
             self.together.record(step)
 
     def share_passes(self, other: TimingMetrics) -> None:
-        """Take over the passes of another sample, and their times: both were made by the same passes."""
+        """Copy the passes of another sample and their times: both samples share their passes."""
         self.target_passes, self.sampled_passes = other.target_passes, other.sampled_passes
         self.draft_s, self.verify_s = other.draft_s, other.verify_s
 
@@ -218,7 +218,7 @@ class TimingMetrics:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens that the target gave, per pass that sampled them: num_tokens / sampled_passes.
+        """Tokens per pass that sampled them: num_tokens / sampled_passes.
 
         1 without speculation. Of several samples it is the mean over their passes, and does not depend on the batch.
         """
@@ -361,7 +361,7 @@ def percentile(values: Sequence[float], q: int) -> float | None:
     """Return the q-th percentile by the nearest rank; None when there are no values."""
     if not values:
         return None
-    rank = max(1, -(-len(values) * q // 100))  # of n values, the first that at least q percent do not exceed
+    rank = max(1, -(-len(values) * q // 100))  # of the first value that at least q percent of n values do not exceed
     return sorted(values)[rank - 1]
 
 

@@ -178,7 +178,7 @@ def _without_foreign(rules: Mapping[str, Rule], given: Mapping[str, Any], where:
 
 
 def check_call(**given: object) -> None:
-    """Raise ConfigError for an argument of a call, such as lora_request, that can't be followed."""
+    """Raise ConfigError for an argument of a call, such as lora_request, that is not supported."""
     for name, value in given.items():
         _check(_CALLS[name], name, value)
 
@@ -189,7 +189,7 @@ def _check(rule: Rule, name: str, value: object) -> None:
 
 
 def _read_value(name: str, value: Any) -> Any:
-    """Return a value as `EngineConfig` has it."""
+    """Return a value in the form of `EngineConfig`."""
     if name == "speculative_config" and isinstance(value, Mapping):
         return _without_foreign(SPECULATIVE_RULES, value, "speculative_config.")
     if name == "quantization" and value in QUANTISED:

@@ -17,12 +17,12 @@ from speculant.lengths.base import DraftOutcome, ScoredDraft
 from speculant.types import Request
 
 PRIOR, PRIOR_TESTS = 0.7, 2.0  # of a method that has drafted nothing yet
-DEPTH_PRIOR_TESTS = 8.0  # how many tests at a depth outweigh the rate at the depth above
+DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at the depth above
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.995, 0.9  # the weight that each test leaves to earlier tests
 SEQUENCE_PRIOR_TESTS = 15.0  # tests of a sequence that weigh as much as its method's rate
 HIGHEST = 0.995
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
-ALL_COUNT, COUNTED = 64, 4  # of a method's first drafts the scores of all are counted, then those of every fourth
+ALL_COUNT, COUNTED = 64, 4  # the scores of a method's first drafts are all counted, then those of every fourth draft
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Rate:
         self.tested = kept * self.tested + tested
 
     def forget(self, memory: float) -> None:
-        """Let the tests so far count less."""
+        """Reduce the weight of the tests so far."""
         self.accepted, self.tested = memory * self.accepted, memory * self.tested
 
 
@@ -101,12 +101,12 @@ class MethodAcceptance:
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 
     def forget(self, request: Request, steps: int) -> None:
-        """Let a sequence that is not drafted for in so many steps return to its method's rate."""
+        """Move the rate of a sequence without drafts towards its method's, by a number of steps."""
         if (own := self._by_sequence.get(request)) is not None:
             own.forget(SEQUENCE_MEMORY**steps)
 
     def _rates(self, length: int) -> list[float]:
-        """Return the estimates at the first `length` depths; few tests at a depth say less than the one above does."""
+        """Return the estimates at the first `length` depths; few tests at a depth weigh less than the depth above."""
         rates = list[float]()
         for rate in self._by_depth[:length]:
             rate.prior = rates[-1] if rates else PRIOR
@@ -123,7 +123,7 @@ class MethodAcceptance:
 
 
 def _count(tests: Iterable[tuple[Rate, int]]) -> None:
-    """Count tests, each by its rate: as `Rate.add`, which takes longer."""
+    """Count tests, each by its rate; equals `Rate.add` and is faster."""
     for rate, accepted in tests:
         rate.accepted = METHOD_MEMORY * rate.accepted + accepted
         rate.tested = METHOD_MEMORY * rate.tested + 1

@@ -1,4 +1,4 @@
-"""The lengths with the most expected tokens per second, from what was accepted and what steps cost on this machine.
+"""The lengths with the most expected tokens per second, from past acceptance and the costs of steps on this machine.
 
 Estimates of acceptance (acceptance.py) and curves of costs (lengths/costs.py) give the expected tokens per second of
 every number of draft nodes, 0 included, for the whole batch at once (joint.py). A choice holds for some steps, so that
@@ -60,10 +60,10 @@ class Adaptive:
         self._held = Choice([], [], 0, self._costs.passes.at(0), False, 0)
         self._holds = HOLDS  # of a choice
         self._plain_steps = PlainSteps(self._costs)
-        self._own_s = 0.0  # that `observe` took after a step with drafts
+        self._own_s = 0.0  # seconds of `observe` after a step with drafts
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
-        self._scored: dict[str, Lookups] = {}  # methods of which a draft had scores
-        self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none all the same
+        self._scored: dict[str, Lookups] = {}  # methods with a draft that had scores
+        self._unscored: WeakSet[Request] = WeakSet()  # requests whose last draft had none nevertheless
         self._armed: set[str] = set()  # methods that ask which of several drafters' drafts to take
         self._unscored_lengths: dict[int, int] = {}  # of their drafts without scores, by sequence id
 
@@ -80,7 +80,7 @@ class Adaptive:
         return self._held.lengths
 
     def pause(self) -> int:
-        """See `PausingLength.pause`: it lasts until the next step whose time is taken in."""
+        """See `PausingLength.pause`: it lasts until the next step that is timed."""
         return self._plain_steps.pause(self._held)
 
     def _choose(self, schedule: Schedule) -> Choice:
@@ -95,7 +95,7 @@ class Adaptive:
                 held.lengths[place] = self._most(request) if asked is None else asked
             elif item.decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
-        drawing = by_method.keys() - (self._scored.keys() - self._armed)  # only after such drafts passes differ
+        drawing = by_method.keys() - (self._scored.keys() - self._armed)  # passes differ only after such drafts
         if held.pure and drawing and self._plain_steps.due():
             held.left = BLOCK
             return held
@@ -269,7 +269,7 @@ class Adaptive:
         return self._acceptance[scored(str(draft.request.drafter))].scored_survivals(draft, LEAST_GAIN)
 
     def _follow(self, outcomes: Sequence[DraftOutcome], timing: StepTiming, costly: bool) -> None:
-        """Let the curves follow a step with drafts in which every sequence decodes.
+        """Update the curves by a step with drafts in which every sequence decodes.
 
         costly: it is a trial of costs alone, or a draft with a long backlog: it can only show that costs are lower.
         """

@@ -18,14 +18,14 @@ TRIAL_SHARE = 0.05  # of the time that a request needs without drafts, which its
 
 
 class Backlogs:
-    """Follows how much of each request was computed."""
+    """Tracks how much of each request drafters have processed."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._readings = costs.readings
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def note(self, request: Request) -> int:
-        """Record that a request was drafted for; return how many of its tokens came since it was last."""
+        """Record a draft for a request; return how many tokens it gained since its last draft."""
         count, self._seen[request] = len(request.tokens) - self._seen.get(request, 0), len(request.tokens)
         return count
 
@@ -54,7 +54,7 @@ class Backlogs:
         return self._within(requests, counts, waits, BEGIN_SHARE * saved_s / tokens)
 
     def affordable(self, method: str, requests: Sequence[Request], most: Sequence[int], plain_s: float) -> list[int]:
-        """Return the nodes that a trial may have: none where the backlog takes much of the time that is left."""
+        """Return the nodes that a trial may have: none where the backlog takes much of the remaining time."""
         waits = [self.seconds(method, request) for request in requests]
         return self._within(requests, most, waits, TRIAL_SHARE * plain_s / len(requests))
 

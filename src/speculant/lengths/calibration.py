@@ -36,20 +36,20 @@ from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
-# The most telling sizes first: a large model has time for few of them.
+# The most important sizes first: there is time for few of them with a large model.
 ROWS = (1, 8, 16, 4, 2, 48, 24, 6, 3, 12, 5, 7, 9, 10, 32, 14, 17, 20, 64, 40, 96, 128)
 DEPTHS, SEQUENCES = (1, 4, 8, 2, 16), (1, 8)
 LEAST_LONG, LONG_CONTEXT = 192, 2048  # tokens that show the cost of attention: copies of one
-DRAFTED_BEHIND = 16  # tokens
-MANY_ROWS = 8  # of a pass behind the longer one, beside that of one
+DRAFTED_AFTER = 16  # tokens
+MANY_ROWS = 8  # of a second pass after the longer text; the first has one row
 SHORT_TEXT, LONG_TEXT = 256, 1024  # tokens that a drafter with a cache of its own reads
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
-LONG_SHARE = 0.3  # of it for passes behind a long text
+LONG_SHARE = 0.3  # of it for passes after a long text
 LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
-LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: two of one row, the least dear
-COPIED = 128  # keys at a time: what they pass through takes little memory
+LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: the cheapest size, one row, has two
+COPIED = 128  # keys at a time, so that the copies take little memory
 STEADY = 1.5  # curves whose typical time is more than this many times the least are not kept: the machine was busy
-PROCEDURE = "3"  # changes when something else is measured than before
+PROCEDURE = "3"  # changes when the measurements change
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
 
@@ -166,7 +166,7 @@ class Calibration:
 
     def _drafts(self, drafter: Drafter, count: int) -> dict[int, float]:
         """Return the seconds of a draft for `count` sequences, by depth."""
-        drafting = requests(count, min(DRAFTED_BEHIND, self.limits.max_model_len // 2), self.target.vocab_size)
+        drafting = requests(count, min(DRAFTED_AFTER, self.limits.max_model_len // 2), self.target.vocab_size)
         depths = [depth for depth in DEPTHS if depth <= self.limits.max_model_len // 2]
         for request in drafting:
             drafter.begin(request)
@@ -189,7 +189,7 @@ class Calibration:
             readings[method] = Reading(max(0.0, token_s - key_s * short / 2), key_s)
 
     def _reading_s(self, drafter: Drafter, index: int, length: int) -> float:
-        """Return the seconds until a drafter has read a text that it has not seen, and drafted a token."""
+        """Return the seconds in which a drafter reads an unknown text and drafts a token."""
         request = requests(index + 1, length, self.target.vocab_size)[index]
         drafter.begin(request)
         started = time.perf_counter()
@@ -214,7 +214,7 @@ class Calibration:
 
 
 def requests(count: int, length: int, vocab_size: int, params: SamplingParams = GREEDY) -> list[Request]:
-    """Make requests that no caller sees; their sequence ids are below all others."""
+    """Make requests without a caller; their sequence ids are below all others."""
     made = []
     for index in range(count):
         tokens = [(7 * place + index) % vocab_size for place in range(length)]
@@ -224,7 +224,7 @@ def requests(count: int, length: int, vocab_size: int, params: SamplingParams = 
 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of `run` at sizes, at the first ones if the time budget allows no more."""
+    """Return the seconds of `run` at sizes; only at the first ones if the time budget allows no more."""
     return least_seconds(timed_rounds(run, sizes))
 
 
@@ -232,7 +232,7 @@ def timed_rounds(
     run: Callable[[int], object], sizes: Sequence[int], least: int = LEAST_SIZES, runs: int = LEAST_SIZES,
     share: float = 1.0, is_warm: bool = False,
 ) -> dict[int, list[float]]:  # fmt: skip
-    """Return the seconds of each round of `run` at sizes: at as many as the budget allows LEAST_ROUNDS rounds of.
+    """Return the seconds of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
     least: the first sizes are measured at least once, so many. runs: there are at least so many in all. share: of the
     budget. is_warm: `run` has run before; else a first run, which takes memory and fills caches, is not counted.
@@ -264,7 +264,7 @@ def least_seconds(rounds: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
 
 def is_steady(rounds: Mapping[int, Sequence[float]]) -> bool:
-    """Whether the typical time of a size is near its least one; a size of one round says nothing."""
+    """Whether the typical time of a size is near its least one; a size of one round shows nothing."""
     ratios = [statistics.median(own) / max(min(own), 1e-9) for own in rounds.values() if len(own) > 1]
     return not ratios or statistics.median(ratios) <= STEADY
 

@@ -1,4 +1,4 @@
-"""Long drafts that end after a token of which the drafter is unsure.
+"""Long drafts that end after an unlikely token.
 
 A draft model's draft ends after a token that the model gives a probability below the threshold; that token is kept. The
 tokens before it decide where a draft ends, and no token that was drawn is taken away, so ratio rules stay exact. A
