@@ -12,6 +12,7 @@ from speculant.config import Limits
 from speculant.drafting.base import DrafterNeeds
 from speculant.engine.drafters import Drafters
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.engine.requests import CheckedRequest, RequestFactory
 from speculant.errors import CapacityError, RequestError, SpeculantError
 from speculant.lab.exactness.distributions import FULL_SUPPORT, Pair
 from speculant.lab.exactness.tables import TableModel
@@ -95,6 +96,19 @@ def test_a_full_queue_does_not_fail_the_check() -> None:
     engine.check_request([1], SamplingParams(n=3))
     with pytest.raises(CapacityError, match="2 sequences run|3 wait"):
         engine.add_request([1], SamplingParams(), "d")
+
+
+def test_a_request_is_checked_once(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, prompts, check = LLM(checkpoints.target, dtype="float64"), list[Any](), RequestFactory.check
+
+    def noted(factory: RequestFactory, prompt: Any, *others: Any) -> CheckedRequest:
+        prompts.append(prompt)
+        return check(factory, prompt, *others)
+
+    monkeypatch.setattr(RequestFactory, "check", noted)
+    llm.generate([[40], [50, 60]], SamplingParams(max_tokens=2))
+    list(llm.stream([70], SamplingParams(max_tokens=2)))
+    assert prompts == [[40], [50, 60], [70]]
 
 
 def test_drafts_without_a_drafter_are_refused_with_the_reason(checkpoints: Checkpoints) -> None:
