@@ -188,7 +188,7 @@ class Unrepentant(AutomatonConstraint):
         raise NotImplementedError
 
 
-def test_a_constraint_that_can_t_roll_back_fails_only_its_request() -> None:
+def test_a_failed_rollback_of_a_constraint_fails_its_request() -> None:
     rig = rig_with((0, 1, 0))
     rig.expected = TroubleError
     (request,) = rig.add((1,), SamplingParams(), "bad", constraint=lambda: Unrepentant(LOOP))

@@ -187,7 +187,7 @@ def test_without_a_drafter_no_rule_is_reported(target: CausalLM) -> None:
     assert request.metrics.verification is None
 
 
-def test_end_tokens_are_the_request_s_and_the_model_s_unless_ignored(target: CausalLM) -> None:
+def test_end_tokens_are_the_request_s_and_the_model_s(target: CausalLM) -> None:
     for params, expected in (
         (SamplingParams(), {END}),
         (SamplingParams(stop_token_ids=[5]), {END, 5}),

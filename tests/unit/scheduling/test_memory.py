@@ -143,7 +143,7 @@ def test_a_resumed_request_s_own_prefix_is_not_counted_as_a_hit() -> None:
     assert second.metrics.cached_tokens == 0
 
 
-def test_a_waiting_prompt_begins_with_a_prefix_computed_meanwhile() -> None:
+def test_a_waiting_prompt_uses_a_prefix_computed_meanwhile() -> None:
     driver = Driver(blocks(20, keep_prefixes=True), budget=8)
     first, second = (driver.add(4 * BLOCK, token=5, max_tokens=9) for _ in range(2))
     assert driver.step().admitted == [first, second]

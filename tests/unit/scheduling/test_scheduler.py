@@ -56,7 +56,7 @@ def test_caught_up_requests_go_before_an_earlier_prompt() -> None:
     assert counts(driver.step()) == {1: 1, 2: 1, 0: 3}
 
 
-def test_prompts_share_the_rest_of_the_budget_in_order_of_arrival() -> None:
+def test_prompts_share_the_rest_of_the_budget_by_arrival() -> None:
     driver = Driver(slots(3), budget=8)
     for length in (3, 30, 30):
         driver.add(length)

@@ -149,7 +149,7 @@ class NativeDecoder:
         """See `CausalLM.forward`; hidden states are float32."""
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
         program = self._program(tuple(taps))
-        tapped = program.next_taps(rows)
+        tapped = program.next_taps(rows) if taps else ()
         self.kernels.run(program.ops, layout.on)
         return Hidden(program.hidden[:rows].clone(), tapped)
 
