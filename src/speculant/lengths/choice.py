@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from speculant.lengths.costs import NO_ATTENTION, Attention, StepCosts
+from speculant.lengths.costs import NO_ATTENTION, AttentionSeconds, StepCosts
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 
@@ -27,7 +27,7 @@ class Choice:
     plain_s: float
     pure: bool
     left: int
-    attention: Attention = NO_ATTENTION
+    attention: AttentionSeconds = NO_ATTENTION
     asked: list[str] = field(default_factory=list)  # methods with scores that may draft
 
     @property

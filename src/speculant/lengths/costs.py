@@ -124,7 +124,7 @@ class KeyCosts(NamedTuple):
 NO_KEY_COSTS = KeyCosts()
 
 
-class Attention(NamedTuple):
+class AttentionSeconds(NamedTuple):
     """The seconds that attention adds to a pass after its sequences' texts: without drafts, and for each node."""
 
     plain_s: float = 0.0
@@ -135,7 +135,7 @@ class Attention(NamedTuple):
         return self.plain_s + nodes * self.node_s
 
 
-NO_ATTENTION = Attention()
+NO_ATTENTION = AttentionSeconds()
 
 
 class Reading(NamedTuple):
@@ -179,15 +179,15 @@ class StepCosts:
         """What passes without drafts between them take, as a share of those after drafts: at most 1."""
         return min(1.0, self._one_s / self.passes.at(1)) if self._share is None else self._share
 
-    def attention(self, sequences: Iterable[tuple[int, int]]) -> Attention:
+    def attention(self, sequences: Iterable[tuple[int, int]]) -> AttentionSeconds:
         """Return the time that attention adds to a pass of sequences, from each one's rows without a draft and keys."""
         one_s, shares, counts = self.passes.at(1), list[float](), list[int]()
         for rows, keys in sequences:
             shares.append(keys * (self.keys.first + (rows - 1) * self.keys.further))
             counts.append(keys)
-        return Attention(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
+        return AttentionSeconds(one_s * sum(shares), one_s * self.keys.further * sum(counts) / max(1, len(counts)))
 
-    def steps_s(self, rows: int, plain_s: float, most: int, attention: Attention = NO_ATTENTION) -> list[float]:
+    def steps_s(self, rows: int, plain_s: float, most: int, attention: AttentionSeconds = NO_ATTENTION) -> list[float]:
         """Return the seconds of steps with 0 to `most` nodes beside `rows`, without drafting: at least those of none.
 
         plain_s: of a pass without nodes, with its attention.
