@@ -111,8 +111,12 @@ class GuardedDrafter:
 
     def _succeeds(self, call: Callable[[], object]) -> bool:
         """Call the drafter, count its errors and return whether the call raised nothing."""
-        before = self.drafter.errors
-        succeeds = self._guard.succeeds(self._described, call)
+        before, succeeds = self.drafter.errors, True
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - what is no failure is raised again
+            self._guard.note(self._described, error)
+            succeeds = False
         if errors := self.drafter.errors - before + (not succeeds):
             self._count(errors)
         return succeeds
