@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -20,59 +21,81 @@ from tests.exactness.test_native_decoder import make_native
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 ROOT = Path(__file__).parents[2]
 
-# A program of its own per test: the limit of a stack holds for threads that start after it, peak memory for a process.
+# Programs of their own: the limit of a stack holds for threads that start after it, peak memory for a process. Each
+# case is a child of the program, so that one start and its imports serve all of them.
 SETUP = f"""
-import resource
+import os, resource, torch
 from speculant.kernels.native import Type, open_kernels
 from tests.contracts.test_native_attention import WIDE, Attention, Rows, Shape, expected, make
 MOST_DIM, MOST_GROUP = {MOST_DIM}, {MOST_GROUP}
+torch.set_num_threads(1)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def in_children(run):
+    for case in CASES:
+        if os.fork() == 0:
+            print(case, run(case), flush=True)
+            os._exit(0)
+        status = os.wait()[1]
+        assert status == 0, (case, status)
 """
 LARGEST = (
     SETUP
     + """
-for type_ in (Type.F32, Type.BF16):
-    for dim in (MOST_DIM, MOST_DIM - 1):
-        shape = Shape(heads=MOST_GROUP, kv_heads=1, dim=dim, type=type_)
-        for rows in (Rows(0, 90), Rows(700, 1), Rows(500, 3, WIDE)):  # in one span; split into spans; with a tree
-            attention = Attention(shape, [fed := make(shape, rows)])
-            (alone,), (seen,) = (attention.run(open_kernels(SET, threads)) for threads in (1, 2))
-            assert seen.equal(alone)
-            if not rows.parents:
-                assert (seen - expected(shape, fed)).abs().max() < 1e-3
-print("done")
+shapes = [
+    Shape(heads=MOST_GROUP, kv_heads=1, dim=dim, type=type_)
+    for type_ in (Type.F32, Type.BF16) for dim in (MOST_DIM, MOST_DIM - 1)
+]
+spans = (Rows(0, 90), Rows(700, 1), Rows(500, 3, WIDE))  # in one span; split into spans; with a tree
+cases = [(Attention(shape, [fed := make(shape, rows)]), shape, fed) for shape in shapes for rows in spans]
+wanted = [None if fed.rows.parents else expected(shape, fed) for _, shape, fed in cases]
+
+def run(isa):
+    for (attention, _, _), known in zip(cases, wanted):
+        (alone,), (seen,) = (attention.run(open_kernels(isa, threads)) for threads in (1, 2))
+        assert seen.equal(alone)
+        assert known is None or (seen - known).abs().max() < 1e-3
+    return "done"
+
+in_children(run)
 """
 )
 LONG = (
     SETUP
     + """
 shape = Shape(heads=32, kv_heads=1, dim=64, window=64)
-attention = Attention(shape, [make(shape, Rows(START, 256))])
-kernels = open_kernels(SET, 16)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-attention.run(kernels)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+attention = Attention(shape, [make(shape, Rows(2**16, 256))])
+
+def run(isa):
+    kernels, before = open_kernels(isa, 16), peak()
+    attention.run(kernels)
+    return peak() - before
+
+in_children(run)
 """
 )
 
 
-def run(program: str, isa: str, stack: str = "unlimited", **values: object) -> str:
-    """Run a program with a limit of the stack in KiB; return what it prints."""
-    given = "".join(f"{name} = {value!r}\n" for name, value in {"SET": isa, **values}.items())
-    command = ["bash", "-c", f'ulimit -s {stack} && exec "$0" -c "$1"', sys.executable, given + program]
+def run(program: str, cases: Collection[object], stack: str = "unlimited") -> list[list[str]]:
+    """Run a program with a limit of the stack in KiB; return the words of each line that it prints."""
+    code = f"CASES = {cases!r}\n{program}"
+    command = ["bash", "-c", f'ulimit -s {stack} && exec "$0" -c "$1"', sys.executable, code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
-    return done.stdout.strip()
+    return [line.split() for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("isa", usable_sets())
-def test_the_largest_attention_needs_no_large_stack(isa: str) -> None:
-    assert run(LARGEST, isa, stack="512") == "done"
+def test_the_largest_attention_needs_no_large_stack() -> None:
+    assert run(LARGEST, usable_sets(), stack="512") == [[isa, "done"] for isa in usable_sets()]
 
 
-@pytest.mark.parametrize("isa", usable_sets())
-def test_scratch_of_attention_does_not_grow_with_the_context(isa: str) -> None:
+def test_scratch_of_attention_does_not_grow_with_the_context() -> None:
     """Softmaxes of every row, head and span of 64 Ki positions would take 277 MiB."""
-    assert int(run(LONG, isa, START=2**16)) < 80 * 1024
+    grown = {isa: int(kib) for isa, kib in run(LONG, usable_sets())}
+    assert [*grown] == [*usable_sets()]
+    assert max(grown.values()) < 80 * 1024, grown
 
 
 def small_model(**changes: object) -> NativeDecoder:
@@ -83,38 +106,40 @@ def small_model(**changes: object) -> NativeDecoder:
 PASSES = (
     SETUP
     + """
-import torch
 from speculant.cache.factory import slotted_cache
-from speculant.kernels.native import NativeSampler
 from speculant.models.base import SequenceInput, build_batch
 from speculant.sampling.distribution import sampling_settings
 from speculant.params import SamplingParams
 from speculant.types import DraftTree
 from tests.contracts.test_native_scratch import small_model
-torch.set_num_threads(1)
 torch.set_grad_enabled(False)
-model = small_model(windows=(64, 64))
-cache = slotted_cache(model.cache_shape, 1, POSITIONS)
-for layer in (0, 1):
-    for memory in cache.storage.layer(layer):
-        memory.fill_(0)
-cache.reserve(1, POSITIONS - ROWS)
-top_p = sampling_settings(SamplingParams(temperature=1.0, top_p=0.9999999))
-model.kernels.probs(torch.zeros(1, 8), [top_p])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-batch = build_batch([SequenceInput(1, [5] * ROWS, DraftTree.empty())], cache, torch.device("cpu"))
-logits = model.logits(model.forward(batch, cache.storage).last)
-model.kernels.probs(logits, [top_p] * ROWS)
-grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-print(grown, model.scratch_bytes(ROWS, POSITIONS))
+
+def run(positions):
+    rows, model = CASES[positions], small_model(windows=(64, 64))
+    cache = slotted_cache(model.cache_shape, 1, positions)
+    for layer in (0, 1):
+        for memory in cache.storage.layer(layer):
+            memory.fill_(0)
+    cache.reserve(1, positions - rows)
+    top_p = sampling_settings(SamplingParams(temperature=1.0, top_p=0.9999999))
+    model.kernels.probs(torch.zeros(1, 8), [top_p])
+    before = peak()
+    batch = build_batch([SequenceInput(1, [5] * rows, DraftTree.empty())], cache, torch.device("cpu"))
+    logits = model.logits(model.forward(batch, cache.storage).last)
+    model.kernels.probs(logits, [top_p] * rows)
+    return f"{1024 * (peak() - before)} {model.scratch_bytes(rows, positions)}"
+
+in_children(run)
 """
 )
 
 
-@pytest.mark.parametrize(("rows", "positions"), [(1024, 2048), (64, 2**16)])
-def test_passes_keep_no_more_than_is_counted(rows: int, positions: int) -> None:
-    grown, counted = map(int, run(PASSES, usable_sets()[0], ROWS=rows, POSITIONS=positions).split())
-    assert grown < counted + 2**24, "beside what is kept, tensors of a pass"
+def test_passes_keep_no_more_than_is_counted() -> None:
+    rows = {2048: 1024, 2**16: 64}  # for each number of positions
+    found = [[int(word) for word in line] for line in run(PASSES, rows)]
+    assert [positions for positions, _, _ in found] == [*rows]
+    for _, grown, counted in found:
+        assert grown < counted + 2**24, "beside what is kept, tensors of a pass"
 
 
 def test_what_is_counted_grows_with_a_pass_up_to_bounds() -> None:

@@ -106,7 +106,7 @@ def sites(request: pytest.FixtureRequest, worker: Worker, checkpoints: Checkpoin
     }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 Texts = list[tuple[list[int], str | None, float | None]]

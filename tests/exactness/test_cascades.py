@@ -194,6 +194,7 @@ def expected_drafts(name: str) -> tuple[DraftTree, ...]:
     return tuple(drafts(model_alone(counted(name), "paged"), requests_of()))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("kind", ["paged", "slotted"])
 @pytest.mark.parametrize("name", [*MODELS[:6], *MODELS[-5:-3]])

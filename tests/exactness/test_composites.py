@@ -22,6 +22,7 @@ from speculant.types import Request
 from tests.exactness.speculation import Case, MakeDrafter, enumerate_case
 from tests.exactness.test_constraints import Case as ConstrainedCase
 from tests.exactness.test_constraints import Constrained
+from tests.examples import examples
 from tests.fakes import ROOMY, MakeCache, build_rig, known_verifiers, paged, slotted
 
 LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
@@ -64,7 +65,7 @@ def assert_exact(case: Case) -> float:
 @pytest.mark.parametrize("name", CHAINS)
 def test_composite_chains_keep_the_distribution(name: str, verifier: str) -> None:
     accepted = 0.0
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         pair, make = Pair(40 + seed, 3), made_by(CHAINS[name])
         accepted += assert_exact(
             Case(pair, 2, verification=verifier, prompt=PROMPT, make_drafter=make, idle=1, width=8)
@@ -76,7 +77,7 @@ def test_composite_chains_keep_the_distribution(name: str, verifier: str) -> Non
 @pytest.mark.parametrize("name", ["cascade", "fallback"])
 def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
     """The second step may have another member's draft than the first: what n-grams know depends on what was drawn."""
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         make, pair = made_by(CHAINS[name]), Pair(60 + seed, 4)
         assert_exact(
             Case(pair, 1, verification=verifier, prompt=UNKNOWN_LAST, make_drafter=make, steps=2, idle=1, width=8)
@@ -122,7 +123,7 @@ def test_judged_drafts_keep_the_distribution(
 @pytest.mark.parametrize("verifier", BRANCHING)
 @pytest.mark.parametrize("name", TREED)
 def test_composite_trees_keep_the_distribution(name: str, verifier: str) -> None:
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         make, pair = made_by(TREED[name]), Pair(70 + seed, 3)
         assert_exact(Case(pair, 3, verification=verifier, prompt=PROMPT, make_drafter=make, idle=1, width=8))
 

@@ -29,6 +29,7 @@ from speculant.sampling.chance import Chances
 from speculant.scheduling.scheduler import Schedule
 from speculant.types import Request
 from tests.exactness.speculation import Case, draft_model, enumerate_case
+from tests.examples import examples
 
 TIMING = StepTiming(0.0, 0.5, 1.5)  # about what `adaptive` expects
 Policy = Adaptive | Confidence
@@ -108,7 +109,7 @@ def test_adaptive_lengths_keep_the_distribution(verifier: str, monkeypatch: pyte
 @pytest.mark.parametrize("make", [lambda: adaptive(0.02), lambda: Confidence(3, 0.6)], ids=["adaptive", "confidence"])
 def test_cut_drafts_keep_the_distribution(make: Callable[[], Policy], verifier: str) -> None:
     cut = Counter[bool]()
-    for seed in range(3):
+    for seed in range(examples(3, least=1)):
         params = SamplingParams(max_tokens=None, temperature=0.7)
         case = Case(
             Pair(seed, 3), 3, params, verifier, prompt=(0, 1, 2, 0, 2, 0, 1), steps=2, idle=2, width=8,

@@ -86,7 +86,7 @@ def assert_exact(case: Case) -> float:
 def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
     """States are the logits of tables; only those with full support are finite, as a model's are."""
     tree = "chain" if method == "medusa" else None
-    for vocab_size in (3, 4):
+    for vocab_size in (4, 3)[: examples(2, least=1)]:
         for seed in range(examples(3, least=1)):
             drafter, pair = functools.partial(make, method, tree), Pair(seed, vocab_size, FULL_SUPPORT)
             case = Case(pair, 2, verification=verifier, prompt=(0, 1), width=8, make_drafter=drafter)

@@ -151,18 +151,14 @@ def check_survivors(size: int, backend: str, caching: bool, speculating: bool, w
         assert (hits > 0) == caching
 
 
-@pytest.mark.parametrize(
-    ("backend", "caching", "speculating"),
-    [("paged", True, True), ("slotted", True, True)],
-)
-def test_survivors_say_what_they_say_alone(backend: str, caching: bool, speculating: bool) -> None:
-    check_survivors(24, backend, caching, speculating)
+def test_survivors_say_what_they_say_alone() -> None:
+    check_survivors(24, "paged", caching=True, speculating=True)
 
 
 @native
-@pytest.mark.parametrize("weights", NATIVE)
-def test_survivors_on_the_native_kernels(weights: str) -> None:
-    check_survivors(24, "paged", caching=True, speculating=True, weights=weights)
+@pytest.mark.parametrize(("weights", "backend"), [*zip(NATIVE, ["paged", "slotted"] * 2, strict=True)])
+def test_survivors_on_the_native_kernels(weights: str, backend: str) -> None:
+    check_survivors(24, backend, caching=True, speculating=True, weights=weights)
 
 
 @native

@@ -23,6 +23,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import Chances
 from speculant.types import DraftTree, Request
 from tests.exactness.speculation import Case, enumerate_case
+from tests.examples import examples
 from tests.fakes import known_verifiers
 
 LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
@@ -55,20 +56,21 @@ DRAFTERS = {"static": static, "random": uniform}
 def test_tables_keep_the_distribution(drafter: str, verifier: str) -> None:
     accepted = 0.0
     for vocab_size, length in ((2, 3), (3, 2), (4, 2)):
-        for seed in range(6):
+        for seed in range(examples(6, least=2)):
             case = Case(Pair(seed, vocab_size), length, verification=verifier, width=8, make_drafter=DRAFTERS[drafter])
             found = enumerate_case(case)
             assert found.deviation() <= EXACT, case
             accepted += found.mean_accepted
-    assert accepted > 3
+    assert accepted > 1
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tables_keep_the_distribution_of_any_settings(drafter: str, name: str, verifier: str) -> None:
     params = SamplingParams(max_tokens=None, **SETTINGS[name])  # type: ignore[arg-type]
-    for seed in range(2):
+    for seed in range(examples(2, least=1)):
         case = Case(Pair(seed, 3, FULL_SUPPORT), 2, params, verifier, width=8, make_drafter=DRAFTERS[drafter])
         assert enumerate_case(case).deviation() <= EXACT, case
 

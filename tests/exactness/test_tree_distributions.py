@@ -93,7 +93,7 @@ def test_chains_of_different_models_keep_the_distribution(verifier: str) -> None
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_fewer_nodes_than_proposed_keep_the_distribution(verifier: str, limit: int) -> None:
     make = functools.partial(of_two_models, ParallelChains((0, 1), 2))
-    for seed in range(3):
+    for seed in range(examples(3, least=1)):
         assert_exact(Case(Pair(seed, 3), limit, verification=verifier, width=8, make_drafter=make))
 
 
@@ -113,7 +113,7 @@ def test_transforms_and_penalties_in_a_tree(name: str, verifier: str) -> None:
     params = SamplingParams(
         max_tokens=None, temperature=0.8, top_p=0.9173, repetition_penalty=1.3, frequency_penalty=0.4
     )
-    for seed in range(4):
+    for seed in range(examples(4, least=1)):
         make = functools.partial(drafting, topology)
         assert_exact(Case(Pair(seed, 3, FULL_SUPPORT), 3, params, verifier, width=8, make_drafter=make))
 
@@ -124,7 +124,7 @@ def test_a_tree_that_is_cut_keeps_the_distribution(verifier: str, limit: int) ->
     """A limit leaves nodes out by their number alone."""
     for name in ("uneven", "two draws"):
         make = functools.partial(drafting, BRANCHINGS[name])
-        for seed in range(3):
+        for seed in range(examples(3, least=1)):
             assert_exact(Case(Pair(seed, 3), limit, verification=verifier, width=8, make_drafter=make))
 
 

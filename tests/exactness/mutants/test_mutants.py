@@ -120,6 +120,7 @@ def test_a_stale_mutant_is_an_error(copy: Path) -> None:
         put_in(copy, Mutant("stale", "types.py", "no such text", "", ""))
 
 
+@pytest.mark.slow
 def test_a_survivor_is_an_error(runner: Runner, copy: Path) -> None:
     harmless = Mutant("harmless", "types.py", '"""The types', '"""The words', "test_chance.py::test_known_hashes")
     with pytest.raises(AssertionError, match="did not fail"):

@@ -28,6 +28,8 @@ PROMPTS = [[70, 71, 72], [80] * 9, [90]]
 FREE = SamplingParams(max_tokens=40, ignore_eos=True)
 DISTRIBUTION = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, repetition_penalty=1.2, ignore_eos=True)
 
+pytestmark = pytest.mark.slow
+
 
 def pair(checkpoints: Checkpoints, **values: object) -> EngineConfig:
     return EngineConfig.from_arguments(
