@@ -340,7 +340,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("count", [8, 0], ids=["busy", "idle"])
+@pytest.mark.parametrize("count", [8, pytest.param(0, marks=pytest.mark.slow)], ids=["busy", "idle"])
 def test_the_interpreter_can_leave(count: int) -> None:
     """Without a shutdown, and in the middle of a step: a thread that is killed in native code is an abort."""
     command = [sys.executable, "-c", EXIT.format(count=count)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -106,17 +108,18 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 
 def test_sigterm_ends_the_server_too() -> None:
-    code = (
-        "import os, signal\nfrom speculant.lab.bench.server_process import own_server\n"
-        "with own_server({'SPECULANT_MODEL': 'demo'}) as url:\n"
-        "    print(url, flush=True)\n    os.kill(os.getpid(), signal.SIGTERM)\n    signal.pause()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode == 128 + 15, result.stderr
-    import httpx
+    urls: list[str] = []
 
+    def interrupted() -> None:
+        with own_server({"SPECULANT_MODEL": "demo"}) as url:
+            urls.append(url)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        interrupted()
+    assert left.value.code == 128 + signal.SIGTERM
     with pytest.raises(httpx.ConnectError):
-        httpx.get(result.stdout.strip() + "/health", trust_env=False)
+        httpx.get(f"{urls[0]}/health", trust_env=False)
 
 
 def test_speculation_off_measures_plain_alone(serve: Callable[..., LiveServer], checkpoints: Checkpoints) -> None:

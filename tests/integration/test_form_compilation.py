@@ -1,12 +1,9 @@
-"""Forms of requests to an `AsyncEngine` are compiled beside its event loops, and only while somebody waits for them."""
+"""An `AsyncEngine` compiles forms beside its event loop, and only for requests that still wait."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,18 +14,17 @@ from speculant.structured.spec import GrammarSource
 from tests.async_engines import MakeEngine, run, until
 from tests.async_engines import engine_of as engine_of
 
-BEAT = 0.01  # seconds
-
 
 def asking(text: str) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=4, structured_outputs={"regex": text})
 
 
 class Compiler:
-    """Notes what an engine compiles and where. It waits for `go`, then each form takes `delay` seconds more."""
+    """Notes the forms that an engine compiles and the threads that do so. It waits for `go`, then for `loop` to run."""
 
-    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, delay: float = 0.0) -> None:
-        self.go, self.delay = threading.Event(), delay
+    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.begun, self.threads = list[str](), set[str]()
         self._compile = engine._grammars._compile
         monkeypatch.setattr(engine._grammars, "_compile", self.compile)
@@ -37,42 +33,27 @@ class Compiler:
         self.begun.append(source.text)
         self.threads.add(threading.current_thread().name.rpartition("_")[0])
         assert self.go.wait(20)
-        time.sleep(self.delay)
+        if self.loop is not None:
+            ran = threading.Event()
+            self.loop.call_soon_threadsafe(ran.set)
+            assert ran.wait(20), "the loop waits for the form"
         return self._compile(source)
-
-
-@asynccontextmanager
-async def heartbeat() -> AsyncIterator[list[float]]:
-    """Beat in this loop while the block runs; yields the seconds between beats."""
-    gaps: list[float] = []
-
-    async def beat() -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(BEAT)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
-
-    beating = asyncio.create_task(beat())
-    yield gaps
-    beating.cancel()
 
 
 def test_more_forms_than_are_kept_hold_up_no_loop(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that is forgotten before its request begins would be compiled again, and the loop would wait."""
     engine = engine_of()
     engine._grammars._capacity = 1
-    compiler = Compiler(engine, monkeypatch, delay=0.8)
+    compiler = Compiler(engine, monkeypatch)
     texts = [f"x{number}" for number in range(6)]
 
     async def test() -> None:
+        compiler.loop = asyncio.get_running_loop()
         compiler.go.set()
-        async with engine, heartbeat() as gaps:
+        async with engine:
             await asyncio.gather(*(engine.generate("a", asking(text)) for text in texts))
         assert sorted(compiler.begun) == texts, "each was compiled once"
         assert compiler.threads == {"speculant-grammars"}
-        assert max(gaps) < 0.8
 
     run(test())
 

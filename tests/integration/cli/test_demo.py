@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -161,11 +159,7 @@ def test_a_difference_is_not_hidden() -> None:
 
 
 def test_the_embedded_pair_is_worth_showing() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "speculant.cli.main", "demo", "--json"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    value = json.loads(result.stdout)
+    value = json.loads(CliRunner().invoke(app, ["demo", "--json"], catch_exceptions=False).stdout)
     assert value["mean_acceptance_length"] > 2
     assert value["identical_outputs"] == value["prompts"]
     assert not [entry["prompt"] for entry in value["pairs"] if _loops(entry["plain"]["token_ids"])]

@@ -16,15 +16,9 @@ from tests.models import Checkpoints
 COMMANDS = (["generate"], ["demo"], ["doctor"], ["check-lossless"], ["bench", "throughput"], ["train", "lm"])
 
 
-def _stderr(checkpoints: Checkpoints, *arguments: str) -> str:
-    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--dtype", "float64")
-    result = subprocess.run(
-        [sys.executable, "-m", "speculant.cli.main", "generate", "hello", *models, "--max-tokens", "4", *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return result.stderr
+def _arguments(checkpoints: Checkpoints) -> list[str]:
+    models = ["--model", checkpoints.target, "--draft-model", checkpoints.near, "--dtype", "float64"]
+    return ["generate", "hello", *models, "--max-tokens", "4"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -35,7 +29,8 @@ def test_log_level_is_a_flag_of_every_command(command: list[str]) -> None:
 
 
 def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
-    shown = _stderr(checkpoints, "--log-level", "info")
+    command = [sys.executable, "-m", "speculant.cli.main", *_arguments(checkpoints), "--log-level", "info"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     assert "INFO speculant.models.weights.load: target " in shown
     assert "INFO speculant.models.weights.load: draft " in shown
     assert "INFO speculant.engine.memory: paged cache: " in shown
@@ -43,7 +38,7 @@ def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
 
 
 def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:
-    shown = _stderr(checkpoints)
+    shown = CliRunner().invoke(app, _arguments(checkpoints), catch_exceptions=False).stderr
     assert "INFO" not in shown
     lines = [line for line in shown.splitlines() if not line.startswith("Loading")]  # progress, on a busy machine
     assert len(lines) == 1, "the line of figures"

@@ -74,7 +74,7 @@ def test_a_client_that_goes_frees_its_place(
     else:
         with pytest.raises(httpx.ReadTimeout):
             server.http.post("/v1/completions", json=LONG, timeout=0.3)
-    server.until(lambda: engine.metrics.aborted == 1, patience=1)
+    server.until(lambda: engine.metrics.aborted == 1)
     assert_nothing_is_held(core(engine))
     server.until(lambda: server.state.admission.count == 0)
     assert 'finished_reason="abort",model_name="' in server.http.get("/metrics").text
@@ -88,9 +88,8 @@ def test_a_full_queue_refuses_at_once(serve: Any, engine: AsyncEngine, monkeypat
     for thread in waiting:
         thread.start()
     server.until(lambda: server.state.admission.count == 4)
-    started = time.monotonic()
     refused = server.http.post("/v1/completions", json=LONG)
-    assert time.monotonic() - started < 0.5
+    assert server.state.admission.count == 4, "it waited until others had ended"
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["type"] == "rate_limit_error"
     for response, _ in running:

@@ -221,7 +221,7 @@ class Flood:
             await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("seconds", sizes(3, 60))
+@pytest.mark.parametrize("seconds", sizes(2, 60))
 def test_ten_times_capacity_is_refused_at_once(serve_process: Any, seconds: int) -> None:
     limits = ["--max-num-seqs", str(SEQUENCES), "--max-waiting", str(WAITING)]
     limits += ["--kv-memory", "16MiB"]  # is all in use soon, so that what grows later is no cache
@@ -230,7 +230,7 @@ def test_ten_times_capacity_is_refused_at_once(serve_process: Any, seconds: int)
     limits += ["--speculative-config", json.dumps({"method": "fallback", "model": "demo", "members": members})]
     server: ServerProcess = serve_process("demo", *limits).ready()
     flood = Flood(server, random.Random(0))
-    capacity = asyncio.run(flood.capacity(3 if seconds < 10 else 8))
+    capacity = asyncio.run(flood.capacity(1 if seconds < 10 else 8))
     flood.replies.clear()
     asyncio.run(flood.flood(10 * capacity, seconds))
     served = [reply for reply in flood.replies if reply.status == 200]
@@ -245,8 +245,10 @@ def test_ten_times_capacity_is_refused_at_once(serve_process: Any, seconds: int)
     assert max(flood.waiting) <= WAITING
     assert len(served) > 0.3 * capacity * seconds
     assert len(refused) > len(served)
-    assert statistics.median(refused) < 0.1
-    assert refused[int(0.99 * len(refused))] < 1  # all of them where nothing else uses the processor
+    assert statistics.median(refused) < 0.1 * statistics.median(reply.seconds for reply in served)
+    if seconds == 60:  # bounds that other programs can break
+        assert statistics.median(refused) < 0.1
+        assert refused[int(0.99 * len(refused))] < 1
     early, late = flood.memory[len(flood.memory) // 4], max(flood.memory[-len(flood.memory) // 4 :])
     assert late - early < 8 * 2**20
     assert server.http.post("/v1/completions", json={**WORK, "prompt": "a"}).status_code == 200

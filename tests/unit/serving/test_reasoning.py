@@ -127,7 +127,7 @@ def test_tags_that_a_form_does_not_follow_are_text(opened: bool) -> None:
         assert read_tokens(("<think>", 7), ("a</think>", 2)) == ("", "<think>a</think>")
 
 
-@pytest.mark.parametrize("text", ["</think" * 15_000, " " * 100_000, "<think>" + " " * 100_000])
+@pytest.mark.parametrize("text", ["</think" * 5_000, " " * 30_000, "<think>" + " " * 30_000])
 def test_time_is_linear(text: str) -> None:
     def seconds(length: int) -> float:
         return cpu_seconds(lambda: read(text[:length], range(1, length), opened=True))

@@ -95,10 +95,10 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_an_endless_run_is_refused_at_once(grammars: Grammars, name: str) -> None:
     """What these texts begin with is forced for a million bytes or more."""
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(RequestError, match="exceeds its limits"):
         grammars.compile(RUNS[name]).result(timeout=20)
-    assert time.perf_counter() - started < 5, "far below a second on a machine that is not busy"
+    assert time.process_time() - started < 2
 
 
 def follow(constraint: GrammarConstraint, count: int) -> None:
@@ -137,10 +137,10 @@ def test_a_slow_form_holds_up_no_other(grammars: Grammars, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_form_ends_within_seconds(grammars: Grammars, name: str) -> None:
     """The compiler recurses along chains of rules, on a stack that is large enough for the longest texts."""
-    started = time.perf_counter()
-    constraint = grammars.compile(LARGE[name]).result(timeout=20).constrain()
+    started = time.process_time()
+    constraint = grammars.compile(LARGE[name]).result(timeout=60).constrain()
     assert constraint.mask(()).any()
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_compiling_leaves_threads_their_stack(grammars: Grammars) -> None:

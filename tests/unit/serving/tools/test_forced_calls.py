@@ -76,6 +76,7 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
     return tokenizer.decode(write(constraint, tokenizer, rng, choose), skip_special_tokens=params.skip_special_tokens)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("special", [False, True], ids=["added", "special"])
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -83,7 +84,7 @@ def test_everything_that_the_form_allows_is_read_as_calls(template: str, schema:
     tokenizer, rng = tokenizer_with_tags(special, TEMPLATES[template]), random.Random(f"{template} {schema}")
     for choice in ("required", {"type": "function", "function": {"name": "sew"}}):
         body = body_of(["cut", "sew"], SCHEMAS[schema], choice)
-        for _ in range(3):
+        for _ in range(examples(3, least=2)):
             reader = reader_for(tokenizer, body, None, has_form=True)(Prompt(()))
             text = sampled(tokenizer, body, rng, most=15)
             for character in text:

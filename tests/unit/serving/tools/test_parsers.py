@@ -211,7 +211,7 @@ def test_arguments_are_streamed_at_once() -> None:
     ]
 
 
-LONG = 50_000
+LONG = 20_000
 
 
 @pytest.mark.parametrize(
