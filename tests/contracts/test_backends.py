@@ -240,7 +240,7 @@ def test_auto_takes_the_highest_priority(register: Callable[[FakeBackend], FakeB
     assert choose_backend("reference", None, CONFIG, torch.float32, CPU)[1] == "reference"
 
 
-def test_auto_says_who_was_passed_over(register: Callable[[FakeBackend], FakeBackend]) -> None:
+def test_auto_names_the_backends_that_it_skips(register: Callable[[FakeBackend], FakeBackend]) -> None:
     register(FakeBackend(reason="they are away"))
     chosen, says = choose_backend("auto", None, CONFIG, torch.float64, CPU)
     assert chosen.name == "reference"

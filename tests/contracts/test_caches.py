@@ -313,7 +313,7 @@ def test_every_promised_position_can_be_used(cache: KVCache) -> None:
     cache.check()
 
 
-def test_nothing_can_always_be_reserved_and_takes_nothing(cache: KVCache) -> None:
+def test_reserving_no_slots_always_succeeds(cache: KVCache) -> None:
     for seq_id in range(cache.num_blocks):
         feed(cache, seq_id, [seq_id] * cache.block_size)
     assert cache.free_tokens() == 0
@@ -327,7 +327,7 @@ def test_nothing_can_always_be_reserved_and_takes_nothing(cache: KVCache) -> Non
     cache.check()
 
 
-def test_a_plan_counts_what_it_took_and_takes_nothing_itself(cache: KVCache) -> None:
+def test_a_plan_counts_its_blocks_and_takes_none(cache: KVCache) -> None:
     feed(cache, 1, [1, 2])
     plan, free = cache.plan(), cache.free_tokens()
     left = plan.room(1)
@@ -341,7 +341,7 @@ def test_a_plan_counts_what_it_took_and_takes_nothing_itself(cache: KVCache) -> 
     assert (cache.free_tokens(), cache.length(1), cache.length(2)) == (free, 2, 0)
 
 
-def test_what_others_hold_is_adopted_but_for_the_last_token(cache: KVCache, request: pytest.FixtureRequest) -> None:
+def test_a_shared_prefix_is_adopted_without_its_last_token(cache: KVCache, request: pytest.FixtureRequest) -> None:
     feed(cache, 1, range(8))
     cache.insert_prefix(1, range(9))
     known = {9: 8, 8: 7} if request.node.callspec.params["cache"] in SHARING else {9: 0, 8: 0}
@@ -353,13 +353,13 @@ def test_what_others_hold_is_adopted_but_for_the_last_token(cache: KVCache, requ
 
 
 @pytest.mark.parametrize("tokens", [[], [1]])
-def test_a_prompt_that_has_to_be_fed_whole_adopts_nothing(cache: KVCache, tokens: list[int]) -> None:
+def test_a_prompt_that_is_fed_whole_adopts_nothing(cache: KVCache, tokens: list[int]) -> None:
     assert cache.match_prefix(1, tokens) == 0
     feed(cache, 1, [1, 2])
     assert_holds(cache, 1, [1, 2])
 
 
-def test_prefixes_are_forgotten_but_for_those_that_are_held(cache: KVCache) -> None:
+def test_only_held_prefixes_are_not_forgotten(cache: KVCache) -> None:
     feed(cache, 1, range(9))
     feed(cache, 2, range(20, 29))
     for seq_id, tokens in ((1, range(9)), (2, range(20, 29))):

@@ -83,7 +83,7 @@ def run(policy: DraftLength, temperature: float = 1.0) -> Rig:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_policy_hears_what_was_drafted_tested_and_accepted(temperature: float) -> None:
+def test_policy_observes_drafted_tested_and_accepted_tokens(temperature: float) -> None:
     policy = Recorded([2, 0, 4])
     rig = run(policy, temperature)
     requests = list(rig.requests)
@@ -105,7 +105,7 @@ def test_policy_hears_what_was_drafted_tested_and_accepted(temperature: float) -
     assert all(timing.draft_s >= 0 and timing.verify_s > 0 for timing in policy.timings)
 
 
-def test_policy_that_keeps_up_spares_a_later_draft_the_backlog() -> None:
+def test_policy_that_keeps_up_leaves_no_backlog() -> None:
     """Six steps without a draft: the drafter's cache holds the tokens all the same."""
     held = {}
     for keeps_up in (False, True):
@@ -162,7 +162,7 @@ def test_policy_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("draft length policy failed" in record.message for record in caplog.records) == 1
 
 
-def test_policy_without_keeps_up_does_not_keep_up() -> None:
+def test_policy_keeps_up_only_if_it_says_so() -> None:
     class Minimal:
         def choose(self, schedule: Schedule) -> list[int]:
             return [2] * len(schedule.items)

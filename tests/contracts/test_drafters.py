@@ -331,7 +331,7 @@ def test_a_cache_of_its_own_is_given_back(workshop: Workshop) -> None:
         assert all(cache.length(round_) == 0 for cache in workshop.caches)
 
 
-def test_ending_what_never_proposed_is_fine(workshop: Workshop) -> None:
+def test_a_request_may_end_without_a_proposal(workshop: Workshop) -> None:
     drafter, request = workshop.build(), a_request()
     drafter.begin(request)
     drafter.end(request)

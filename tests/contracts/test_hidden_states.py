@@ -79,7 +79,7 @@ def test_taps_are_transformers_hidden_states(pair: Pair) -> None:
         torch.testing.assert_close(states, expected, **CLOSE)
 
 
-def test_taps_leave_a_pass_as_it_is(pair: Pair) -> None:
+def test_taps_change_no_pass(pair: Pair) -> None:
     plain = Taps(pair.ours, ()).extend(40)
     assert len(plain) == 1, "nobody asked for taps"
     assert torch.equal(Taps(pair.ours, TAPS).extend(40)[0], plain[0])
@@ -89,7 +89,7 @@ def test_taps_leave_a_pass_as_it_is(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("tap", [-1, 4, 1000])
-def test_taps_of_layers_that_are_not_there_are_refused(pair: Pair, tap: int) -> None:
+def test_taps_of_missing_layers_are_refused(pair: Pair, tap: int) -> None:
     with pytest.raises(ConfigError, match=rf"layer {tap} .* 3 layers"):
         Taps(pair.ours, (0, tap)).extend(1)
     Taps(pair.ours, (0, 3)).extend(1)
@@ -111,7 +111,7 @@ def assert_same(seen: Sequence[Tensor], expected: Sequence[Tensor], model: Causa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_taps_are_the_same_in_any_company(name: str) -> None:
+def test_taps_do_not_depend_on_the_batch(name: str) -> None:
     """Whole or in chunks, alone or beside others, in a chain or a tree, by one thread or two."""
     model = make_model(name)
     taps = (1, 0, 2)

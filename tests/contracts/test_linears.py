@@ -37,7 +37,7 @@ def test_each_matrix_multiplies_its_own_rows(model: CausalLM, count: int, has_bi
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_results_stay_when_the_next_rows_come(model: CausalLM) -> None:
+def test_later_rows_change_no_earlier_result(model: CausalLM) -> None:
     """Results are the caller's, and any number of rows is taken, also more than before."""
     weight = random(1, N, K)
     linears, given = linears_of(model, [*weight]), [random(1, rows, K) for rows in (1, 40, 3, 200)]
@@ -47,7 +47,7 @@ def test_results_stay_when_the_next_rows_come(model: CausalLM) -> None:
 
 
 @pytest.mark.skipif("native" not in KERNELS, reason="no native kernels here")
-def test_native_rows_have_the_same_bits_in_any_company(tmp_path: Path) -> None:
+def test_native_rows_do_not_depend_on_their_neighbours(tmp_path: Path) -> None:
     model = load_model(write_checkpoint(tmp_path / "model"), "float32", kernels="native").model
     linears, x = linears_of(model, [*random(COUNT, N, K)], random(COUNT, N)), random(COUNT, 23, K)
     together = linears(x)

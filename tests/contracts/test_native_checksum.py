@@ -33,7 +33,7 @@ def test_all_kernels_agree(size: int) -> None:
     assert 0 <= checksum(random(size)) < 2**64
 
 
-def test_sizes_have_their_own_checksums() -> None:
+def test_each_size_has_its_own_checksum() -> None:
     zeros = torch.zeros(2 * PIECE + 1000, dtype=torch.uint8)
     sizes = [*range(1, 600), PIECE, PIECE + 1, 2 * PIECE, len(zeros)]
     kernels = KERNELS[0]

@@ -99,7 +99,7 @@ def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
 @pytest.mark.parametrize("type_", list(Type))
-def test_what_is_not_a_number_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:
+def test_a_nan_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:
     x, weight = random(9, 33), random(20, 33, seed=1)
     clean = run_linear(kernels, type_, x, weight)
     x[4, 5] = value
@@ -121,7 +121,7 @@ def test_quantised_weights_are_close(kernels: Kernels, type_: Type, error: float
 
 @pytest.mark.parametrize("depth", [64, DEEP])
 @pytest.mark.parametrize(("type_", "levels", "group"), [(Type.INT8, 127, 0), (Type.INT4, 7, 32)])
-def test_a_quantised_layer_is_exact_where_everything_is_a_level(
+def test_a_quantised_layer_is_exact_on_its_levels(
     kernels: Kernels, type_: Type, levels: int, group: int, depth: int
 ) -> None:
     """Whole weights with their largest level present, and whole inputs with a 127: nothing has to be rounded."""

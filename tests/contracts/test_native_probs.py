@@ -78,7 +78,7 @@ def test_a_distribution_never_sees_its_neighbours(kernels: NativeSampler) -> Non
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_a_number_stays_in_its_row(kernels: NativeSampler, bad: float) -> None:
+def test_a_nan_stays_in_its_row(kernels: NativeSampler, bad: float) -> None:
     logits, nodes = random_logits(6, 5000, seed=1), nodes_of(*MIXED)
     clean = distribution(logits, nodes, kernels)
     for row in range(6):
@@ -137,7 +137,7 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
 
 
 @pytest.mark.parametrize("size", [1, 5, 4097])
-def test_the_last_share_of_a_sum_is_a_token_with_weight(kernels: NativeSampler, size: int) -> None:
+def test_the_last_draw_is_a_token_with_weight(kernels: NativeSampler, size: int) -> None:
     weights = torch.zeros(size + 4, dtype=torch.float64)
     weights[:size] = 0.1
     assert kernels.draw(weights, False, (1 << 64) - 1) == size - 1

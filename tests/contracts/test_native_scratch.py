@@ -134,7 +134,7 @@ in_children(run)
 )
 
 
-def test_passes_keep_no_more_than_is_counted() -> None:
+def test_passes_keep_no_more_scratch_than_is_counted() -> None:
     rows = {2048: 1024, 2**16: 64}  # for each number of positions
     found = [[int(word) for word in line] for line in run(PASSES, rows)]
     assert [positions for positions, _, _ in found] == [*rows]
@@ -142,7 +142,7 @@ def test_passes_keep_no_more_than_is_counted() -> None:
         assert grown < counted + 2**24, "beside what is kept, tensors of a pass"
 
 
-def test_what_is_counted_grows_with_a_pass_up_to_bounds() -> None:
+def test_counted_scratch_grows_up_to_a_bound() -> None:
     model, mib = small_model(), 2**20
     counted = [
         model.scratch_bytes(rows, positions) for rows, positions in ((1, 1), (512, 1), (512, 2**14), (512, 2**17))

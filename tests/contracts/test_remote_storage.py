@@ -161,7 +161,7 @@ class Unmoved(RemoteStorage):
 
 
 @pytest.mark.parametrize("kind", MANAGERS)
-def test_storage_that_ignores_moves_is_noticed(sites: dict[str, Site], worker: Worker, kind: str) -> None:
+def test_storage_that_ignores_moves_is_found(sites: dict[str, Site], worker: Worker, kind: str) -> None:
     there = sites["there"]
     site = Site(there.target, there.draft, lambda shape, n: Unmoved(worker, shape, n), there.native)
     assert run(site.engine(kind, "none")[0]) != local_texts(sites["here"], kind, "none")

@@ -95,7 +95,7 @@ every_setting = st.builds(
 
 @with_examples
 @given(settings=every_setting, texts=texts, begins=st.integers(0, 63), other=st.lists(st.integers(0, 3), max_size=6))
-def test_a_continuation_is_that_of_all_occurrences(
+def test_a_continuation_counts_all_occurrences(
     open_index: OpenIndex, settings: SuffixSettings, texts: list[list[int]], begins: int, other: list[int]
 ) -> None:
     index, expected = open_index(settings), ReadThrough(settings)
@@ -144,7 +144,7 @@ def test_match_and_draft_together_have_depth_tokens(open_index: OpenIndex) -> No
         assert index.continuation(text[:length], 99).tokens == text[length : length + expected]
 
 
-def test_an_end_that_nothing_followed_is_not_counted(open_index: OpenIndex) -> None:
+def test_an_occurrence_at_the_end_is_not_counted(open_index: OpenIndex) -> None:
     index = open_index(PLAIN)
     index.extend([1, 2, 3, 1])
     assert index.continuation([1], 1).ratios == [1.0]
@@ -185,7 +185,7 @@ def test_memory_per_token_is_bounded(open_index: OpenIndex, kind: str, part: flo
 
 
 @pytest.mark.parametrize("kind", long_texts())
-def test_the_reference_takes_what_it_says(kind: str) -> None:
+def test_the_reference_takes_the_memory_that_it_reports(kind: str) -> None:
     text = long_texts()[kind]
     for length in (700, 2500, 6000):
         tracemalloc.start()

@@ -207,7 +207,7 @@ def test_an_impossible_draft_is_never_accepted(name: str, with_probs: bool) -> N
 
 
 @every_rule
-def test_a_residual_that_rounds_to_nothing_still_yields_a_token(name: str) -> None:
+def test_a_residual_rounded_to_zero_still_yields_a_token(name: str) -> None:
     """p is below q in the last bit and nowhere above it: rejecting is possible, and then p itself is drawn from."""
     verifier = load_rule(name)
     q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_a_residual_that_rounds_to_nothing_still_yields_a_token(name: str) -> No
 
 @every_rule
 @given(seed=st.integers(0, 2**32))
-def test_the_chance_is_asked_for_probabilities(name: str, seed: int) -> None:
+def test_chance_gets_probabilities_between_0_and_1(name: str, seed: int) -> None:
     verifier = load_rule(name)
     case = random_case(np.random.default_rng(seed), chain=True, deterministic=False)
     for chance in (Willing(), Unwilling()):

@@ -143,7 +143,7 @@ def stepping_rig(drafter: str, length: int, cache: MakeCache, limits: Limits = L
 @both_caches
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("distribution", ["greedy", "sampled", "seeded"])
-def test_everyone_gets_the_own_tokens(drafter: str, distribution: str, cache: MakeCache) -> None:
+def test_each_request_gets_its_own_tokens(drafter: str, distribution: str, cache: MakeCache) -> None:
     """Prompts of different lengths, more requests than slots, different ends."""
     params = {"greedy": {"temperature": 0}, "sampled": {}, "seeded": {"seed": 5}}[distribution]
     rig = stepping_rig(drafter, 5, cache)

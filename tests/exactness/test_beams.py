@@ -121,7 +121,7 @@ def parting(history: tuple[int, ...]) -> list[float]:
 
 
 @pytest.mark.parametrize("budget", [3, 4, 5, 12])
-def test_a_search_gets_on_beside_others(budget: int) -> None:
+def test_a_search_progresses_beside_others(budget: int) -> None:
     """The hypotheses lie as far apart as can be, and those who decode leave them few rows."""
     rig = build_rig(TableModel(parting, 3), limits=Limits(24, 3, budget))
     others = [rig.add((0, index), SamplingParams(temperature=0, max_tokens=16), f"o{index}")[0] for index in range(2)]
@@ -155,7 +155,7 @@ def test_a_search_beside_others_is_the_same(cache: MakeCache, limits: Limits) ->
     assert max(target.num_rows) <= limits.max_num_batched_tokens
 
 
-def test_a_search_that_was_set_aside_goes_on_where_it_was() -> None:
+def test_a_preempted_search_resumes_where_it_was() -> None:
     """Two texts that came before it grow into its memory. The trunk is fed again; the hypotheses were kept."""
     rig = build_rig(TableModel(CROWDED.target, 4), limits=Limits(28, 3, 64), cache=few_blocks(11, keep_prefixes=False))
     for index in range(2):
@@ -168,7 +168,7 @@ def test_a_search_that_was_set_aside_goes_on_where_it_was() -> None:
     assert max(rounds) > 2, "no search was set aside in its midst"
 
 
-def test_streams_hear_of_a_search_at_its_end() -> None:
+def test_streams_get_a_search_at_its_end() -> None:
     rig = build_rig(TableModel(CROWDED.target, 4), limits=ROOMY)
     requests = rig.add(PROMPT, wide(3, 5))
     for _ in range(4):
@@ -233,7 +233,7 @@ class Listener(ScriptedDrafter):
 
 
 @pytest.mark.parametrize("budget", [2, 4, 64])
-def test_a_drafter_hears_of_a_trunk_that_is_left_for_another(budget: int) -> None:
+def test_a_drafter_observes_a_change_of_trunk(budget: int) -> None:
     listener = Listener()
     rig = build_rig(TableModel(parting, 3), listener, length=2, limits=Limits(24, 1, budget))
     searched(rig, wide(2, 9))

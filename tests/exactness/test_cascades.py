@@ -198,7 +198,7 @@ def expected_drafts(name: str) -> tuple[DraftTree, ...]:
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("kind", ["paged", "slotted"])
 @pytest.mark.parametrize("name", [*MODELS[:6], *MODELS[-5:-3]])
-def test_cascade_drafts_are_the_model_s(name: str, kind: str, inner: str) -> None:
+def test_a_cascade_drafts_the_tokens_of_its_model(name: str, kind: str, inner: str) -> None:
     """Greedy, seeded and ratio, penalties, constraints: the same tokens from the same probs, bit for bit."""
     cascade, expected = cascade_of(name, INNERS[inner](name), kind), expected_drafts(name)
     assert_identical(name, drafts(cascade, requests_of()), expected)

@@ -108,7 +108,7 @@ def judged(config: dict[str, Any]) -> MakeDrafter:
 
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize(("vocab_size", "length", "steps", "prompt"), [(3, 2, 1, PROMPT), (4, 1, 2, UNKNOWN_LAST)])
-def test_judged_drafts_keep_the_distribution(
+def test_selected_drafts_keep_the_distribution(
     verifier: str, vocab_size: int, length: int, steps: int, prompt: tuple[int, ...]
 ) -> None:
     """Which of the drafts is verified depends on scores and on what was committed, and may change in every step."""

@@ -128,7 +128,7 @@ def test_memory_that_was_used_before_is_clean(cache: MakeCache) -> None:
 
 
 @pytest.mark.parametrize("draft_blocks", [8, 40])
-def test_whoever_comes_back_is_drafted_for_from_its_own_tokens(draft_blocks: int) -> None:
+def test_a_resumed_request_is_drafted_from_its_own_tokens(draft_blocks: int) -> None:
     """The target's memory sets requests aside, whose drafts begin anew; the draft's own may be short as well."""
     limits, tight = Limits(28, 4, 32), few_blocks(9)
     rig, _ = checked_rig(Pair(7, V, FULL_SUPPORT), limits, 3, tight, few_blocks(draft_blocks))

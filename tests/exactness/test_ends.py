@@ -94,7 +94,7 @@ def test_an_end_token_within_a_draft_ends_the_request(
 
 
 @pytest.mark.parametrize("end", range(1, 6))
-def test_a_draft_that_holds_the_end_counts_up_to_it(end: int) -> None:
+def test_a_draft_counts_up_to_its_end_token(end: int) -> None:
     """The pass over the prompt gives 0. The draft 1 2 3 4 5 is right, and the request ends within it.
 
     The token that would follow the draft was never given, so it is in no figure but vLLM's mean acceptance length.
@@ -117,7 +117,7 @@ def test_max_tokens_is_met_exactly(drafter: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_no_draft_is_longer_than_can_matter(length: int) -> None:
+def test_no_draft_is_longer_than_the_rest_of_the_text(length: int) -> None:
     """A drafter that is always right has every token fed once, and the last one never."""
     for limit in range(1, 10):
         target = TableModel(counting, V)
@@ -171,7 +171,7 @@ def test_an_end_token_wins_over_the_length(drafter: str, length: int) -> None:
 
 
 @everywhere
-def test_min_tokens_puts_the_end_off(drafter: str, length: int) -> None:
+def test_min_tokens_delays_the_end(drafter: str, length: int) -> None:
     rig = counting_rig(drafter, length, ends=(4,))
     request, _ = finished(rig, min_tokens=6)
     assert 4 not in request.output[:5]  # the distribution has no end token there

@@ -59,7 +59,7 @@ def test_f_and_g_run_at_the_same_time() -> None:
     assert (done.result, done.outcome, done.accepted) == (10, 0, True)
 
 
-def test_a_dropped_run_is_over_before_the_call_is() -> None:
+def test_a_dropped_run_ends_before_the_call() -> None:
     replaced, ended = threading.Event(), list[int]()
 
     def g(outcome: int) -> int:
@@ -83,7 +83,7 @@ def failing_on(*outcomes: int) -> Callable[[int], int]:
     return g
 
 
-def test_an_error_on_the_outcome_that_counts_arrives() -> None:
+def test_an_error_on_the_kept_outcome_is_raised() -> None:
     sure, other = always([1.0, 0.0]), always([0.0, 1.0])
     with pytest.raises(ArithmeticError, match="outcome 0"):
         speculate(sure, failing_on(0), sure)
@@ -91,12 +91,12 @@ def test_an_error_on_the_outcome_that_counts_arrives() -> None:
         speculate(other, failing_on(0, 1), sure)
 
 
-def test_an_error_on_a_dropped_outcome_does_not() -> None:
+def test_an_error_on_a_dropped_outcome_is_dropped() -> None:
     done = speculate(always([0.0, 1.0]), failing_on(0), always([1.0, 0.0]))
     assert (done.result, done.accepted) == (1, False)
 
 
-def test_errors_of_both_distributions_arrive() -> None:
+def test_errors_of_both_distributions_are_raised() -> None:
     def broken() -> Law:
         raise ArithmeticError("no distribution")
 
@@ -109,7 +109,7 @@ def test_errors_of_both_distributions_arrive() -> None:
 @pytest.mark.parametrize(
     "weights", [[], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf")], [[1.0]], 1.0, None]
 )
-def test_what_is_no_distribution_is_refused(weights: Any) -> None:
+def test_an_invalid_distribution_is_refused(weights: Any) -> None:
     with pytest.raises(DistributionError, match="^f gave"):
         speculate(always(weights), failing_on(), always([0.5, 0.5]))
     ran = list[int]()
@@ -145,7 +145,7 @@ def test_both_distributions_get_the_arguments() -> None:
     assert speculate(f, failing_on(), f, 3, 1.0).outcome == 2
 
 
-def test_a_stream_repeats_itself_and_no_chance_does_not() -> None:
+def test_only_runs_with_a_stream_repeat_themselves() -> None:
     even = always([1.0] * 1000)
 
     def outcomes(seed: int | None) -> list[int]:

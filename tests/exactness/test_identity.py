@@ -190,7 +190,9 @@ def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("weights", ["float64", *(NATIVE if usable_sets() else ())])
-def test_text_is_identical_with_arms(weights: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_identical_with_drafter_selection(
+    weights: str, distribution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The drafter and the length change from step to step. Costs are given, so that they do so in every run."""
     costs = StepCosts(CostCurve({1: 1.0, 64: 1.3}), {"fallback": {1: CostCurve({1: 0.02, 16: 0.32})}})
     monkeypatch.setattr(Calibration, "costs", lambda self: costs)

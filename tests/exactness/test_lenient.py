@@ -52,7 +52,7 @@ def test_no_token_becomes_likelier_than_its_share(lenience: float, length: int) 
                         assert reached.get((*context, token), 0.0) <= into * p / lenience + EXACT
 
 
-def test_it_is_not_lossless_and_without_lenience_it_is() -> None:
+def test_the_rule_is_lossless_only_without_lenience() -> None:
     assert not build().lossless
     assert max(distance(build(0.5), pair, sampled(pair, chain_of(2))) for pair in PAIRS) > 0.05
     assert max(distance(build(1), pair, sampled(pair, chain_of(2))) for pair in PAIRS) <= EXACT
@@ -69,7 +69,7 @@ def test_acceptance_is_what_theory_says(lenience: float) -> None:
 
 
 @pytest.mark.parametrize("lenience", LENIENCES)
-def test_greedy_takes_the_likeliest_child_that_is_likely_enough(lenience: float) -> None:
+def test_greedy_takes_the_likeliest_admissible_child(lenience: float) -> None:
     verifier, taken = greedy_rule(lenience), 0
     for seed in range(200):
         pair = Pair(seed, 4, FULL_SUPPORT)
@@ -131,7 +131,7 @@ def test_a_seed_keeps_its_promise() -> None:
     assert out.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
-def test_it_has_to_be_asked_for() -> None:
+def test_lenience_is_off_unless_requested() -> None:
     with pytest.raises(ConfigError, match="'lenience'"):
         lenient(lenience=0.5)
     with pytest.raises(ConfigError, match="lenience=2"):

@@ -77,7 +77,7 @@ def test_output_tokens(drafter: str, top: int) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "target"])
-def test_nothing_behind_an_end(drafter: str) -> None:
+def test_no_logprobs_follow_an_end(drafter: str) -> None:
     rig = rig_with(drafter, ends=frozenset({3}))
     requests = [
         rig.add((seed % V,), SamplingParams(max_tokens=40, seed=seed, logprobs=1), str(seed))[0] for seed in range(8)

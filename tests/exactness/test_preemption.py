@@ -66,7 +66,7 @@ def all_alone() -> list[Any]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_who_was_set_aside_says_what_it_would_alone(drafter: str, policy: str) -> None:
+def test_a_preempted_request_writes_the_same_text(drafter: str, policy: str) -> None:
     limits = Limits(28, 4, 16, scheduling_policy=policy)
     rig = build_rig(TableModel(PAIR.target, V), DRAFTERS[drafter](), length=5, limits=limits, cache=TIGHT)
     requests = add_all(rig)
@@ -76,7 +76,7 @@ def test_who_was_set_aside_says_what_it_would_alone(drafter: str, policy: str) -
 
 
 @pytest.mark.parametrize("drafter", ["none", "model"])
-def test_whoever_is_set_aside_within_its_prompt_reports_it_once(drafter: str) -> None:
+def test_preemption_within_a_prompt_is_reported_once(drafter: str) -> None:
     """The second prompt is fed in parts while the first one's text grows into its memory."""
     limits, params = Limits(28, 2, 2), SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=1)
     rig = build_rig(TableModel(PAIR.target, V), DRAFTERS[drafter](), length=2, limits=limits, cache=few_blocks(7))
@@ -95,7 +95,7 @@ def test_whoever_is_set_aside_within_its_prompt_reports_it_once(drafter: str) ->
 
 
 @pytest.mark.parametrize("length", [1, 3, 8])
-def test_drafts_set_nobody_aside(length: int) -> None:
+def test_drafts_preempt_no_request(length: int) -> None:
     """There is memory for two whole texts and for nothing else: what is drafted has to do with what they leave."""
     drafter = model_drafter(TableModel(PAIR.target, V), V, limits=LIMITS)
     rig = build_rig(TableModel(PAIR.target, V), drafter, length=length, limits=LIMITS, cache=few_blocks(8))
@@ -130,7 +130,7 @@ class Diary(ScriptedDrafter):
         self.events.append(("end", request.seq_id))
 
 
-def test_a_drafter_hears_of_every_coming_and_going() -> None:
+def test_a_drafter_begins_and_ends_every_request() -> None:
     """Each stay of a sequence, the first and those after it was set aside, has a beginning, an end and no gap."""
     drafter = Diary()
     rig = build_rig(TableModel(PAIR.target, V), drafter, length=2, limits=LIMITS, cache=TIGHT)

@@ -62,7 +62,7 @@ def known(length: int) -> int:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_an_earlier_text_leaves_only_committed_tokens_behind(drafter: str) -> None:
+def test_an_earlier_text_leaves_only_committed_tokens(drafter: str) -> None:
     """Prompts that end everywhere in a text whose drafts were often rejected, at block ends and between them."""
     rig = rig_of(drafter)
     params = SamplingParams(temperature=0, max_tokens=24)
@@ -74,7 +74,7 @@ def test_an_earlier_text_leaves_only_committed_tokens_behind(drafter: str) -> No
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_the_last_token_of_a_prompt_is_fed_whatever_is_known(length: int) -> None:
+def test_the_last_token_of_a_prompt_is_always_fed(length: int) -> None:
     """A prompt that is known to its end, full blocks and all, still needs a row to say what follows it."""
     rig = rig_of()
     prompt = (PROMPT + PROMPT)[:length]
@@ -108,12 +108,12 @@ def test_prompts_that_arrive_together_feed_a_shared_prefix_once() -> None:
     assert all(request.metrics.cached_tokens for request in requests[1:])
 
 
-def test_a_cache_that_keeps_nothing_finds_nothing() -> None:
+def test_a_cache_without_prefixes_finds_none() -> None:
     rig = build_rig(TableModel(PAIR.target, V), limits=LIMITS, cache=few_blocks(36, keep_prefixes=False))
     assert [run(rig, PROMPT).metrics.cached_tokens for _ in range(2)] == [0, 0]
 
 
-def test_a_draft_model_takes_prefixes_over_too() -> None:
+def test_a_draft_model_reuses_prefixes_too() -> None:
     draft = TableModel(PAIR.draft, V)
     rig = build_rig(TableModel(PAIR.target, V), model_drafter(draft, V, limits=LIMITS), length=2, limits=LIMITS)
     run(rig, PROMPT)

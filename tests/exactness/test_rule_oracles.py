@@ -157,7 +157,7 @@ def test_iterative_sampling_keeps_the_distribution(count: int) -> None:
             assert found.get(token, 0.0) == pytest.approx(probability, abs=EXACT)
 
 
-def test_siblings_of_different_models_are_no_trouble() -> None:
+def test_siblings_may_come_from_different_models() -> None:
     """Each child brings the distribution that it was drawn from."""
     for seed in range(8):
         one, two = Pair(seed, 3, FULL_SUPPORT), Pair(seed + 50, 3, FULL_SUPPORT)

@@ -135,7 +135,7 @@ FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "drafter"), FAULTS, ids=[fault.__name__ for _, _, fault, _ in FAULTS]
 )
-def test_a_fault_is_noticed(
+def test_a_fault_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Callable[..., object], drafter: str
 ) -> None:
     original = getattr(owner, name)

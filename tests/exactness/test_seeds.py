@@ -68,7 +68,7 @@ def test_speculation_changes_no_seeded_text(drafter: str, distribution: str) -> 
     assert texts(settings[:2], drafter, length=5, limits=Limits(64, 2, 8), prompt=(0, 1)) == alone[:2]
 
 
-def test_a_seed_wins_over_the_configured_rule() -> None:
+def test_a_seed_overrides_the_configured_rule() -> None:
     assert texts([seeded(5)], "model", verifier="rejection") == texts([seeded(5)])
 
 

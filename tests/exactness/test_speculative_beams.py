@@ -184,7 +184,7 @@ def test_a_search_may_ask_for_longer_drafts() -> None:
     assert passes(many) < passes(few)
 
 
-def test_a_drafter_that_can_t_search_is_not_asked() -> None:
+def test_a_drafter_that_can_t_search_gets_no_search() -> None:
     asked: list[int] = []
 
     def guess(request: Request) -> DraftTree:

@@ -151,7 +151,7 @@ def check_survivors(size: int, backend: str, caching: bool, speculating: bool, w
         assert (hits > 0) == caching
 
 
-def test_survivors_say_what_they_say_alone() -> None:
+def test_survivors_write_the_same_text_alone() -> None:
     check_survivors(24, "paged", caching=True, speculating=True)
 
 
@@ -175,5 +175,5 @@ def test_survivors_on_the_native_kernels_in_full(backend: str, caching: bool, sp
 @pytest.mark.parametrize("speculating", [True, False], ids=["drafts", "plain"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
 @pytest.mark.parametrize("backend", ["paged", "slotted"])
-def test_survivors_say_what_they_say_alone_in_full(backend: str, caching: bool, speculating: bool) -> None:
+def test_survivors_write_the_same_text_alone_in_full(backend: str, caching: bool, speculating: bool) -> None:
     check_survivors(64, backend, caching, speculating)

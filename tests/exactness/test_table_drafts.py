@@ -75,7 +75,7 @@ def test_tables_keep_the_distribution_of_any_settings(drafter: str, name: str, v
         assert enumerate_case(case).deviation() <= EXACT, case
 
 
-def test_a_row_that_was_not_drawn_from_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_was_not_drawn_from_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts at the request's temperature, with the rows of temperature 1 as their probs."""
     propose = StaticDrafter.propose
 

@@ -85,7 +85,7 @@ def test_trees_keep_the_distribution(name: str, kernels: str, verifier: str) -> 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_what_is_drafted_is_drawn_from_the_tokens_of_both(name: str, kernels: str) -> None:
+def test_drafts_are_drawn_from_the_shared_tokens(name: str, kernels: str) -> None:
     """The draft's probabilities are those of its own logits among these tokens, and sum to 1."""
     drafter = make(name, kernels, None, Pair(0, 4), KeyedChances(), Limits(32, 1, 64))
     model, (rows, unknown) = draft_of(name, kernels), VOCABULARIES[name]

@@ -227,7 +227,7 @@ def start(engine: AsyncEngine, params: SamplingParams = GREEDY) -> list[asyncio.
     return [asyncio.create_task(engine.generate(text, params)) for text in TEXTS]
 
 
-def test_draining_finishes_what_is_there(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
+def test_draining_finishes_all_requests(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
     expected = [output.outputs for output in llm_of("near").generate(TEXTS, GREEDY)]
 
     async def main() -> None:
@@ -310,7 +310,7 @@ def test_the_block_s_end_drains_and_an_exception_aborts(engine_of: MakeEngine) -
     run(main())
 
 
-def test_an_engine_that_nobody_holds_ends_its_thread(engine_of: MakeEngine, checkpoints: Checkpoints) -> None:
+def test_an_unreferenced_engine_ends_its_thread(engine_of: MakeEngine, checkpoints: Checkpoints) -> None:
     others = engine_threads()
     engine = AsyncEngine(checkpoints.target)
     asyncio.run(engine.generate(TEXTS[0], GREEDY))
@@ -365,7 +365,7 @@ def breaking(engine: AsyncEngine, error: BaseException) -> Callable[[], Any]:
 
 @dies
 @pytest.mark.parametrize("error", [ZeroDivisionError("bug"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_a_broken_engine_says_so_to_everybody(
+def test_a_broken_engine_fails_every_request(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     async def main() -> None:
@@ -398,7 +398,7 @@ def checked(engine: AsyncEngine) -> Coroutine[Any, Any, None]:
 
 
 @dies
-def test_what_waits_in_the_inbox_of_a_broken_engine_is_answered(
+def test_requests_in_a_broken_engine_s_inbox_are_answered(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that arrive while the last step breaks are not forgotten."""
@@ -426,7 +426,7 @@ def test_what_waits_in_the_inbox_of_a_broken_engine_is_answered(
     run(main())
 
 
-def test_nothing_is_held_says_so(engine_of: MakeEngine) -> None:
+def test_a_held_request_is_found(engine_of: MakeEngine) -> None:
     """The checks of these tests can fail."""
 
     async def main() -> None:

@@ -100,7 +100,7 @@ def test_streams_are_those_of_llm(
     run(main())
 
 
-def test_it_says_what_llm_says(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
+def test_async_outputs_are_those_of_llm(llm_of: MakeLLM, engine_of: MakeEngine) -> None:
     async def main() -> None:
         async with engine_of("near", spec_length=3) as engine:
             llm = llm_of("near", spec_length=3)
@@ -352,7 +352,7 @@ def test_a_failing_request_fails_alone(
     run(main())
 
 
-def test_text_that_can_not_be_made_ends_its_request_alone(
+def test_undecodable_text_ends_its_request_alone(
     llm_of: MakeLLM, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = llm_of().generate(TEXTS[1], GREEDY)

@@ -84,7 +84,7 @@ def test_latency_has_a_case_for_each_length(checkpoints: Checkpoints) -> None:
         assert case["outputs"]["identical"] == {"speculative": 6}
 
 
-def test_without_a_drafter_it_says_why_and_measures_plain(checkpoints: Checkpoints) -> None:
+def test_without_a_drafter_plain_is_measured_and_explained(checkpoints: Checkpoints) -> None:
     value = _json("latency", "--model", checkpoints.target, *SMALL, "--no-use-speculative-decoding")
     assert value["speculation"] == {"on": False, "detail": "use_speculative_decoding is False"}
     assert list(value["cases"][0]["runs"]) == ["plain"]
@@ -103,7 +103,7 @@ def test_text_has_tables_and_conclusions_without_colour(checkpoints: Checkpoints
     assert "first token (ms)" in shown
 
 
-def test_prompts_come_from_chance_or_a_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_prompts_are_random_or_from_a_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
     drawn = _json("throughput", *_pair(checkpoints), "--prompts", "random", "--prompt-length", "30")["cases"][0]
     assert drawn["prompts"] == "random"
     assert drawn["prompt_tokens"] == {"min": 30, "median": 30, "max": 30}
@@ -133,7 +133,7 @@ def test_runs_are_greedy_and_ignore_end_tokens_by_default() -> None:
     assert given == SamplingParams(temperature=0.5, ignore_eos=False, max_tokens=3)
 
 
-def test_help_tells_those_defaults_and_has_examples() -> None:
+def test_help_has_these_defaults_and_examples() -> None:
     for benchmark in ("throughput", "latency"):
         shown = " ".join(_invoke(benchmark, "--help", COLUMNS="250").stdout.split())
         assert "0 is greedy; higher is more varied. [default: 0]" in shown

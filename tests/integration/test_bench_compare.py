@@ -148,7 +148,7 @@ def test_categories_have_a_table(checkpoints: Checkpoints, tmp_path: Path) -> No
     assert any(line.split()[:2] == ["writing", "2"] for line in shown.splitlines())
 
 
-def test_the_history_says_what_became_slower(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_the_history_names_slower_runs(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     for _ in range(2):
         _invoke("latency", "--model", *_pair(checkpoints), *SMALL, "--history", str(path))

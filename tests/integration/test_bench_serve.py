@@ -99,7 +99,7 @@ def test_its_own_server_starts_and_ends(checkpoints: Checkpoints, monkeypatch: p
     assert "\x1b[" not in shown
 
 
-def test_a_server_that_does_not_start_says_why() -> None:
+def test_a_server_that_does_not_start_is_explained() -> None:
     settings = {"SPECULANT_MODEL": "demo", "SPECULANT_MAX_NUM_SEQS": "-1"}
     with pytest.raises(ServerError, match="max_num_seqs") as caught, own_server(settings):
         pass
@@ -130,7 +130,7 @@ def test_speculation_off_measures_plain_alone(serve: Callable[..., LiveServer], 
     assert value["plan"]["clients"] == 32
 
 
-def test_the_server_s_refusal_is_told(
+def test_the_server_s_refusal_is_shown(
     serve: Callable[..., LiveServer], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     server, prompts = serve(_engine(checkpoints)).ready(), tmp_path / "prompts.txt"
@@ -164,7 +164,7 @@ def test_a_mistake_is_explained(arguments: tuple[str, ...], problem: str, fix: s
     assert fix in error.fix
 
 
-def test_without_httpx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_httpx_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     error = _error("demo")
     assert isinstance(error, ConfigError)

@@ -76,7 +76,7 @@ def test_several_conversations_are_answered(llm: LLM) -> None:
     assert len(outputs[1].outputs[0].token_ids) == 3
 
 
-def test_the_template_gets_what_it_is_given(llm: LLM) -> None:
+def test_the_template_gets_its_variables(llm: LLM) -> None:
     (output,) = llm.chat(SECOND, GREEDY, tools=TOOLS, chat_template_kwargs={"mood": "(glad)"})
     assert output.prompt == "<begin>[now]user:Bye;(glad)assistant:"
     assert llm.chat(SECOND, GREEDY, add_generation_prompt=False)[0].prompt == "<begin>user:Bye;"
@@ -114,7 +114,7 @@ def test_the_demo_chats() -> None:
     assert output.prompt_token_ids.count(begin) == 1
 
 
-def test_a_model_without_template_says_so(checkpoints: Checkpoints) -> None:
+def test_a_model_without_a_template_is_named(checkpoints: Checkpoints) -> None:
     with pytest.raises(ModelError, match=r"no chat template\n.*plain prompt.*chat_template\.jinja"):
         LLM(checkpoints.target, **ARGUMENTS).chat(SECOND)
 

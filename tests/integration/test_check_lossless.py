@@ -48,7 +48,7 @@ def _json(*arguments: str) -> dict[str, Any]:
     return value
 
 
-def test_a_lossless_pair_passes_and_everything_is_told(checkpoints: Checkpoints) -> None:
+def test_a_lossless_pair_passes_with_a_full_report(checkpoints: Checkpoints) -> None:
     value = _json(*_pair(checkpoints))
     assert value["lossless"]
     assert value["verdict"].startswith("lossless")
@@ -72,7 +72,7 @@ def test_a_lossless_pair_passes_and_everything_is_told(checkpoints: Checkpoints)
     assert (settings["cases"], settings["texts"], settings["prompts"]) == (8, 24, 2)
 
 
-def test_text_says_what_was_proven_tested_and_how_strong_it_was(checkpoints: Checkpoints) -> None:
+def test_text_reports_proofs_tests_and_their_power(checkpoints: Checkpoints) -> None:
     result = _invoke(*_pair(checkpoints, "--method", "draft_model", "--verification", "rejection"))
     assert result.exit_code == 0
     shown = result.stdout
@@ -170,7 +170,7 @@ def test_a_rule_that_means_to_be_lossy_never_passes(checkpoints: Checkpoints, mo
     assert not value["lossless"]
 
 
-def test_settings_that_leave_no_choice_are_said_to_test_nothing(checkpoints: Checkpoints) -> None:
+def test_settings_without_a_choice_are_reported(checkpoints: Checkpoints) -> None:
     result = _invoke(*_pair(checkpoints, "--top-k", "1"))
     assert result.exit_code == 0
     assert "these settings leave no choice, so there was nothing to test" in result.stdout

@@ -144,7 +144,7 @@ def test_the_end_of_sequence_can_be_ignored(
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "seeded"])
-def test_ends_are_not_said_before_min_tokens(
+def test_no_end_is_reported_before_min_tokens(
     llm_of: MakeLLM, with_common_end: tuple[str, str], full: list[CompletionOutput], values: dict[str, Any]
 ) -> None:
     target, near = with_common_end

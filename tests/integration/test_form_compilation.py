@@ -40,7 +40,7 @@ class Compiler:
         return self._compile(source)
 
 
-def test_more_forms_than_are_kept_hold_up_no_loop(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_forms_holds_up_no_loop(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that is forgotten before its request begins would be compiled again, and the loop would wait."""
     engine = engine_of()
     engine._grammars._capacity = 1

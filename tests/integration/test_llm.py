@@ -137,7 +137,7 @@ def test_parameters_default_to_the_checkpoint_s(llm_of: MakeLLM) -> None:
     ],
     ids=str,
 )
-def test_a_bad_prompt_is_refused_and_nothing_is_left_behind(llm_of: MakeLLM, prompts: Any) -> None:
+def test_a_refused_prompt_leaves_no_request_behind(llm_of: MakeLLM, prompts: Any) -> None:
     llm = llm_of("near")
     with pytest.raises(RequestError) as caught:
         llm.generate(prompts, GREEDY)
@@ -161,7 +161,7 @@ ONE_PROMPT: list[Any] = [
 
 
 @pytest.mark.parametrize("prompt", ONE_PROMPT, ids=str)
-def test_a_prompt_in_any_form_is_its_token_ids_and_not_its_keys(llm_of: MakeLLM, prompt: Any) -> None:
+def test_a_prompt_in_any_form_is_read_as_token_ids(llm_of: MakeLLM, prompt: Any) -> None:
     llm = llm_of("near")
     (expected,) = llm.generate([[70, 71, 72]], GREEDY)
     for given in (prompt, [prompt], (prompt,), iter([prompt])):
@@ -207,7 +207,7 @@ def test_the_salt_of_a_prompt_separates_its_cache(llm_of: MakeLLM) -> None:
     ],
     ids=str,
 )
-def test_a_refused_prompt_is_told_why(llm_of: MakeLLM, prompt: Any, problem: str) -> None:
+def test_a_refused_prompt_is_explained(llm_of: MakeLLM, prompt: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         llm_of("near").generate(prompt, GREEDY)
 
@@ -220,13 +220,13 @@ def test_a_bad_prompt_is_refused_before_any_runs(llm_of: MakeLLM) -> None:
     assert llm.engine.metrics.steps == steps
 
 
-def test_a_request_can_t_load_a_drafter_that_is_not_for_it(llm_of: MakeLLM) -> None:
+def test_a_request_can_t_load_another_kind_of_drafter(llm_of: MakeLLM) -> None:
     for method in ("synthetic", "draft_model"):
         with pytest.raises(ConfigError, match="a request can't load it"):
             llm_of().generate(TEXTS[0], SamplingParams(speculation={"method": method}))
 
 
-def test_as_many_parameters_as_prompts_or_one(llm_of: MakeLLM) -> None:
+def test_parameters_are_one_or_one_for_each_prompt(llm_of: MakeLLM) -> None:
     with pytest.raises(RequestError, match=r"2 prompts came with 1 sampling"):
         llm_of().generate(TEXTS[:2], [GREEDY])
 
@@ -481,7 +481,7 @@ def test_an_exception_in_the_middle_leaves_the_engine_usable(llm_of: MakeLLM, mo
     assert tokens_of(llm.generate(TEXTS, GREEDY)) == expected
 
 
-def test_two_engines_in_one_process_do_not_meet(checkpoints: Checkpoints) -> None:
+def test_two_engines_in_one_process_are_independent(checkpoints: Checkpoints) -> None:
     first = LLM(checkpoints.target, draft_model=checkpoints.near, dtype="float64")
     second = LLM(checkpoints.far, speculative_config={"method": "ngram"}, dtype="float64")
     alone = [[piece.token for piece in llm.stream(TEXTS[0], SEEDED)] for llm in (first, second)]
@@ -569,6 +569,6 @@ def test_a_beam_search_leaves_an_end_token_out_unless_asked(llm_of: MakeLLM) -> 
 
 
 @pytest.mark.parametrize("refused", [{"temperature": 0.5}, {"structured_outputs": {"regex": "a"}}, {"beam_width": 0}])
-def test_what_a_beam_search_can_t_follow_is_refused(refused: dict[str, Any]) -> None:
+def test_settings_that_a_search_can_t_follow_are_refused(refused: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **refused})

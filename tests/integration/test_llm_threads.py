@@ -39,7 +39,7 @@ def on_step(llm: LLM, call: Callable[[], None]) -> None:
     llm.engine.step = noted  # type: ignore[method-assign]
 
 
-def test_work_of_a_step_does_not_grow_with_what_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_slow_down_with_ended_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 prompts are asked some times each whether they have ended, not in every step."""
     asked = 0
     finished = Generation.finished.fget  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def test_work_of_a_step_does_not_grow_with_what_has_ended(llm: LLM, monkeypatch:
     assert asked <= 3 * 100
 
 
-def test_what_has_ended_is_let_go_while_others_run(llm: LLM) -> None:
+def test_ended_requests_are_freed_while_others_run(llm: LLM) -> None:
     made: list[weakref.ref[Any]] = []
     most = 0
     add = llm.engine.add_checked
@@ -86,7 +86,7 @@ def test_threads_get_their_own_results(llm: LLM) -> None:
     assert not llm.engine.has_unfinished()
 
 
-def test_thread_that_steps_again_and_again_keeps_nobody_out(llm: LLM) -> None:
+def test_a_stepping_thread_lets_other_threads_step(llm: LLM) -> None:
     """One thread runs long texts; a short one of another thread begins later and ends first."""
     begun, ends = threading.Event(), list[str]()
     on_step(llm, begun.set)
@@ -122,7 +122,7 @@ def test_samples_that_end_in_one_step_end_their_request_once(llm: LLM) -> None:
     assert [len(each.outputs) for each in outputs] == [4] * 6
 
 
-def test_text_that_cannot_be_made_fails_its_own_reader(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecodable_text_fails_its_own_reader(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pieces of all streams are made by whichever thread steps."""
     bad, good = llm.stream([40, 50], GREEDY), llm.stream([41, 50], GREEDY)
     next(bad), next(good)

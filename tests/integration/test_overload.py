@@ -53,7 +53,7 @@ def test_a_text_does_not_depend_on_the_memory(llm_of: MakeLLM, draft: str | None
     assert sum(result.metrics.num_preemptions for result in results) == llm.engine.metrics.preemptions > 0
 
 
-def test_hits_are_told_with_the_result(llm_of: MakeLLM) -> None:
+def test_results_count_their_prefix_hits(llm_of: MakeLLM) -> None:
     llm = llm_of(block_size=4, seed=1)
     first, again = (llm.generate([list(range(20, 30))], GREEDY)[0] for _ in range(2))
     assert [result.metrics.cached_tokens for result in (first, again)] == [0, 8]
@@ -75,7 +75,7 @@ def broken_for(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int
 
 
 @pytest.mark.parametrize("output", [0, 7])
-def test_a_failed_prompt_says_why_and_leaves_others_alone(
+def test_a_failed_prompt_is_explained_and_others_finish(
     llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch, output: int
 ) -> None:
     llm = llm_of("near")
@@ -92,7 +92,7 @@ def test_a_failed_prompt_says_why_and_leaves_others_alone(
     assert results[1].finished
 
 
-def test_only_if_all_fail_an_error_is_raised(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_raised_only_if_all_prompts_fail(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of("near")
     broken_for(llm, monkeypatch, PROMPTS[:2], 3)
     with pytest.raises(SpeculantError, match="bad luck"):
@@ -100,7 +100,7 @@ def test_only_if_all_fail_an_error_is_raised(llm_of: MakeLLM, monkeypatch: pytes
     assert [result.error is None for result in llm.generate(PROMPTS[:3], GREEDY)] == [False, False, True]
 
 
-def test_a_stream_tells_what_there_is_and_then_raises(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_yields_its_text_and_then_raises(llm_of: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of("near")
     expected = tokens_of(llm.generate(PROMPTS[:1], GREEDY))[0]
     broken_for(llm, monkeypatch, PROMPTS[:1], 5)

@@ -189,9 +189,7 @@ def test_head_tokens_that_the_target_lacks_are_left_out(tmp_path: Path) -> None:
         ({"max_model_len": 10_000}, "256 positions"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_start(
-    checkpoints: Checkpoints, arguments: dict[str, Any], message: str
-) -> None:
+def test_an_unfit_pair_is_refused_at_start(checkpoints: Checkpoints, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SpeculantError, match=message) as caught:
         LLM(checkpoints.target, **arguments)
     assert caught.value.fix
@@ -215,7 +213,7 @@ def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
         ({"speculative_config": {"method": "ngram", "draft_length": "fixed"}}, True, "ngram, 4 tokens"),
     ],
 )
-def test_the_engine_says_whether_it_speculates_and_why_not(
+def test_the_engine_reports_whether_it_speculates(
     llm_of: MakeLLM, arguments: dict[str, Any], speculating: bool, words: str
 ) -> None:
     llm = llm_of(**arguments)

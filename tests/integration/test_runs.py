@@ -119,7 +119,7 @@ def test_more_prompts_than_may_wait_are_handed_over_in_turn(checkpoints: Checkpo
     assert Bench(runtime).run(_workload(runtime, 9), PLAIN).figures()["tokens"] == 9 * TOKENS
 
 
-def test_samples_that_can_never_wait_are_an_error_not_a_wait(checkpoints: Checkpoints) -> None:
+def test_samples_that_can_never_wait_are_an_error(checkpoints: Checkpoints) -> None:
     runtime = _build(checkpoints, max_waiting=1, max_num_seqs=1)
     with pytest.raises(CapacityError):
         Bench(runtime).run(_workload(runtime), Mode(replace(GREEDY, n=3)))
@@ -183,7 +183,7 @@ def test_warming_up_is_short(checkpoints: Checkpoints) -> None:
     assert runtime.engine.metrics.finished == 1
 
 
-def test_stops_end_a_request_as_ever(checkpoints: Checkpoints) -> None:
+def test_stops_end_a_benchmark_s_request(checkpoints: Checkpoints) -> None:
     runtime = _build(checkpoints)
     workload = _workload(runtime, 1)
     [whole] = Bench(runtime).run(workload, PLAIN).outputs

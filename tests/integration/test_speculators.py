@@ -130,7 +130,7 @@ def test_heads_that_the_package_writes(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("output", ["the target's", "all tokens", "d2t"])
-def test_heads_as_on_the_hub(
+def test_heads_of_the_hub_draft_as_there(
     tmp_path: Path, target: Target, drafts: list[Draft], output: str, norm_before_residual: bool, kernels: str
 ) -> None:
     known = len(KNOWN) if output == "d2t" else None

@@ -78,7 +78,7 @@ def joined(pieces: list[StreamPiece]) -> tuple[list[int], str]:
     return [piece.token for piece in pieces], "".join(piece.text for piece in pieces)
 
 
-def test_streams_may_be_read_by_turns(llm_of: MakeLLM) -> None:
+def test_streams_may_be_read_in_turn(llm_of: MakeLLM) -> None:
     llm = llm_of("near")
     alone = [joined(list(llm.stream(text, GREEDY))) for text in TEXTS]
     together: list[list[StreamPiece]] = [[], [], []]

@@ -160,7 +160,7 @@ def test_forced_tokens_save_passes() -> None:
 
 
 @native
-def test_a_text_that_was_cut_is_told_apart() -> None:
+def test_a_cut_text_is_marked() -> None:
     (output,) = demo().generate(PROMPT, params_of("person", max_tokens=5, seed=1))
     assert output.outputs[0].finish_reason == "length"
     with pytest.raises(json.JSONDecodeError):

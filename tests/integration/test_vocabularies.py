@@ -73,13 +73,13 @@ def test_ids_that_are_no_tokens_are_refused(llm_of: MakeLLM, settings: dict[str,
         llm_of("near").generate(TEXTS, SamplingParams(**settings))
 
 
-def test_what_can_t_be_said_is_an_error_that_names_the_cause(llm_of: MakeLLM) -> None:
+def test_settings_that_ban_every_token_are_explained(llm_of: MakeLLM) -> None:
     params = SamplingParams(allowed_token_ids=[70], bad_words=[[70]])
     with pytest.raises(RequestError, match="no token is possible: all are banned by .*bad_words"):
         llm_of("near").generate(TEXTS[0], params)
 
 
-def test_without_detokenizing_there_are_tokens_and_no_text(llm_of: MakeLLM) -> None:
+def test_without_detokenizing_an_output_has_no_text(llm_of: MakeLLM) -> None:
     llm = llm_of("near")
     (plain,), (silent,) = (
         llm.generate(TEXTS[0], SamplingParams(temperature=0, detokenize=each))[0].outputs for each in (True, False)

@@ -317,7 +317,7 @@ ENDS = [
         PROPOSE,
         "max_tokens - (num_positions - len(request.prompt)) - 1",
         "max_tokens - (num_positions - len(request.prompt))",
-        "test_ends.py::test_no_draft_is_longer_than_can_matter[5]",
+        "test_ends.py::test_no_draft_is_longer_than_the_rest_of_the_text[5]",
     ),
     Mutant(
         "length cap hides an earlier stop",

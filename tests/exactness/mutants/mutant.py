@@ -32,6 +32,6 @@ TREES, TOPOLOGY = "drafting/model/trees.py", "drafting/topology.py"
 REQUESTS, VOCABULARY = "engine/requests.py", "structured/vocabulary.py"
 SCHEDULER = "scheduling/scheduler.py"
 
-OWN_TOKENS = "test_batches.py::test_everyone_gets_the_own_tokens[{}]"
+OWN_TOKENS = "test_batches.py::test_each_request_gets_its_own_tokens[{}]"
 INDEPENDENT = "test_batches.py::test_two_requests_are_independent[{}]"
 END = "test_ends.py::test_an_end_token_within_a_draft_ends_the_request[{}]"

@@ -21,11 +21,11 @@ from tests.exactness.mutants.mutant import (
 )
 
 DRAFTS = "test_draft_cache.py::test_drafts_follow_the_committed_tokens[2-plain-{}]"
-CASCADES = "test_cascades.py::test_cascade_drafts_are_the_model_s[reference-float64-paged-{}]"
+CASCADES = "test_cascades.py::test_a_cascade_drafts_the_tokens_of_its_model[reference-float64-paged-{}]"
 KNOWN = "test_draft_cache.py::test_a_draft_goes_on_from_a_known_prefix[0]"
-LEFT_BEHIND = "test_prefixes.py::test_an_earlier_text_leaves_only_committed_tokens_behind[{}]"
+LEFT_BEHIND = "test_prefixes.py::test_an_earlier_text_leaves_only_committed_tokens[{}]"
 SALTS = "test_prefixes.py::test_salts_keep_prompts_apart[{}]"
-ASIDE = "test_preemption.py::test_who_was_set_aside_says_what_it_would_alone[{}]"
+ASIDE = "test_preemption.py::test_a_preempted_request_writes_the_same_text[{}]"
 
 ROLLBACK = [
     mutant
@@ -89,7 +89,7 @@ BLOCKS = [
         CACHES["paged"],
         "min(len(nodes) * self.block_size, most)",
         "len(nodes) * self.block_size",
-        "test_prefixes.py::test_the_last_token_of_a_prompt_is_fed_whatever_is_known[8]",
+        "test_prefixes.py::test_the_last_token_of_a_prompt_is_always_fed[8]",
     ),
     Mutant(
         "a block indexed before it is full",
@@ -195,14 +195,14 @@ DRAFTING = [
             "    def end(self, request: Request) -> None:\n"
             '        """Forget a sequence and release its blocks."""\n'
         ),
-        "test_draft_cache.py::test_whoever_comes_back_is_drafted_for_from_its_own_tokens[40]",
+        "test_draft_cache.py::test_a_resumed_request_is_drafted_from_its_own_tokens[40]",
     ),
     Mutant(
         "a drafter not told of a preemption",
         ENGINE,
         "for request in schedule.preempted:",
         "for request in ():",
-        "test_preemption.py::test_a_drafter_hears_of_every_coming_and_going",
+        "test_preemption.py::test_a_drafter_begins_and_ends_every_request",
     ),
     Mutant(
         "drafts drawn from a neighbour's row",
@@ -254,7 +254,7 @@ PREEMPTION = [
         RUNNER,
         "range(known - item.start,",
         "range(0,",
-        "test_preemption.py::test_whoever_is_set_aside_within_its_prompt_reports_it_once[none]",
+        "test_preemption.py::test_preemption_within_a_prompt_is_reported_once[none]",
     ),
 ]
 

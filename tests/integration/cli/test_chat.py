@@ -70,7 +70,7 @@ def test_a_piped_conversation_is_answered(llm: LLM, folder: str, checkpoints: Ch
     assert all(line.endswith("cut at --max-tokens") for line in lines)
 
 
-def test_verbose_adds_what_speculation_did(folder: str, checkpoints: Checkpoints) -> None:
+def test_verbose_adds_the_figures_of_speculation(folder: str, checkpoints: Checkpoints) -> None:
     models = ("--model", folder, "--draft-model", checkpoints.near)
     brief, full = (
         invoke("chat", *models, *FLAGS, *flags, stdin="Hi\n").stderr.splitlines()[-1] for flags in ((), ("--verbose",))
@@ -80,7 +80,7 @@ def test_verbose_adds_what_speculation_did(folder: str, checkpoints: Checkpoints
     assert "speculation is on" in full
 
 
-def test_commands_change_what_comes(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
+def test_commands_change_the_following_answers(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
     typed = (
         "Hi\n/reset\n/system S\n/speculation off\nHi\n/speculation on\nBye\n/system\n/reset\nHi\n/exit\nnever read\n"
     )
@@ -117,7 +117,7 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
         (["chat"], "", ConfigError, "no model was given"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], stdin: str, kind: type[Exception], reason: str) -> None:
+def test_senseless_settings_are_refused(arguments: list[str], stdin: str, kind: type[Exception], reason: str) -> None:
     with pytest.raises(kind, match=reason):
         invoke(*arguments, stdin=stdin)
 
@@ -153,7 +153,7 @@ def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -
     monkeypatch.setattr(builtins, "input", read)
 
 
-def test_errors_are_shown_to_who_types(
+def test_errors_are_shown_in_the_chat(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "/bogus", "x" * 300, KeyboardInterrupt, "", "Hi", EOFError)
@@ -314,7 +314,7 @@ def serve() -> Iterator[Any]:
         server.close()
 
 
-def test_a_server_is_talked_to(serve: Any) -> None:
+def test_a_server_answers_in_the_chat(serve: Any) -> None:
     server = serve(GOOD)
     flags = (
         "--temperature",
@@ -359,7 +359,7 @@ def test_another_server_gets_openai_fields_alone(serve: Any) -> None:
         invoke("chat", "--url", server.url, stdin="/speculation off\n")
 
 
-def test_pieces_of_a_server_tell_what_was_drafted(serve: Any) -> None:
+def test_pieces_of_a_server_mark_drafted_tokens(serve: Any) -> None:
     pieces = list(RemotePartner(serve(GOOD).url).answer([HI], None))
     assert pieces == [Piece("Hm.", None, reasoning=True), Piece("Yes", True), Piece("!", None)]
 
@@ -376,7 +376,7 @@ def test_pieces_of_a_server_tell_what_was_drafted(serve: Any) -> None:
         ([b"data: [[[\n\ndata: 3\n\n"], 200, ServerError, "early"),
     ],
 )
-def test_failures_of_a_server_are_told(
+def test_failures_of_a_server_are_shown(
     serve: Any, events: list[bytes], status: int, kind: type[Exception], reason: str
 ) -> None:
     with pytest.raises(kind, match=reason):
@@ -388,7 +388,7 @@ def test_a_model_that_a_server_lacks_is_refused(serve: Any) -> None:
         invoke("chat", "--url", serve(GOOD).url, "--model", "three")
 
 
-def test_the_own_server_says_the_same(llm: LLM, folder: str) -> None:
+def test_our_own_server_gives_the_same_answer(llm: LLM, folder: str) -> None:
     pytest.importorskip("fastapi")
     from speculant import AsyncEngine
     from tests.servers import LiveServer

@@ -40,7 +40,7 @@ def test_text_names_every_section_and_finding() -> None:
     assert "costs: " in result.stdout
 
 
-def test_without_native_kernels_doctor_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_cost_of_missing_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "measure_speeds", lambda: machine.Speeds(20.0, 8.0, None))
     findings = [finding for finding in machine.inspect_machine().findings if "native kernels" in finding.what]
     assert [finding.status for finding in findings] == ["missing"]

@@ -39,7 +39,7 @@ def _json(checkpoints: Checkpoints, *arguments: str, prompt: str = PROMPT) -> di
     return dict(json.loads(_invoke(prompt, *models, "--json", *arguments).stdout))
 
 
-def test_json_has_what_programs_need(checkpoints: Checkpoints) -> None:
+def test_json_has_the_fields_that_programs_need(checkpoints: Checkpoints) -> None:
     value = _json(checkpoints, "--temperature", "0", "--max-tokens", "40", "--ignore-eos")
     assert len(value["token_ids"]) == 40
     assert value["finish_reason"] == "length"
@@ -101,7 +101,7 @@ def test_beams_are_listed_with_their_scores(checkpoints: Checkpoints) -> None:
     assert value["speculation"]["detail"].endswith("verified by beam")
 
 
-def test_it_says_which_drafters_leave_beams_alone(checkpoints: Checkpoints) -> None:
+def test_drafters_that_leave_beams_alone_are_named(checkpoints: Checkpoints) -> None:
     ngram = ("--speculative-config", "method=ngram,draft_length=fixed", "--max-tokens", "4")
     result = _invoke(PROMPT, "--model", checkpoints.target, *ngram, "--beam-width", "2")
     assert "speculation is off: ngram, 4 tokens a step, but not for a beam search" in result.stderr
@@ -134,7 +134,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(checkpoints: Checkpoints) -> 
     assert re.search(r"; \d\.\d\d tokens per pass, acceptance rate \d\.\d\d; ", result.stderr)
 
 
-def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:
+def test_a_text_that_may_differ_is_announced(checkpoints: Checkpoints) -> None:
     lenient = ("--speculation", "verification=lenient", "--max-tokens", "8")
     value = _json(checkpoints, *lenient)
     assert value["metrics"]["speculative_decoding"]["lossless"] is False
@@ -145,7 +145,7 @@ def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:
     assert "lossless" not in strict["speculation"]["detail"]
 
 
-def test_it_says_why_speculation_is_off(checkpoints: Checkpoints) -> None:
+def test_the_reason_for_no_speculation_is_named(checkpoints: Checkpoints) -> None:
     arguments = (PROMPT, "--model", checkpoints.target, "--max-tokens", "4")
     result = _invoke(*arguments, "--no-use-speculative-decoding")
     assert "speculation is off: use_speculative_decoding is False" in result.stderr

@@ -44,7 +44,7 @@ def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:
     assert len(lines) == 1, "the line of figures"
 
 
-def test_log_level_that_is_none_is_refused() -> None:
+def test_an_unknown_log_level_is_refused() -> None:
     result = CliRunner().invoke(app, ["doctor", "--log-level", "loud"])
     assert result.exit_code == 2
     assert "loud" in result.output

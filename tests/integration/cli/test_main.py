@@ -100,9 +100,7 @@ def test_debugging_shows_the_traceback() -> None:
     assert "ConfigError" in result.stderr
 
 
-def test_what_does_not_fit_is_a_runtime_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_cache_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from speculant.cli import main as command
     from speculant.errors import CapacityError
 

@@ -83,7 +83,7 @@ def test_bench_compare_shows_medians_after_the_first_round(as_json: tuple[str, .
         assert json.loads("\n".join(line.text for line in lines if line.stream == "out"))["cases"]
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(
+def test_progress_without_a_terminal_is_a_few_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "SOON_S", 0.05)
@@ -112,7 +112,7 @@ def test_many_short_parts_print_a_line_too(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("Part ")
 
 
-def test_interim_results_come_at_once_and_then_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interim_results_come_at_once_and_then_rarely(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_of_runs(4) as runs:
         for number in range(4):
             runs.begin("plain")

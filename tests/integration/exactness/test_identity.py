@@ -53,7 +53,7 @@ def believing(self: Match, tree: DraftTree, p: Tensor, chance: Chance) -> Verdic
 
 
 @pytest.mark.parametrize("engine", [{"kernels": "auto"}, {"dtype": "float64"}], ids=str)
-def test_a_rule_that_believes_the_draft_is_found(
+def test_a_rule_that_accepts_every_draft_is_found(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, engine: dict[str, str]
 ) -> None:
     runtime = build_engine(EngineConfig(checkpoints.target, checkpoints.far, **engine))  # type: ignore[arg-type]
@@ -95,13 +95,13 @@ def noise(seed: int, position: int, vocab_size: int) -> Tensor:
     return gumbel(mix_in(*key), torch.arange(vocab_size))
 
 
-def test_a_text_that_ends_sooner_is_no_near_tie(checkpoints: Checkpoints) -> None:
+def test_a_text_that_ends_early_is_no_near_tie(checkpoints: Checkpoints) -> None:
     runtime = build(checkpoints)
     (text,) = complete(runtime, PROMPTS[:1], [GREEDY])
     assert first_gap(runtime, text, replace(text, tokens=text.tokens[:-1])) == math.inf
 
 
-def test_a_token_that_can_not_be_is_no_near_tie(checkpoints: Checkpoints) -> None:
+def test_an_impossible_token_is_no_near_tie(checkpoints: Checkpoints) -> None:
     runtime = build(checkpoints)
     banned = replace(GREEDY, logit_bias={7: -math.inf})
     (text,) = complete(runtime, PROMPTS[:1], [banned])

@@ -95,7 +95,7 @@ def test_a_rule_that_breaks_down_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert found.to_dict()["error"] == "ArithmeticError: no verdict"
 
 
-def test_what_is_no_probability_breaks_the_proof_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_probability_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "min", lambda one, ratio: 2 * ratio, raising=False)
     found = proof(MODEL, "rejection", cases=8)
     assert not found.passed
@@ -108,7 +108,7 @@ def requests(verifiers: Sequence[str], params: SamplingParams) -> dict[str, Requ
     return {kind: make_request([1], params=each, verifier=verifier) for (kind, each), verifier in named}
 
 
-def test_sizes_with_too_many_ways_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_with_too_many_branches_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "MOST_WAYS", 20)
     found = proof(MODEL, "block", cases=30)
     assert found.passed
@@ -135,7 +135,7 @@ def test_claims_are_made_of_the_rules_in_use() -> None:
     assert [(each.kinds, each.cases) for each in together] == [(["sampled", "seeded"], 1), (["greedy"], 1)]
 
 
-def test_a_claim_says_what_its_rule_says_of_itself() -> None:
+def test_a_claim_repeats_its_rule_s_announcement() -> None:
     chosen = requests(["rejection", "rejection", "match"], SamplingParams())
     chosen["greedy"].metrics.lossless = False
     assert [each.lossless for each in claims(chosen, 1)] == [True, False, True]
@@ -176,7 +176,7 @@ def test_a_method_without_a_source_is_replaced_and_reported() -> None:
     assert "synthetic can't draft from tables (it drafted nothing)" in chosen.description
 
 
-def test_a_method_that_needs_a_real_model_gives_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_needs_a_real_model_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(context: DrafterContext) -> None:
         raise AttributeError("no layers")
 

@@ -130,7 +130,7 @@ def distribution_draw(request: Request, distribution: torch.Tensor) -> int:
     return KeyedNoise(request.seed, len(request.tokens)).draw(distribution)
 
 
-def test_reading_on_is_reading_anew(checkpoints: Checkpoints) -> None:
+def test_reading_on_equals_reading_anew(checkpoints: Checkpoints) -> None:
     runtime = build_engine(pair(checkpoints, max_num_batched_tokens=4))
     text = texts_of(runtime, DISTRIBUTION)[1]
     reader, fresh, growing = TargetReader(runtime, 1, 40), TargetReader(runtime, 1, 40), reread(text)
@@ -141,7 +141,7 @@ def test_reading_on_is_reading_anew(checkpoints: Checkpoints) -> None:
         growing.extend([text.output[place]])
 
 
-def test_the_second_drafter_tells_its_distribution(checkpoints: Checkpoints) -> None:
+def test_the_second_drafter_reports_its_distribution(checkpoints: Checkpoints) -> None:
     config = pair(checkpoints, dtype="float64")
     runtime = build_engine(config)
     draft = load_model(checkpoints.far, "float64", role="draft")

@@ -62,7 +62,7 @@ def test_offsets_are_places_in_the_text(demo: LiveServer) -> None:
     assert shown[1:] == logprobs["tokens"][1:]
 
 
-def test_no_answer_at_all_is_an_answer(demo: LiveServer) -> None:
+def test_an_empty_answer_is_an_answer(demo: LiveServer) -> None:
     asked = {"prompt": PROMPT, "echo": True, "max_tokens": 0}
     answer = demo.post("/v1/completions", return_token_ids=True, **asked)
     assert answer["choices"][0]["text"] == PROMPT
@@ -101,7 +101,7 @@ def test_openai_s_client_reads_it(demo: LiveServer) -> None:
     assert "temperature" in caught.value.message
 
 
-def test_the_tokenizer_tells_of_itself(demo: LiveServer) -> None:
+def test_the_tokenizer_is_described(demo: LiveServer) -> None:
     info = demo.http.get("/tokenizer_info").json()
     assert info["eos_token"] == info["bos_token"] == "<|endoftext|>"
     assert "assistant" in info["chat_template"]

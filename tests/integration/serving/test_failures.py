@@ -124,7 +124,7 @@ def engine_of(server: LiveServer) -> AsyncEngine:
     return engine
 
 
-def test_a_pass_that_fails_once_harms_nobody(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_once_harms_no_request(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, faults = random.Random(1), Faults(engine_of(server), monkeypatch)
     faults.hit = lambda width: width > 1 and chance.random() < 0.3
 

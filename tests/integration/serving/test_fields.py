@@ -78,14 +78,14 @@ def test_a_documented_field_is_never_dropped(demo: LiveServer, name: str) -> Non
             assert found in ("read", "refused"), (path, found)
 
 
-def test_the_table_has_no_field_of_nobody() -> None:
+def test_each_field_of_the_table_belongs_to_a_route() -> None:
     assert [
         name for name in (*REFUSED, *ACCEPTED) if name not in NAMES and name not in {"detokenize", "tool_choice"}
     ] == []
     assert [name for name in VALUES if name not in NAMES] == []
 
 
-def test_what_proves_that_a_field_is_read_names_it() -> None:
+def test_the_proof_that_a_field_is_read_names_it() -> None:
     folder = Path(__file__).parent
     for name, file in READ.items():
         text = (folder / file).read_text(encoding="utf-8").split("# --- what is read", 1)[-1]
@@ -101,7 +101,7 @@ def test_what_proves_that_a_field_is_read_names_it() -> None:
         ({"reasoning_effort": "low"}, 'use reasoning={"effort": ...}.'),
     ],
 )
-def test_a_response_says_what_stands_for_the_fields_of_a_chat(demo: LiveServer, sent: Any, advice: str) -> None:
+def test_a_response_names_its_fields_for_those_of_a_chat(demo: LiveServer, sent: Any, advice: str) -> None:
     reply = demo.http.post("/v1/responses", json={**BASES["/v1/responses"], **sent})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(sent))
@@ -192,7 +192,7 @@ def test_token_ids_are_returned_in_one_piece_and_streamed(demo: LiveServer, path
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_usage_is_told_in_each_chunk(demo: LiveServer, path: str) -> None:
+def test_each_chunk_has_the_usage(demo: LiveServer, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = demo.chunks(path, stream_options=options, **BASES[path])
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -230,7 +230,9 @@ def test_a_schema_is_read_where_it_stands(demo: LiveServer, form: dict[str, Any]
         ("/v1/responses", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ],
 )
-def test_what_a_route_can_t_do_is_refused(demo: LiveServer, path: str, fields: dict[str, Any], param: str) -> None:
+def test_fields_that_a_route_can_t_honour_are_refused(
+    demo: LiveServer, path: str, fields: dict[str, Any], param: str
+) -> None:
     reply = demo.http.post(path, json={**BASES[path], **fields})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 

@@ -191,7 +191,7 @@ def test_keys_open_every_route(serve: Any, checkpoints: Checkpoints) -> None:
     assert cached[1] > 0
 
 
-def test_other_sites_are_let_in_by_name_alone(serve: Any, checkpoints: Checkpoints) -> None:
+def test_other_sites_are_admitted_by_name_alone(serve: Any, checkpoints: Checkpoints) -> None:
     site = {"Origin": "https://a.example"}
     closed = serve(AsyncEngine(checkpoints.target)).ready()
     assert "access-control-allow-origin" not in closed.http.get("/health", headers=site).headers

@@ -124,7 +124,7 @@ def content(reply: Reply) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", sizes(60, 500))
-def test_a_crowd_gets_what_each_gets_alone(
+def test_each_client_of_a_crowd_gets_its_own_text(
     serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Clients that stay get every byte that they get alone; what the others held is free within two steps."""

@@ -70,7 +70,7 @@ def test_page_labels_its_controls(demo: LiveServer) -> None:
     assert ("html", {"lang": "en"}) in page.found
 
 
-def test_page_needs_no_key_and_the_rest_does(serve: Callable[..., LiveServer]) -> None:
+def test_only_the_page_needs_no_key(serve: Callable[..., LiveServer]) -> None:
     server = serve(AsyncEngine("demo", max_num_seqs=2), api_keys=(KEY,)).ready()
     assert [server.http.get(path).status_code for path in PAGE] == [200] * len(PAGE)
     closed = ("/v1/models", "/metrics", "/version", "/openapi.json", "/page.js/x")
@@ -206,7 +206,7 @@ def test_page_chats_with_a_fixed_length(page: Any) -> None:
     ended(page)
 
 
-def test_page_stops_and_says_what_is_wrong(page: Any) -> None:
+def test_page_stops_and_shows_the_error(page: Any) -> None:
     page.route("**/v1/completions", lambda route: None)  # no answer comes
     page.click("#run")
     expect(page.locator("#status")).to_have_text("Running …")

@@ -94,7 +94,7 @@ def test_no_reasoning_where_it_is_switched_off(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(("effort", "end"), [("none", "<think></think>"), ("low", "<think>"), (None, "[assistant]")])
-def test_the_effort_is_told_to_the_template(server: LiveServer, effort: str | None, end: str) -> None:
+def test_the_effort_reaches_the_template(server: LiveServer, effort: str | None, end: str) -> None:
     made = server.post("/tokenize", messages=CHAT, reasoning_effort=effort)
     assert server.post("/detokenize", tokens=made["tokens"])["prompt"].endswith(end)
     own = server.post(
@@ -103,7 +103,7 @@ def test_the_effort_is_told_to_the_template(server: LiveServer, effort: str | No
     assert server.post("/detokenize", tokens=own["tokens"])["prompt"].endswith("<think></think>")
 
 
-def test_an_unended_reasoning_is_all_there_is(server: LiveServer) -> None:
+def test_an_unended_reasoning_is_the_whole_answer(server: LiveServer) -> None:
     message = answer(server, chat_template_kwargs={"enable_thinking": True}, logit_bias={str(THOUGHT): -100})
     assert (message["content"], message["finish_reason"]) == ("", "length")
     assert message["reasoning_content"]
@@ -198,7 +198,7 @@ def test_a_response_has_its_reasoning_apart(opening: LiveServer) -> None:
     assert [each["item"]["type"] for each in added] == [item["type"] for item in whole["output"]]
 
 
-def test_a_cut_reasoning_is_all_of_a_response(server: LiveServer) -> None:
+def test_a_cut_reasoning_is_the_whole_response(server: LiveServer) -> None:
     variables = {"enable_thinking": True}
     whole = server.post("/v1/responses", **RESPONSE, chat_template_kwargs=variables, logit_bias={str(THOUGHT): -100})
     assert [(item["type"], item["status"]) for item in whole["output"]] == [("reasoning", "incomplete")]
@@ -245,7 +245,7 @@ def test_a_response_has_log_probabilities(server: LiveServer) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_response_can_t_honour_is_refused(server: LiveServer, field: str, value: Any) -> None:
+def test_fields_that_a_response_can_t_honour_are_refused(server: LiveServer, field: str, value: Any) -> None:
     refused = server.http.post("/v1/responses", json={**RESPONSE, field: value})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 

@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 CHAT: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-def test_tokens_there_and_back(demo: LiveServer) -> None:
+def test_detokenize_reverses_tokenize(demo: LiveServer) -> None:
     text = "def f(x):\n    return 'ä€😀'"
     made = demo.post("/tokenize", prompt=text, return_token_strs=True)
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
@@ -100,7 +100,7 @@ def test_end_tokens_are_no_part_of_an_answer_on_any_route(demo: LiveServer) -> N
 
 
 @pytest.mark.parametrize("usage", [True, False])
-def test_the_last_chunk_tells_of_speculation(demo: LiveServer, usage: bool) -> None:
+def test_the_last_chunk_has_the_figures_of_speculation(demo: LiveServer, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     for path, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})):
         *others, last = demo.chunks(path, **asked, **GREEDY, **options)
@@ -115,7 +115,7 @@ def test_input_without_text_is_refused(demo: LiveServer, given: list[Any]) -> No
     assert demo.http.post("/v1/responses", json={"input": given}).status_code == 400
 
 
-def test_chunks_tell_drafted_tokens(demo: LiveServer) -> None:
+def test_chunks_mark_drafted_tokens(demo: LiveServer) -> None:
     chunks = demo.chunks("/v1/completions", prompt=PROMPT, speculant={"tokens": True}, **GREEDY)
     tokens = [token for chunk in chunks for token in chunk.get("speculant_tokens", [])]
     assert len(tokens) == 24
@@ -160,7 +160,7 @@ def test_a_stop_string_ends_the_text(demo: LiveServer) -> None:
     assert answer["text"] == whole[: whole.index(stop)]
 
 
-def test_cached_tokens_are_told(demo: LiveServer) -> None:
+def test_usage_counts_cached_tokens(demo: LiveServer) -> None:
     prompt = "this prompt comes twice and is long enough to fill some blocks of the cache " * 3
     first, again = (demo.post("/v1/completions", prompt=prompt, **GREEDY)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
@@ -214,7 +214,7 @@ def test_head_is_answered_as_get_without_the_body(demo: LiveServer, path: str) -
     assert demo.http.get("/health").status_code == 200  # the connection can go on
 
 
-def test_a_compressed_body_is_told_so(demo: LiveServer) -> None:
+def test_a_compressed_body_is_refused_by_name(demo: LiveServer) -> None:
     body = gzip.compress(json.dumps({"prompt": PROMPT}).encode())
     reply = demo.http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
     assert reply.status_code == 415
