@@ -16,7 +16,7 @@ LONGEST_MODULE = 500  # lines; exclusive
 
 @dataclass(frozen=True)
 class Figures:
-    """The lengths that the budgets speak of, in lines."""
+    """The lengths that have a budget, in lines."""
 
     num_modules: int
     num_lines: int

@@ -1,4 +1,4 @@
-"""What no module may do: hide state, swallow errors, go undocumented, be a drawer for odds and ends."""
+"""Checks that no module hides state, swallows errors, lacks docstrings or collects odds and ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bare_excepts(module: Module) -> list[str]:
 
 
 def forbidden_names(module: Module) -> list[str]:
-    """Find modules named after nothing."""
+    """Find modules whose names name nothing."""
     words = {word for part in module.name.split(".") for word in part.split("_")}
     return [f"{module.name}: {word!r} says nothing about a module" for word in sorted(words & FORBIDDEN_WORDS)]
 

@@ -97,7 +97,7 @@ def layer_violations(module: Module) -> list[str]:
 
 
 def native_violations(module: Module) -> list[str]:
-    """Say where a module that is not native itself imports what is."""
+    """Find where a module that is not native imports native code."""
     if module.name in CHOOSERS | INSPECTORS or _is_native(module.name):
         return []
     names = [(node, name.removeprefix(PACKAGE + ".")) for node, name in imported_names(module) if _is_ours(name)]

@@ -173,7 +173,7 @@ def test_backend_texts_are_the_reference(backend: Backend, checkpoints: Checkpoi
 
 
 class LiveWeights:
-    """Random tensors of a config; knows which of those that were handed out are still held."""
+    """Random tensors of a config; counts the ones that are still held."""
 
     def __init__(self, config: DecoderConfig, dtype: type[np.floating]) -> None:
         self._shapes, self._dtype = tensor_shapes(config), dtype
@@ -330,7 +330,7 @@ def test_needs_are_refused_at_start(needs: ModelNeeds, checkpoints: Checkpoints,
 
 
 def test_nothing_is_read_before_the_choice(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that can't be computed costs no reading."""
+    """Of a model that no backend can compute, nothing is read."""
     monkeypatch.setattr(loading.TensorFiles, "read", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(ConfigError, match="can't compute this model"):
         load_model(checkpoints.target, dtype="float64", kernels="native")

@@ -1,4 +1,4 @@
-"""Every KV cache against a dictionary: what was written is read back, whatever happened in between."""
+"""Every KV cache against a dictionary: reads return the written content after any use."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seq_id=st.integers(0, 4), n=st.integers(0, 9), replay=st.booleans())
     def feed(self, seq_id: int, n: int, replay: bool) -> None:
-        """Whatever is promised is granted; a copy of a shared block is all that may come in between."""
+        """Every promised slot is granted; only a copy of a shared block may be needed first."""
         length, room = self.cache.length(seq_id), self.cache.plan().room(seq_id)
         assert room >= min(MAX_LEN - length, self.cache.free_tokens() - (BLOCK if length else 0))
         if n <= room:
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), seq_ids=st.lists(st.integers(0, 4), min_size=1, max_size=4), replay=st.booleans())
     def feed_by_plan(self, data: st.DataObject, seq_ids: list[int], replay: bool) -> None:
-        """What a plan has room for is granted, all of it and in any order; what it has none for takes nothing."""
+        """Everything that a plan has room for is granted, in any order; a refused request takes no block."""
         plan, taken = self.cache.plan(), dict.fromkeys(seq_ids, 0)
         for seq_id in seq_ids:
             before = [plan.room(each) for each in range(NUM_NAMES)]
@@ -162,7 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def compact(self, data: st.DataObject) -> None:
-        """Any path through anything, shared positions too; only these may find no room for their copies."""
+        """Any path, through shared positions, too; only shared positions may find no room for their copies."""
         seq_id = self._draw_held(data)
         tokens, free = self.held[seq_id], self.cache.free_tokens()
         base = data.draw(st.integers(0, len(tokens)))
@@ -195,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), uncommitted=st.integers(0, 5))
     def index(self, data: st.DataObject, uncommitted: int) -> None:
-        """Index what is committed; drafts may follow, or the newest token that has not been fed yet."""
+        """Index committed tokens; drafts may follow, or the newest token, which has not been fed yet."""
         seq_id = self._draw_held(data)
         committed = self.held[seq_id][: max(0, len(self.held[seq_id]) - uncommitted)]
         self._index(seq_id, committed if uncommitted else committed + self._new(1))
@@ -217,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
         limit=st.none() | st.integers(0, MAX_LEN),
     )
     def adopt(self, data: st.DataObject, cache_salt: str, own: int, goes_on: bool, limit: int | None) -> None:
-        """A prompt like one before, but for its end: adopt what is known of it, then maybe feed and index the rest."""
+        """Adopt the known prefix of a prompt that repeats an earlier one up to its end; maybe feed and index the rest."""
         seq_id = data.draw(st.sampled_from(self._unknown()))
         past = data.draw(st.sampled_from(self.past or [()]))
         common = data.draw(st.sampled_from([len(past), full(len(past))]) | st.integers(0, len(past)))
@@ -230,7 +230,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._index(seq_id, tokens)
 
     def _check_adopted(self, tokens: list[int], cache_salt: str, n: int, most: int) -> None:
-        """No more than was indexed under this salt, and no less than what is held and indexed now, as far as `most`."""
+        """No more than was indexed under this salt, and no less than is held and indexed now, up to `most`."""
         used = -(-n // BLOCK) * BLOCK
         assert n == max(0, min(used, most)), "the last token has to be fed, and no other of a full block"
         assert n == 0 or (cache_salt, tuple(tokens[:used])) in self.known
@@ -250,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), beyond=st.integers(1, 3))
     def misuse(self, data: st.DataObject, beyond: int) -> None:
-        """What makes no sense is refused and changes nothing."""
+        """Senseless calls are refused and change nothing."""
         seq_id = self._draw_held(data)
         n = len(self.held[seq_id])
         with pytest.raises(ValueError, match="truncate_to"):

@@ -1,4 +1,4 @@
-"""Every draft-length policy, found by itself, and what the engine promises a policy."""
+"""Every draft-length policy, found by its file, and the engine's promises to a policy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_policy_refuses_unknown_options(name: str) -> None:
 
 
 class Recorded:
-    """Chooses what a script says for a whole batch, and notes what it is told."""
+    """Chooses the scripted length for a whole batch, and notes what it observes."""
 
     def __init__(self, script: Sequence[int], keeps_up: bool = False) -> None:
         self.keeps_up, self._script = keeps_up, script
@@ -122,7 +122,7 @@ def test_policy_that_keeps_up_leaves_no_backlog() -> None:
 
 
 class Careless(Recorded):
-    """Fails now and then, in one of the ways that a policy can."""
+    """Fails in some calls, in one of the ways that a policy can."""
 
     def __init__(self, fault: str) -> None:
         super().__init__([3])

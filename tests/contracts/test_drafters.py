@@ -1,4 +1,4 @@
-"""Every drafter, found by itself: what the engine relies on, and that greedy and seeded text never changes."""
+"""Every drafter, found by its file, keeps the engine's contract and changes no greedy or seeded text."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_sequence_may_end_and_begin_again(workshop: Workshop, variant: str) ->
 @few
 @given(rounds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5))
 def test_a_drafter_catches_up_with_anything(workshop: Workshop, variant: str, rounds: list[tuple[int, int]]) -> None:
-    """However a sequence grew and whatever was proposed on the way, the next proposal is a fresh drafter's."""
+    """After any growth of a sequence and any proposals, the next proposal is that of a fresh drafter."""
     drafter, request = workshop.build(), VARIANTS[variant]()
     drafter.begin(request)
     for length, limit in rounds:
@@ -376,7 +376,7 @@ def test_a_sampled_request_is_served_by_a_fitting_rule(workshop: Workshop, check
 
 
 def a_search(seq_id: int = 1, trunk: Sequence[int] = CONTINUATION[:2]) -> Request:
-    """Make a search with three hypotheses behind its trunk, one of which has been scored."""
+    """Make a search with a trunk and three hypotheses, one of which has been scored."""
     behind = {(3, 4): -1.0, (3, 5): -1.5, (6, 4): -2.0}
     live = hypotheses({(*trunk, *text): logprob for text, logprob in behind.items()})
     known = {live[1]: Scored(((7, -0.1), (8, -2.5)))}

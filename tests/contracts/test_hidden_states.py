@@ -1,4 +1,4 @@
-"""A pass tells the hidden states that enter its layers: transformers' own, and the same bits in any company."""
+"""A pass returns the hidden states that enter its layers: those of transformers, with the same bits in any batch."""
 
 from __future__ import annotations
 

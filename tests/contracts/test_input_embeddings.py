@@ -1,4 +1,4 @@
-"""A row may bring its own input embedding: that of a token has the bits of the token, in any company."""
+"""A row may bring its own input embedding: a token's embedding gives the bits of the token, in any batch."""
 
 from __future__ import annotations
 

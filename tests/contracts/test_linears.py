@@ -1,4 +1,4 @@
-"""Matrices beside a model's own: the same results on each backend, and the same bits in any company."""
+"""Matrices beside a model's own: the same results on each backend, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_matrix_multiplies_its_own_rows(model: CausalLM, count: int, has_bi
 
 
 def test_later_rows_change_no_earlier_result(model: CausalLM) -> None:
-    """Results are the caller's, and any number of rows is taken, also more than before."""
+    """Results belong to the caller, and a call takes any number of rows, also more than before."""
     weight = random(1, N, K)
     linears, given = linears_of(model, [*weight]), [random(1, rows, K) for rows in (1, 40, 3, 200)]
     found = [linears(x) for x in given]

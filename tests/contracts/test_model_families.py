@@ -1,4 +1,4 @@
-"""Every model family, found by its file, agrees with transformers and with itself however it is fed."""
+"""Every model family, found by its file, agrees with transformers, and with itself in any chunks and batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pairs of bfloat16 are multiplied as the instruction's manual has it: on AVX512-BF16, or on a model of it.
 
-The model (`make bf16-model`) is the manual's bit for bit. Where a processor rounds otherwise that is its own affair:
-its rows are as invariant, and as near to the reference (test_native_kernels.py). Without either all is skipped.
+The model (`make bf16-model`) is the manual's bit for bit. A processor may round otherwise: its rows are as
+invariant and as near to the reference (test_native_kernels.py). Without either, everything is skipped.
 """
 
 from __future__ import annotations

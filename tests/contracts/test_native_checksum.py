@@ -1,4 +1,4 @@
-"""A checksum is the same on every instruction set and for any number of threads, and another for any other bytes."""
+"""A checksum is the same on every instruction set and for any number of threads, and differs for other bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every native kernel, on every instruction set here: close to the reference, and the same bits in any company."""
+"""Every native kernel, on every instruction set here: close to the reference, and the same bits in any batch."""
 
 from __future__ import annotations
 

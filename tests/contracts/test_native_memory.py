@@ -1,4 +1,4 @@
-"""Memory for weights: each piece is one's own, and its pages come from the system before it is written to."""
+"""Memory for weights: each piece has its own pages, which the system gives before they are written."""
 
 from __future__ import annotations
 

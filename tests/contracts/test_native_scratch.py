@@ -1,4 +1,4 @@
-"""Scratch memory of the native kernels: none of it is on a stack, and what is kept has a bound."""
+"""Scratch memory of the native kernels: none is on a stack, and the memory that is kept has a bound."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_counted_scratch_grows_up_to_a_bound() -> None:
 
 @pytest.mark.parametrize("rows", [1, 300])
 def test_buffers_and_angles_are_counted(rows: int) -> None:
-    """Of these the sizes are known: they are tensors."""
+    """Their sizes are known, since they are tensors."""
     model, tokens = small_model(), [1] * rows
     cache = slotted_cache(model.cache_shape, 1, 1000)
     batch = build_batch([SequenceInput(1, tokens, DraftTree.empty())], cache, torch.device("cpu"))

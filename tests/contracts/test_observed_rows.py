@@ -1,4 +1,4 @@
-"""What the engine tells a drafter: every row of hidden states that it gets is that of a fresh pass over the text."""
+"""Every row of hidden states that a drafter observes is that of a fresh pass over the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a drafter's own in the target's pass: their states are those of a fresh pass, and nothing else changes."""
+"""Look-ahead rows in the target's pass have the states of a fresh pass, and change nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, scheduler, drafters and verifiers here, models and storages in another process: the texts are the same."""
+"""Models and storages in another process than tables, scheduler, drafters and verifiers change no text."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ Texts = list[tuple[list[int], str | None, float | None]]
 
 
 def run(engine: Engine) -> Texts:
-    """Run all waves of requests; return what each sequence is and scores."""
+    """Run all waves of requests; return each sequence's text, end and score."""
     requests: list[Request] = []
     for wave in WAVES:
         for prompt, values in wave:
@@ -130,7 +130,7 @@ def run(engine: Engine) -> Texts:
 
 @functools.cache
 def local_texts(site: Site, kind: str, drafts: str) -> Texts:
-    """Return what an engine says whose models and storages are in this process."""
+    """Return the texts of an engine whose models and storages are in this process."""
     return run(site.engine(kind, drafts)[0])
 
 

@@ -1,4 +1,4 @@
-"""What the engine tells a drafter of the target's logits: they are those of a fresh pass, for every verified row."""
+"""The target's logits that a drafter observes are those of a fresh pass, for every verified row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = [[7, 3, 9, 11, 2, 5, 6, 8, 7, 3, 9, 11, 2, 5, 6, 8, 1, 4], [7, 3, 9, 1
 
 
 class Student(StatelessDrafter):
-    """Compares what it is told of each row with fresh passes, and drafts trees of right and wrong tokens."""
+    """Compares each observed row with a fresh pass, and drafts trees of right and wrong tokens."""
 
     def __init__(self, model: CausalLM, count: int, exact: bool) -> None:
         self.needs = DrafterNeeds(target_top_k=count, emits_tree=True)

@@ -174,7 +174,7 @@ def long_texts() -> dict[str, list[int]]:
 @pytest.mark.parametrize("kind", long_texts())
 @pytest.mark.parametrize("part", [0.1, 0.37, 0.71, 1.0])
 def test_memory_per_token_is_bounded(open_index: OpenIndex, kind: str, part: float) -> None:
-    """Whether right before or right after its arrays have grown."""
+    """Right before and right after its arrays have grown."""
     text = long_texts()[kind]
     text = text[: int(part * len(text))]
     index, empty = open_index(PLAIN), open_index(PLAIN).num_bytes

@@ -29,7 +29,7 @@ def load_rule(name: str) -> Verifier:
 
 @dataclass
 class Willing:
-    """Accepts whatever is possible (u = 0) and draws the likeliest token; remembers what it was asked."""
+    """Accepts everything possible (u = 0) and draws the likeliest token; keeps the probabilities that it was given."""
 
     asked: list[float] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class Willing:
 
 
 class Unwilling(Willing):
-    """Rejects whatever is not certain (u just below 1)."""
+    """Rejects everything that is not certain (u just below 1)."""
 
     def accept(self, probability: float) -> bool:
         self.asked.append(probability)
@@ -122,7 +122,7 @@ every_chance = pytest.mark.parametrize("chance", CHANCES)
 
 
 def assert_legal(case: Case, verdict: Verdict) -> None:
-    """Assert that the path runs from a child of the root downwards, and that everything said was possible."""
+    """Assert that the path runs downwards from a child of the root, and that each of its tokens is possible."""
     above = -1
     for node in verdict.path:
         assert case.tree.parent_list[node] == above, "a path steps from parent to child"

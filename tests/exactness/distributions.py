@@ -1,4 +1,4 @@
-"""A request's distribution worked out the plain way, and what the theory says will be accepted."""
+"""A request's distribution, computed in the simplest way, and the acceptance that theory predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search the plain way: every token of every hypothesis, round by round, over distributions that are functions."""
+"""Beam search in its simplest form: every token of every hypothesis, round by round, over plain functions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def every_text(
 
 
 def exact_distribution(table: Table) -> NextProbs:
-    """Return a table's distribution to the last bit as the engine has it, so that ties are ties there and here."""
+    """Return a table's distribution with the engine's bits, so that ties are ties in both."""
     return lambda history: torch.softmax(torch.tensor(table(history), dtype=torch.float64), -1).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Requests that search, alone and beside others, and what is asked of them."""
+"""Requests that search, alone and beside others, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_crowd(rig: Rig) -> list[Request]:
 
 
 def told(requests: Sequence[Request]) -> list[Any]:
-    """Return all that callers are told of requests."""
+    """Return everything that callers get of requests."""
     return [(r.output, found_by(r), r.finish_reason, r.logprobs, r.prompt_logprobs) for r in requests]
 
 
@@ -58,7 +58,7 @@ def searched(rig: Rig, params: SamplingParams, prompt: Sequence[int] = PROMPT) -
 
 
 def assert_found(requests: Sequence[Request], expected: Sequence[Found]) -> None:
-    """Assert that the samples of a search are the expected ones; those that there are no texts for end in errors."""
+    """Assert that the samples of a search are the expected ones; samples without a text end in errors."""
     there = [request for request in requests if request.error is None]
     best = expected[: len(requests)]
     assert [tuple(request.output) for request in there] == [found.text for found in best]
@@ -73,7 +73,7 @@ def assert_found(requests: Sequence[Request], expected: Sequence[Found]) -> None
 
 @functools.cache
 def one_at_a_time() -> list[Any]:
-    """Return what the crowd's requests say alone, without drafts, with room for everything."""
+    """Return the texts of the crowd's requests when each runs alone, without drafts and with room for everything."""
     rig = build_rig(TableModel(CROWDED.target, 4), limits=Limits(28, 1, 64), ends=CROWD_ENDS)
     requests = add_crowd(rig)
     rig.finish()

@@ -1,4 +1,4 @@
-"""Banned words and allowed tokens leave the masked target's distribution, whatever drafts and whatever verifies."""
+"""With banned words and allowed tokens, outputs have the masked target's distribution under every drafter and rule."""
 
 from __future__ import annotations
 

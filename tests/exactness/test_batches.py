@@ -1,4 +1,4 @@
-"""Requests side by side: each has its own distribution, its own tokens and its own cache, whoever else is there."""
+"""Requests in one batch: each has its own distribution, tokens and cache, whatever its neighbours are."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ STEPS = (1, 2, 3, 5)  # request i counts on by STEPS[i]
 
 
 def stepping(history: History) -> list[float]:
-    """Go on by the difference of the first two tokens: whoever gets another's history says something else."""
+    """Continue by the difference of the first two tokens, so that another request's history gives another text."""
     step = (history[1] - history[0]) % W if len(history) > 1 else 0
     return [0.0 if token == (history[-1] + step) % W else -math.inf for token in range(W)]
 

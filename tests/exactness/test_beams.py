@@ -1,4 +1,4 @@
-"""Beam search: the same beams and the same scores as the plain way, whatever is beside it and however it is fed."""
+"""Beam search finds the beams and scores of the plain search in any batch and in any chunks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def parting(history: tuple[int, ...]) -> list[float]:
 
 @pytest.mark.parametrize("budget", [3, 4, 5, 12])
 def test_a_search_progresses_beside_others(budget: int) -> None:
-    """The hypotheses lie as far apart as can be, and those who decode leave them few rows."""
+    """The hypotheses differ as much as possible, and decoding requests leave them few rows."""
     rig = build_rig(TableModel(parting, 3), limits=Limits(24, 3, budget))
     others = [rig.add((0, index), SamplingParams(temperature=0, max_tokens=16), f"o{index}")[0] for index in range(2)]
     assert_found(searched(rig, wide(2, 8)), plain_beams(exact_distribution(parting), PROMPT, 2, 8))
@@ -146,7 +146,7 @@ def test_the_cache_holds_the_trunk_but_for_its_newest_token(cache: MakeCache) ->
 @pytest.mark.parametrize("limits", [Limits(28, 4, 64), Limits(28, 4, 12), Limits(28, 3, 9), Limits(28, 2, 16)], ids=str)
 @pytest.mark.parametrize("cache", [paged, slotted, few_blocks(8), few_blocks(9)], ids=["paged", "slotted", "8", "9"])
 def test_a_search_beside_others_is_the_same(cache: MakeCache, limits: Limits) -> None:
-    """To the last bit, and so are the others; where memory is short they are set aside and come back."""
+    """Bit for bit, like the other requests; where memory is short, requests are preempted and resumed."""
     target = TableModel(CROWDED.target, 4)
     rig = build_rig(target, limits=limits, ends=CROWD_ENDS, cache=cache)
     requests = add_crowd(rig)

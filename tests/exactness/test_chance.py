@@ -27,7 +27,7 @@ CHANCES = KeyedChances()
 
 
 def request(seed: int, rounds: int = 0, shared_noise: bool = False, prompt: tuple[int, ...] = (0,)) -> Request:
-    """Make a request as far as random streams look at it."""
+    """Make a request with the fields that random streams read."""
     return Request(
         seq_id=1,
         request_id="r",
@@ -44,7 +44,7 @@ def request(seed: int, rounds: int = 0, shared_noise: bool = False, prompt: tupl
 
 
 def accept_bucket(make: Callable[[], Chance]) -> int:
-    """Tell the uniform behind a fresh chance's first `accept` to 12 bits."""
+    """Find the uniform number of a fresh chance's first `accept`, to 12 bits."""
     low, high = 0, len(FINE)
     while high - low > 1:
         middle = (low + high) // 2
@@ -164,7 +164,7 @@ Q = torch.tensor([[0.2, 0.3, 0.5], [0.7, 0.2, 0.1]], dtype=torch.float64)
 
 
 def speculate(draft: Chance, verify: Chance, length: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Draft from Q, verify against P; return drafts, accepted nodes and the token behind them."""
+    """Draft from Q and verify against P; return drafts, accepted nodes and the token after them."""
     tokens = [draft.draw(q) for q in Q[:length]]
     verdict = Rejection().verify(DraftTree.chain(tokens, Q[:length]), P[: length + 1], verify)
     return tuple(tokens), verdict.path, verdict.token

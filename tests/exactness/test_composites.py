@@ -1,4 +1,4 @@
-"""Drafters made of others keep the output's distribution, and greedy and seeded text, beside any other drafter."""
+"""Composite drafters keep the output's distribution and greedy and seeded text, beside any other drafter."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_composite_chains_keep_the_distribution(name: str, verifier: str) -> Non
 @pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("name", ["cascade", "fallback"])
 def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
-    """The second step may have another member's draft than the first: what n-grams know depends on what was drawn."""
+    """The second step may draft with another sub-drafter than the first, since n-grams depend on the drawn tokens."""
     for seed in range(examples(2, least=1)):
         make, pair = made_by(CHAINS[name]), Pair(60 + seed, 4)
         assert_exact(
@@ -111,7 +111,7 @@ def judged(config: dict[str, Any]) -> MakeDrafter:
 def test_selected_drafts_keep_the_distribution(
     verifier: str, vocab_size: int, length: int, steps: int, prompt: tuple[int, ...]
 ) -> None:
-    """Which of the drafts is verified depends on scores and on what was committed, and may change in every step."""
+    """The verified draft depends on scores and on committed tokens, and may change in every step."""
     make = judged(CHAINS["fallback"])
     case = Case(
         Pair(90, vocab_size), length, verification=verifier, prompt=prompt, make_drafter=make, steps=steps, idle=1,

@@ -1,4 +1,4 @@
-"""A constraint's output has the masked target's distribution, whatever drafts and whichever verifier decides."""
+"""Constrained output has the masked target's distribution under every drafter and verifier."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_constrained_trees_of_two_models(verifier: str) -> None:
     ids=["ngram", "synthetic", "forbidden later", "beyond the end", "forbidden at once"],
 )
 def test_constrained_drafts_without_a_model(make: MakeDrafter, verifier: str) -> None:
-    """Such drafts know no constraint: what it forbids is never accepted, and nothing follows the end."""
+    """These drafts ignore the constraint: forbidden tokens are never accepted, and no token follows the end."""
     assert_exact(Case(PAIR, 3, verification=verifier, prompt=(0, 1, 2, 0), make_drafter=make, idle=1))
 
 
@@ -165,7 +165,7 @@ def test_forced_tokens_beside_trees(verifier: str) -> None:
 
 
 class Mistaken(ForcingConstraint):
-    """Says that tokens are forced where they are one choice of several, or forbidden."""
+    """Reports tokens as forced that are one choice of several, or forbidden."""
 
     def forced(self) -> list[int]:
         """See the base."""

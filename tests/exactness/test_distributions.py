@@ -70,7 +70,7 @@ TRANSFORMS = {
 
 
 def assert_exact(case: Case) -> None:
-    """Enumerate a case; its distribution must be the target's, and its mean acceptance what the theory says."""
+    """Enumerate a case; its distribution must be the target's, and its mean acceptance that of theory."""
     found = enumerate_case(case)
     assert found.deviation() <= EXACT, case
     if case.prompt == (0,) and not case.ends and case.steps == 1:

@@ -1,4 +1,4 @@
-"""A draft model drafts from what was committed, and from nothing else."""
+"""A draft model drafts from committed tokens alone."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_memory_that_was_used_before_is_clean(cache: MakeCache) -> None:
 
 @pytest.mark.parametrize("draft_blocks", [8, 40])
 def test_a_resumed_request_is_drafted_from_its_own_tokens(draft_blocks: int) -> None:
-    """The target's memory sets requests aside, whose drafts begin anew; the draft's own may be short as well."""
+    """The target's memory preempts requests, whose drafts begin anew; the draft's own memory may be short, too."""
     limits, tight = Limits(28, 4, 32), few_blocks(9)
     rig, _ = checked_rig(Pair(7, V, FULL_SUPPORT), limits, 3, tight, few_blocks(draft_blocks))
     requests = [rig.add((index % V,) * (3 + index), SamplingParams(max_tokens=18), str(index))[0] for index in range(5)]
@@ -156,7 +156,7 @@ def test_a_draft_goes_on_from_a_known_prefix(seed: int) -> None:
 
 @pytest.mark.parametrize("num_blocks", [6, 7])
 def test_a_draft_cache_that_is_too_small_for_all(num_blocks: int) -> None:
-    """Whoever finds no room drafts less or not at all, is not set aside for it, and drafts once there is room again."""
+    """A request without room drafts less or nothing, is not preempted for it, and drafts once there is room again."""
     limits = Limits(24, 3, 32)
     rig, drafter = checked_rig(Pair(3, V, FULL_SUPPORT), limits, 4, paged, few_blocks(num_blocks))
     for index in range(3):

@@ -1,4 +1,4 @@
-"""A length that learns leaves the output's distribution as it is: every branch of the real step is followed.
+"""A length that learns keeps the output's distribution: every branch of the real step is followed.
 
 Each branch has a policy of its own, which learns from that branch alone, and all steps take the same time.
 """
@@ -77,7 +77,7 @@ class Apart:
 
 
 def adaptive(token_s: float) -> Adaptive:
-    """Make an adaptive length whose drafts cost so much of a pass a token."""
+    """Make an adaptive length; `token_s` is the cost of a drafted token, in passes."""
     drafts = CostCurve({1: token_s, 8: 8 * token_s})
     return Adaptive(3, StepCosts(CostCurve({1: 1.0, 8: 1.2}), {"default": {1: drafts}}))
 

@@ -1,4 +1,4 @@
-"""Where a request ends: nothing behind the first stop is told, counted, kept or paid for."""
+"""A request ends at its first stop: nothing after it is output, counted or kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def counting(history: History) -> list[float]:
 
 
 def count_on(request: Request) -> list[int]:
-    """Return what a greedy request over `counting` says, without its end."""
+    """Return the text of a greedy request over `counting`, without its end."""
     return [(request.prompt[-1] + 1 + place) % V for place in range(40)]
 
 
@@ -65,7 +65,7 @@ def counting_rig(
 
 
 def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tuple[Request, list[StepOutput]]:
-    """Run one greedy request to its end; what was told is what it says."""
+    """Run one greedy request to its end; its step outputs are its text."""
     settings = SamplingParams(**{"temperature": 0, "max_tokens": 20, "logprobs": 0, **params})
     (request,) = rig.add(prompt, settings)
     outputs = rig.finish()

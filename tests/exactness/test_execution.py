@@ -1,4 +1,4 @@
-"""Speculative execution of two functions: the outcome has f's distribution, and errors that count arrive."""
+"""Speculative execution of two functions: the outcome has f's distribution, and its errors are raised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def always(weights: Weights) -> Callable[[], Weights]:
 
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_the_outcome_has_the_distribution_of_f(kind: str) -> None:
-    """And a draw of the approximation is kept as often as possible: with probability sum min(p, q)."""
+    """A draw of the approximation is kept as often as possible: with probability sum min(p, q)."""
     for seed in range(60):
         p, q = two_distributions(kind, 2 + seed % 3, np.random.default_rng(seed))
 

@@ -1,4 +1,4 @@
-"""Heads keep the output's distribution, whatever rule verifies them, and the bits of their drafts in one call."""
+"""Heads keep the output's distribution under every rule, and one call drafts the same bits as many."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def assert_exact(case: Case) -> float:
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("method", WRITERS)
 def test_chains_keep_the_distribution(method: str, verifier: str) -> None:
-    """States are the logits of tables; only those with full support are finite, as a model's are."""
+    """States are the logits of tables; only tables with full support have finite logits, like a model's."""
     tree = "chain" if method == "medusa" else None
     for vocab_size in (4, 3)[: examples(2, least=1)]:
         for seed in range(examples(3, least=1)):
@@ -172,7 +172,7 @@ HEADS: dict[str, Callable[[Path], str]] = {
 
 @torch.inference_mode()
 def grown(name: str, folder: str, shared_noise: Sequence[bool], dtype: torch.dtype) -> list[Chain]:
-    """Let five chains grow in one call, each behind rows of random states."""
+    """Grow five chains in one call, each after rows of random states."""
     target = make_native(dtype=dtype)
     model = plugins.load("speculant.drafting", name.split()[0]).load(HeadFolder.open(folder, name.split()[0]), target)
     model = model[0] if isinstance(model, tuple) else model

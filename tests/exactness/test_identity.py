@@ -82,7 +82,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @cache
 def plain_texts(distribution: str, work: Work, engine: tuple[tuple[str, str], ...]) -> list[list[int]]:
-    """What every drafter's texts are compared with: each prompt alone, without speculation."""
+    """Return the text of each prompt alone, without speculation."""
     llm = LLM("demo", max_num_seqs=1, max_model_len=256, **dict(engine))
     plain = tokens_of(llm.generate(work.prompts, params(distribution, work)))
     assert len({tuple(text) for text in plain}) > len(plain) // 2, "the texts hardly differ: a weak test"
@@ -146,7 +146,7 @@ def test_text_is_identical_in_float64(drafter: str, distribution: str, spec_leng
 def test_text_is_identical_on_the_native_kernels(
     weights: str, drafter: str, distribution: str, spec_length: int
 ) -> None:
-    """No bit of a row depends on its neighbours, so nothing has to be close: it is the same."""
+    """No bit of a row depends on its neighbours, so the texts are equal without a tolerance."""
     check_identity(drafter, distribution, spec_length, SHORT, ENGINES[weights])
 
 
@@ -183,7 +183,7 @@ def test_long_texts_are_identical(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("weights", NATIVE)
 def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
-    """Cousins that are checked in one pass change no bit of one another, nor of what stays."""
+    """Branches that one pass checks change no bit of each other, nor of the accepted path."""
     check_identity("draft_model", distribution, 9, SHORT, ENGINES[weights], {"tree": [3, 2]})
 
 
@@ -212,7 +212,7 @@ def test_text_is_identical_with_drafter_selection(
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-3), ("bfloat16", 0.25)])
 def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) -> None:
-    """The first token that differs is one that the plain run held for as likely, up to `near` nats."""
+    """The first differing token is as likely in the plain run, up to `near` nats."""
     prompts = PROMPTS[:: 50 // examples(10, least=4)]
     tokens = examples(64, least=24)
     distributions = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)] * len(prompts)

@@ -1,4 +1,4 @@
-"""Heads whose attention the native kernels can't hold run on the reference kernels, also over a native target."""
+"""Heads too large for the attention of the native kernels run on the reference kernels, also over a native target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lenient verification keeps its own promise, which is not the target's distribution, and says so everywhere."""
+"""Lenient verification keeps its own bound, not the target's distribution, and every report says so."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ CACHES = {
 
 
 def cache_of(shape: CacheShape, kind: str) -> KVCache:
-    """Make a cache in which somebody else has been at work."""
+    """Make a cache that another sequence has used before."""
     made: KVCache = CACHES[kind](shape)
     made.reserve(99, 3)
     return made
@@ -74,7 +74,7 @@ def grown(
     together: bool = True,
     stop_below: float = 0.0,
 ) -> list[Chain]:
-    """Let the chains grow, all at once or one after the other."""
+    """Grow the chains, all at once or one after the other."""
     cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, stop_below)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
@@ -212,7 +212,7 @@ def test_chains_with_edits_are_drawn_in_one_call(
 
 @pytest.mark.parametrize("shared_noise", [True, False])
 def test_a_constrained_chain_is_drawn_beside_others(shared_noise: bool) -> None:
-    """Its masks are asked for step by step; it ends where nothing may follow, and the neighbours are the same."""
+    """It gets a mask for each step and ends where no token may follow; its neighbours stay the same."""
     model, shares = make_native(), [shared_noise] * 5
     plain = grown(model, "paged", shares, 96)
     cache, made = cache_of(model.cache_shape, "paged"), make_chains(model, shares)

@@ -203,7 +203,7 @@ def test_a_tree_has_no_bound_of_depth() -> None:
 @pytest.mark.parametrize("quantization", QUANTIZED)
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, value: float) -> None:
-    """The number must be finite in the type that weights are rounded to first: 3.4e38 is infinite in bfloat16."""
+    """A weight must be finite in the type it is first rounded to: 3.4e38 is infinite in bfloat16."""
     decoder = make_decoder()
     decoder.get_parameter(name)[3, 5] = value
     kernels = open_kernels(SETS[0], 2)

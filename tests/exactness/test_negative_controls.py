@@ -33,7 +33,7 @@ Change = Callable[[Pair, Request, DraftTree], DraftTree]
 
 
 class Meddling:
-    """The real drafter, whose trees are changed behind its back."""
+    """The real drafter, whose trees are changed after it has returned them."""
 
     def __init__(self, drafter: Drafter, change: Callable[[Request, DraftTree], DraftTree]) -> None:
         self.needs = drafter.needs
@@ -84,7 +84,7 @@ def stop_behind_the_unlikely(pair: Pair, request: Request, tree: DraftTree) -> D
 
 
 def report(make_distribution: Callable[[Sequence[float]], Sequence[float]]) -> Change:
-    """Report, instead of the distribution that was drawn from, another one made from the draft's logits."""
+    """Report another distribution of the draft's logits than the one that was drawn from."""
 
     def change(pair: Pair, request: Request, tree: DraftTree) -> DraftTree:
         histories = [(*request.tokens, *tree.tokens_to(node - 1)) for node in range(tree.size)]

@@ -1,4 +1,4 @@
-"""Where memory is short some are set aside and come back: what they say and report is what they would alone."""
+"""Where memory is short, requests are preempted and resumed: they write and report the same as alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def said(request: Request) -> tuple[list[int], Sequence[Any], Sequence[Any]]:
 
 
 def all_alone() -> list[Any]:
-    """Return what each request says and reports without drafts, one at a time, with memory for everything."""
+    """Return each request's text and figures without drafts, one at a time, with memory for everything."""
     rig = build_rig(TableModel(PAIR.target, V), limits=Limits(28, 1, 64))
     requests = add_all(rig)
     rig.finish()
@@ -96,7 +96,7 @@ def test_preemption_within_a_prompt_is_reported_once(drafter: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 8])
 def test_drafts_preempt_no_request(length: int) -> None:
-    """There is memory for two whole texts and for nothing else: what is drafted has to do with what they leave."""
+    """Memory holds two whole texts and nothing else: drafts get only the memory that they leave."""
     drafter = model_drafter(TableModel(PAIR.target, V), V, limits=LIMITS)
     rig = build_rig(TableModel(PAIR.target, V), drafter, length=length, limits=LIMITS, cache=few_blocks(8))
     requests = [rig.add((index,), SamplingParams(seed=index, max_tokens=16), str(index))[0] for index in range(2)]
@@ -106,7 +106,7 @@ def test_drafts_preempt_no_request(length: int) -> None:
 
 
 class Diary(ScriptedDrafter):
-    """Notes what it hears of each sequence."""
+    """Notes each event of a sequence."""
 
     def __init__(self) -> None:
         super().__init__(lambda request: [1, 2])
@@ -131,7 +131,7 @@ class Diary(ScriptedDrafter):
 
 
 def test_a_drafter_begins_and_ends_every_request() -> None:
-    """Each stay of a sequence, the first and those after it was set aside, has a beginning, an end and no gap."""
+    """Each stay of a sequence, the first one and later ones after preemption, has a beginning, an end and no gap."""
     drafter = Diary()
     rig = build_rig(TableModel(PAIR.target, V), drafter, length=2, limits=LIMITS, cache=TIGHT)
     requests = add_all(rig)

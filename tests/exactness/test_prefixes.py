@@ -1,4 +1,4 @@
-"""What was fed before is not fed again, and nobody can tell from what is said."""
+"""Known prefixes are not fed again, and no text shows it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_earlier_text_leaves_only_committed_tokens(drafter: str) -> None:
 
 @pytest.mark.parametrize("length", range(1, 14))
 def test_the_last_token_of_a_prompt_is_always_fed(length: int) -> None:
-    """A prompt that is known to its end, full blocks and all, still needs a row to say what follows it."""
+    """A prompt that is known to its end still needs one row for the token after it."""
     rig = rig_of()
     prompt = (PROMPT + PROMPT)[:length]
     first, again = run(rig, prompt), run(rig, prompt)
@@ -136,7 +136,7 @@ def test_prompt_logprobs_are_whole_on_a_prefix_hit(drafter: str) -> None:
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_salts_keep_prompts_apart(prompt_logprobs: int | None) -> None:
-    """Not even the work tells a tenant what another one has sent: neither target nor draft finds it."""
+    """Not even the number of passes shows a tenant another's prompt: neither target nor draft finds it."""
     target, draft = TableModel(PAIR.target, V), TableModel(PAIR.draft, V)
     rig = build_rig(target, model_drafter(draft, V, limits=LIMITS), length=2, limits=LIMITS)
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=prompt_logprobs)

@@ -1,4 +1,4 @@
-"""How the rules stand to each other, and to what no rule can exceed: expected tokens, by enumeration."""
+"""Expected tokens of the rules, by enumeration, beside each other and beside the bound of all rules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_block_accepts_strictly_more_from_two_drafts_on() -> None:
 @pytest.mark.parametrize("name", ["block", "rejection", "multi_draft", "traversal"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_every_rule_is_match_for_a_deterministic_chain(name: str, length: int) -> None:
-    """What is drawn after a rejection is the token that `match` would have drawn at once."""
+    """The token drawn after a rejection is the one that `match` draws at once."""
     for pair in PAIRS[: 24 if length < 3 else 12]:
         make = deterministic(pair, chain_of(length))
         assert_same(outcomes(name, pair, make), outcomes("match", pair, make))

@@ -47,7 +47,7 @@ def test_the_shipped_rules_are_found() -> None:
 
 
 class Refusing(EnumeratingChance):
-    """Refuses whatever it may."""
+    """Refuses everything it may."""
 
     def accept(self, probability: float) -> bool:
         """See `Chance.accept`."""

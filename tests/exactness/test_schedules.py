@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: every request gets its own tokens, and gives back what it held.
+"""In any order of events, every request gets its own tokens and gives back its memory.
 
 A schedule is a walk of a state machine (admit, step, abort, finish, preempt, evict, fork, out of memory)
 on the real engine, scheduler, drafter and caches, over a model that checks every slot which it reads.

@@ -1,4 +1,4 @@
-"""A crowd on the embedded pair: arrivals, aborts and preemptions at random, and each survivor says what it says alone.
+"""A crowd on the embedded pair, with random arrivals, aborts and preemptions: each survivor writes its text alone.
 
 In float64, so that no rounding can decide between two tokens; and in every type of the native kernels, whose rows do
 not depend on one another.
@@ -55,7 +55,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Visits, and each one's samples as they are alone."""
+    """Visits, and the samples of each one alone."""
 
     visits: list[Visit]
     alone: list[list[list[int]]]
@@ -128,7 +128,7 @@ def scarce(backend: str, caching: bool, speculating: bool, weights: str) -> LLM:
 
 
 def check_survivors(size: int, backend: str, caching: bool, speculating: bool, weights: str = "float64") -> None:
-    """Run a crowd in one configuration: everybody says what was said alone, and all memory is given back."""
+    """Run a crowd in one configuration: each request writes its text alone, and all memory is given back."""
     there, engine = crowd(size, weights), scarce(backend, caching, speculating, weights).engine
     capacity = engine.free_kv_tokens()
     visited = run(engine, there.visits)

@@ -1,4 +1,4 @@
-"""Drafts from tables and uniform drafts keep the output's distribution, whatever rule verifies them."""
+"""Drafts from tables and uniform drafts keep the output's distribution under every rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees drawn by the real drafter leave the output's distribution untouched, whatever rule checks them."""
+"""Trees of the real drafter keep the output's distribution under every rule."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def of_two_models(
     cache: MakeCache = slotted,
     budget: int | None = None,
 ) -> Drafter:
-    """Draft with the pair's draft, and with another that has a mind of its own."""
+    """Draft with the pair's draft and with an unrelated one."""
     sources = []
     for table in (pair.draft, Pair(pair.seed + 100, pair.vocab_size).draft):
         model = TableModel(table, pair.vocab_size)
@@ -163,7 +163,7 @@ def model_or_models(topology: TreeTopology | None, pair: Pair) -> Drafter:
 def test_seeded_and_greedy_tokens_are_those_without_a_tree(
     topology: TreeTopology | None, distribution: dict[str, float]
 ) -> None:
-    """Candidates are the likeliest under the noise that the target draws with; what is kept is what it would say."""
+    """Candidates are the likeliest under the target's own noise, so accepted tokens are the target's."""
     pair, accepted = Pair(3, 4, FULL_SUPPORT), 0
     params = [
         SamplingParams(max_tokens=12, **{**distribution, **({"seed": i} if "seed" in distribution else {})})

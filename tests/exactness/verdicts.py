@@ -1,4 +1,4 @@
-"""Lets a verification rule decide on drafts of random distributions, following every branch, without an engine."""
+"""Runs a verification rule on drafts of random distributions through every branch, without an engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def assert_is_path(tree: DraftTree, verdict: Verdict) -> None:
 def sampled(pair: Pair, shape: Shape) -> MakeTree:
     """Draw every node from the draft's distribution after its parent, siblings without replacement.
 
-    Where the distribution has no token left, the sibling and all behind it are missing.
+    Where the distribution has no token left, the sibling and its descendants are missing.
     """
 
     def make(chance: EnumeratingChance) -> DraftTree:

@@ -1,4 +1,4 @@
-"""Faults that other engines shipped, as edits of our own source, and the test that must notice each."""
+"""Faults that other engines shipped, as edits of our source, each with the test that must find it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mutant is, and where mutants are put."""
+"""The type of a mutant, and the files that mutants edit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in what is remembered: caches, drafts, samples, and who is who in a batch."""
+"""Faults in state: caches, drafts, samples and the places of requests in a batch."""
 
 from __future__ import annotations
 

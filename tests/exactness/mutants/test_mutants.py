@@ -1,4 +1,4 @@
-"""Put a known fault into a copy of the package: the test that is named for it must fail."""
+"""A known fault in a copy of the package makes the named test fail."""
 
 from __future__ import annotations
 
