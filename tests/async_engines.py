@@ -1,4 +1,4 @@
-"""Engines in threads of their own over the small checkpoints, and what must be left of them after a test: nothing."""
+"""Engines in threads of their own over the small checkpoints, which leave nothing after a test."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine; what waits in vain fails, sometime."""
+    """Run a test's coroutine, with a limit of time."""
 
     async def bounded() -> None:
         async with asyncio.timeout(6 * _PATIENCE):

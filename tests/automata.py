@@ -74,7 +74,7 @@ class AutomatonConstraint:
 
 
 class ForcingConstraint(AutomatonConstraint):
-    """A constraint that says what has to follow."""
+    """A constraint that reports forced tokens."""
 
     def forced(self) -> list[int]:
         """See `ForcingConstraint.forced` of the package: the tokens up to the next choice or a state once passed."""

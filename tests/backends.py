@@ -1,4 +1,4 @@
-"""A backend that another package could bring: it counts what it is asked for, and draws greedy chains by itself."""
+"""A backend that another package could bring: it counts its calls, and draws greedy chains by itself."""
 
 from __future__ import annotations
 

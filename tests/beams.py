@@ -1,4 +1,4 @@
-"""Hypotheses and what is known of them, made of plain texts."""
+"""Hypotheses and their scores, made of plain texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts_of(those: Iterable[Hypothesis]) -> list[Text]:
 
 
 def scored(beams: Beams, known: Mapping[Text, Continuations]) -> dict[Hypothesis, Scored]:
-    """Return what is known of live hypotheses when these texts' continuations are."""
+    """Return the scores of live hypotheses whose continuations are known for these texts."""
 
     def of(text: Text) -> Scored:
         longer = [(*text, token) for token, _ in known[text]]

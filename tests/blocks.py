@@ -9,7 +9,7 @@ from speculant.cache.base import BlockManager, KVCache, Moves
 
 
 class TokenStorage:
-    """Slots that hold a token each; it does what a `KVStorage` does about moves."""
+    """Slots that hold a token each, and that move like those of a `KVStorage`."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What every test gets: no network, a limit of time, and GPU tests that say why they did not run."""
+"""Settings of every test: no network, a limit of time, and a reason for each skipped GPU test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covering selections of parametrized tests: what `make test` runs of a large product of parameters.
+"""Covering selections of parametrized tests: the part of a large product of parameters that `make test` runs.
 
 A test marked `covering(strength)` keeps the combinations in which every `strength`-tuple of parameter values
 occurs at least once, and marks the others slow. `covering(2)` is a pairwise selection, `covering(1)` runs every
@@ -56,5 +56,5 @@ def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
 
 
 def _values(case: pytest.Function) -> dict[str, Hashable]:
-    """Return what stands for a combination's values: the identities of the objects, which all combinations share."""
+    """Return keys of a combination's values: the identities of the objects, which all combinations share."""
     return {name: id(value) for name, value in case.callspec.params.items()}

@@ -1,4 +1,4 @@
-"""What drafters need that can't be made without help: files, predictions. One line each in the sets below."""
+"""Files and predictions that drafters need. Each drafter has one line in the sets below."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLIND = {"random", "blockwise", "eagle3", "pass"}  # methods whose drafts are ac
 
 
 def options_of(method: str, vocab_size: int, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the options that a method can't do without; `texts` are what the target will say, or like it."""
+    """Return the options that a method needs; `texts` resemble the target's outputs."""
     make = OPTIONS.get(method)
     return {} if make is None else make(vocab_size, tuple(map(tuple, texts)))
 

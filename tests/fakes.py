@@ -1,4 +1,4 @@
-"""Stand-ins that tell what they see: scripted drafters, caches, and a rig around table models."""
+"""Stand-ins that record their calls: scripted drafters, caches, and a rig around table models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOMY = Limits(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=32)
 
 
 class ScriptedDrafter(StatelessDrafter):
-    """Proposes whatever a function of the request says, within the limit: a chain of tokens or a tree."""
+    """Proposes the result of a function of the request, within the limit: a chain of tokens or a tree."""
 
     def __init__(
         self, propose: Callable[[Request], Sequence[int] | DraftTree], needs: DrafterNeeds | None = None
@@ -57,19 +57,19 @@ class ScriptedDrafter(StatelessDrafter):
 
 
 def always_right(continuation: Callable[[Request], Sequence[int]]) -> ScriptedDrafter:
-    """Propose what a request will really say; `continuation` knows its whole output."""
+    """Propose a request's real continuation; `continuation` gives its whole output."""
     return ScriptedDrafter(lambda request: continuation(request)[request.num_output :])
 
 
 def never_right(continuation: Callable[[Request], Sequence[int]], vocab_size: int) -> ScriptedDrafter:
-    """Propose another token than the request will say, everywhere."""
+    """Propose a wrong token everywhere."""
     return ScriptedDrafter(
         lambda request: [(token + 1) % vocab_size for token in continuation(request)[request.num_output :]]
     )
 
 
 def sometimes_right(continuation: Callable[[Request], Sequence[int]], vocab_size: int) -> ScriptedDrafter:
-    """Propose what the request will say, but for every third token."""
+    """Propose the request's real continuation, except for every third token."""
     return ScriptedDrafter(
         lambda request: [
             (token + (place % 3 == 2)) % vocab_size
@@ -84,12 +84,12 @@ def slotted(shape: CacheShape, limits: Limits) -> KVCache:
 
 
 def paged(shape: CacheShape, limits: Limits) -> KVCache:
-    """Make a cache of small blocks, as many as there may be need for."""
+    """Make a cache of small blocks, with enough for every sequence."""
     return paged_cache(shape, limits.max_num_seqs * -(-limits.max_model_len // BLOCK), BLOCK)
 
 
 def few_blocks(num_blocks: int, keep_prefixes: bool = True) -> MakeCache:
-    """Return what makes a cache of so many small blocks: too few for all."""
+    """Return a maker of caches with this number of small blocks, too few for all sequences."""
     return lambda shape, limits: paged_cache(shape, num_blocks, BLOCK, keep_prefixes)
 
 

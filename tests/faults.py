@@ -1,4 +1,4 @@
-"""Faults that change the output's distribution, for checks that must notice them."""
+"""Faults that change the output's distribution, for checks that must find them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report_flatter_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a draft model report, of chains, distributions that are flatter than those that it drew from."""
+    """Let a draft model report flatter distributions for chains than the ones that it drew from."""
     draw = drafter.grow
 
     def flatter(model: CausalLM, chains: Sequence[Chain], *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a sample's figures have to be, from the tokens that each pass gave it."""
+"""The figures that a sample must have, from the tokens of each of its passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random heads on disk, and what shows a drafter the hidden states that it reads."""
+"""Small random heads on disk, and a wrapper that gives a drafter the hidden states that it reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def head_context(folder: str, target: CausalLM, options: Mapping[str, Any]) -> DrafterContext:
-    """Return what a head's drafter is built from."""
+    """Return the context that a head's drafter is built from."""
     return DrafterContext(
         options=options,
         model=folder,

@@ -1,4 +1,4 @@
-"""What a file of JSON may hold instead of what it should: strategies for hypothesis."""
+"""Faulty JSON files: strategies for hypothesis."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (
 
 
 class Ledger:
-    """The requests that are not over, and what was said to each."""
+    """The requests that are not over, and the tokens that each has got."""
 
     def __init__(self, tally: Counter[str]) -> None:
         self.live: dict[int, Request] = {}
@@ -70,7 +70,7 @@ class Ledger:
         self._steps.update({request.seq_id: [] for request in requests})
 
     def hear(self, outputs: Sequence[StepOutput]) -> None:
-        """Note what a step said: exactly the tokens that were committed, in order, and every end once."""
+        """Note a step's outputs: exactly the committed tokens, in order, and every end once."""
         seq_ids = {(request.request_id, request.index): request.seq_id for request in self.live.values()}
         gained: dict[int, list[StepOutput]] = {}
         for output in outputs:
@@ -126,7 +126,7 @@ def assert_own_beam(request: Request) -> None:
 def found_beams(
     prompt: tuple[int, ...], width: int, longest: int, ends: frozenset[int], penalty: float
 ) -> Sequence[Found]:
-    """Return what a search of this prompt finds."""
+    """Return the results of a search of this prompt."""
     distribution = exact_distribution(lambda history: logits_after(prefix_hashes(history)[-1]))
     return plain_beams(distribution, prompt, width, longest, ends, penalty)
 
@@ -200,7 +200,7 @@ class Machine:
         self._check_texts(before)
 
     def _check_texts(self, before: Mapping[int, list[int]]) -> None:
-        """Assert that everybody was fed the own text, and holds all but the newest token of what it became."""
+        """Assert that each request was fed its own text, and holds all but its newest token."""
         for seq_id, (count, prefix) in self.target.fed.items():
             assert prefix_hashes(before[seq_id][:count])[-1:] == [prefix], "a request was fed another text than its own"
         for seq_id in before.keys() & self.live.keys():
@@ -242,7 +242,7 @@ class Machine:
             self.ledger.close(request)
 
     def break_passes(self, digits: Digits) -> None:
-        """Let the target or the draft model fail: once over anybody, or whenever it feeds a certain sequence."""
+        """Let the target or the draft model fail: once for any sequence, or in every pass that feeds a certain one."""
         model, error = digits.pick((self.target, self.target, self.draft)), digits.pick(ERRORS)
         victim, early = digits.pick([None, *self.live]), digits.below(2) == 0
         self.target.fault = self.draft.fault = None  # one at a time: an interrupt within a retry loses outputs
@@ -250,7 +250,7 @@ class Machine:
         self.story.append(("break", "target" if model is self.target else "draft", model.fault))
 
     def misuse(self, digits: Digits) -> None:
-        """Ask for what can't be served or is not there: nothing changes."""
+        """Send impossible and unknown requests: nothing changes."""
         used = next((request.request_id for request in self.live.values()), "none")
         prompt, request_id = digits.pick((([], "new"), ([1] * MAX_LEN, "new"), ([V], "new"), ([1], used)))
         self.engine.abort("nobody")

@@ -30,7 +30,7 @@ _MOST_ROWS = 320
 
 @dataclass(frozen=True)
 class Shape:
-    """What a test may want different about a checkpoint. Models of one seed differ by `noise` alone."""
+    """The properties of a checkpoint that tests vary. Models of one seed differ by `noise` alone."""
 
     family: str = "llama"
     seed: int = 0

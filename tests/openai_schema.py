@@ -74,7 +74,7 @@ class _Tee(httpx.SyncByteStream):
 
 
 def _documents(path: str, response: httpx.Response, data: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield what a response has, each with the name of its schema."""
+    """Yield the documents of a response, each with the name of its schema."""
     if response.status_code >= 400:
         yield "ErrorResponse", json.loads(data)
     elif response.headers["content-type"].startswith("text/event-stream"):

@@ -1,4 +1,4 @@
-"""A model whose slots say whose they are, and what a request must have said: plain Python, no engine.
+"""A model whose slots name their owner, and the texts that requests must have: plain Python, no engine.
 
 A slot holds (token, position, hash of the prefix that ends with it). Every row recomputes the hash of all
 that it sees, so a stale, foreign, doubled or misplaced slot is a mismatch. The next token's logits are a
@@ -32,7 +32,7 @@ _PRIME = 2**53 - 111  # so that a float64 holds every hash exactly
 
 
 class Mismatch(BaseException):  # no Exception, so that no engine can take it for a request's own
-    """A slot, a draft or a prefix is not what it has to be."""
+    """A slot, a draft or a prefix is wrong."""
 
 
 def require(holds: bool, objection: str) -> None:
@@ -156,7 +156,7 @@ class Prefix(NamedTuple):
 
 
 def stored_prefix(keys: Tensor, values: Tensor, seq_id: int, end: int) -> Prefix:
-    """Return what the first `end` positions of a sequence hold, of all it holds: one prefix, in order."""
+    """Return the content of the first `end` positions of a sequence: one prefix, in order."""
     if not end:
         return Prefix([], [], [])
     keys, values = (part[:end, 0].T.numpy() for part in (keys, values))

@@ -1,4 +1,4 @@
-"""Clients that speak HTTP/1.0 over bare connections: a response ends with its connection, and nothing is hidden."""
+"""Clients that speak HTTP/1.0 over bare connections: a response ends with its connection."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SECONDS = 120  # that an answer may take
 
 
 class Held:
-    """What the worker holds; the methods are what it can be asked for, models and storages are named by number."""
+    """The worker's models and storages, which are named by number. Its methods are the requests that it answers."""
 
     def __init__(self) -> None:
         self._models: list[CausalLM] = []
@@ -87,7 +87,7 @@ class Worker:
         self._connection = connection
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """Let the worker do something; return its answer, or raise it if it is an error."""
+        """Send the worker a request; return its answer, or raise it if it is an error."""
         self._connection.send_bytes(pickle.dumps((name, arguments)))
         assert self._connection.poll(SECONDS), f"no answer to {name}"
         answer = pickle.loads(self._connection.recv_bytes())

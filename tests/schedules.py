@@ -1,4 +1,4 @@
-"""What a schedule asks for: bytes, read as an engine's setup and as what happens to it.
+"""A schedule: bytes, read as an engine's setup and as actions on it.
 
     bytes    [ setup | action | action | ... ]
 
@@ -135,7 +135,7 @@ def size_of(num_actions: int) -> int:
 
 
 def read_schedule(kind: Kind, data: bytes) -> tuple[Setup, list[Digits]]:
-    """Return the setup and what decides each action."""
+    """Return the setup and the digits that decide each action."""
     starts = range(SETUP_BYTES, len(data), ACTION_BYTES)
     return Setup.read(kind, Digits(data[:SETUP_BYTES])), [
         Digits(data[first : first + ACTION_BYTES]) for first in starts

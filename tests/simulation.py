@@ -18,7 +18,7 @@ LONG = SamplingParams(temperature=0, max_tokens=None)
 
 @dataclass
 class World:
-    """What a policy does not know.
+    """The properties of a simulated engine, which a policy does not see.
 
     pass_s: seconds of a pass by its rows. token_s: seconds per drafted token of a chain, however many sequences.
     alpha: the probability that a token is accepted, by the number of tokens that its sequence has. score: what the

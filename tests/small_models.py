@@ -1,4 +1,4 @@
-"""The same small decoder on every backend: the reference, and each native instruction set with each type of weights."""
+"""One small decoder on every backend: the reference, and each native instruction set with each type of weights."""
 
 from __future__ import annotations
 

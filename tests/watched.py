@@ -23,7 +23,7 @@ class InjectedError(Exception):
 
 @dataclass
 class Fault:
-    """Passes that raise: so many of those over `victim`, or over anyone; before they write (early) or behind it."""
+    """A number of passes that raise, over `victim` or over any sequence, before they write (early) or after it."""
 
     error: Callable[[], BaseException]
     times: int
@@ -35,7 +35,7 @@ Raised = tuple[BaseException, list[int]]  # and the sequences of the pass that r
 
 
 class FragileModel(OracleModel):
-    """An oracle model that breaks when it is told so, and notes in `raised` over which sequences."""
+    """An oracle model that fails on demand, and notes the failing sequences in `raised`."""
 
     def __init__(self, max_positions: int, raised: list[Raised], astray: int = 0) -> None:
         super().__init__(max_positions, astray)

@@ -217,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
         limit=st.none() | st.integers(0, MAX_LEN),
     )
     def adopt(self, data: st.DataObject, cache_salt: str, own: int, goes_on: bool, limit: int | None) -> None:
-        """Adopt the known prefix of a prompt that repeats an earlier one up to its end; maybe feed and index the rest."""
+        """Adopt the known prefix of a prompt that repeats an earlier one up to its end; maybe feed the rest."""
         seq_id = data.draw(st.sampled_from(self._unknown()))
         past = data.draw(st.sampled_from(self.past or [()]))
         common = data.draw(st.sampled_from([len(past), full(len(past))]) | st.integers(0, len(past)))

@@ -1,4 +1,4 @@
-"""Alpha of the embedded pair: by the models' distributions, by acceptance, and as the formulas have it."""
+"""Alpha of the embedded pair: by the models' distributions, by acceptance, and by the formulas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair() -> tuple[Checkpoint, Candidate]:
 
 @pytest.fixture(scope="module", params=[0.0, 0.5, 1.0])
 def measured(request: pytest.FixtureRequest, pair: tuple[Checkpoint, Candidate]) -> tuple[float, Alpha]:
-    """A temperature, and what was found at it."""
+    """A temperature, and the figures measured at it."""
     target, draft = pair
     workload = make_workload(WorkloadConfig(num_prompts=PROMPTS), draft.runtime, PROMPTS)
     params = SamplingParams(temperature=request.param, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""How requests and engines end before their time: cancelled, dropped, shut down, broken. Nothing stays behind."""
+"""Requests and engines that are cancelled, dropped, shut down or broken leave nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadException
 
 
 class Watch:
-    """Sees which requests each step of an engine still has, and what is alive of those that came and went."""
+    """Notes the requests of each step of an engine, and the objects of ended requests that are still alive."""
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = 0
@@ -110,7 +110,7 @@ async def cancel_many(engine: AsyncEngine, stop_checker: Watch, count: int, widt
 def test_a_thousand_cancelled_requests_leave_nothing(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, backend: str, count: int
 ) -> None:
-    """Each is gone within two steps, with all its blocks; what runs beside them is as it is alone."""
+    """Each is gone within two steps, with all its blocks; requests beside them write the same as alone."""
 
     async def main() -> None:
         small = {"dtype": "float32", "max_num_seqs": 6, "kv_cache_backend": backend}
@@ -249,7 +249,7 @@ def test_draining_finishes_all_requests(llm_of: MakeLLM, engine_of: MakeEngine) 
 
 @pytest.mark.parametrize("drains", [False, True])
 def test_aborting_ends_everything_at_once(engine_of: MakeEngine, drains: bool) -> None:
-    """What was being drained too."""
+    """Requests that are being drained, too."""
 
     async def main() -> None:
         others = engine_threads()

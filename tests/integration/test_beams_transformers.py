@@ -68,7 +68,7 @@ def ours(pair: Pair, prompt: list[int], params: SamplingParams, ends: Sequence[i
 
 
 def likely_ends(pair: Pair, prompt: list[int]) -> list[int]:
-    """Return tokens that beams come across: those that a search without ends likes best."""
+    """Return tokens that beams contain: the best ones of a search without ends."""
     text, _ = ours(pair, prompt, SamplingParams(beam_width=4, max_tokens=8), ())[0]
     return [text[3], text[5]]
 

@@ -23,7 +23,7 @@ KINDS = {"accepted", "rejected", "corrected", "plain"}
 
 
 class Page(HTMLParser):
-    """What a page holds: open tags, the links that leave it, and the text of tokens by where they come from."""
+    """The parts of a page: open tags, outgoing links, and the text of tokens by their origin."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`speculant bench serve`, as it is typed, against small servers that really answer."""
+"""`speculant bench serve`, as it is typed, against small live servers."""
 
 from __future__ import annotations
 

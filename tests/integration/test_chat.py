@@ -1,4 +1,4 @@
-"""Chat in the library: a conversation is the prompt that its template makes, and nothing more."""
+"""Chat in the library: a conversation is the prompt that its template makes."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_lenient_is_measured_with_its_own_lenience(checkpoints: Checkpoints) -> 
 
 
 def test_a_rule_that_means_to_be_lossy_never_passes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where nothing shows."""
+    """Not even where no deviation is visible."""
     monkeypatch.setattr(Rejection, "lossless", False)
     value = _json(*_pair(checkpoints, "--verification", "rejection"))
     assert all(each["passed"] for part in ("proven", "tested", "identity") for each in value[part])

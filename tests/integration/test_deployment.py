@@ -1,4 +1,4 @@
-"""What deploy/ holds fits the server: the dashboard's metrics, the unit's deadlines, the image's files and flags."""
+"""The files in deploy/ fit the server: the dashboard's metrics, the unit's deadlines, the image's files and flags."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _unit() -> ConfigParser:
 
 
 def _starts(*arguments: str) -> None:
-    """Check that the server's command has these arguments: it complains of nothing but the missing model."""
+    """Check that the server's command has these arguments: its only error is the missing model."""
     result = CliRunner().invoke(app, [*arguments], env={"SPECULANT_MODEL": None})
     assert "no model was given" in str(result.exception), result.output
 

@@ -1,4 +1,4 @@
-"""How requests end: in the middle of drafts, across tokens, at limits, and always where plain decoding would."""
+"""Requests end in the middle of drafts, across tokens and at limits, always where plain decoding ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answers(llm: LLM, **values: Any) -> list[CompletionOutput]:
 
 @pytest.fixture
 def full(llm_of: MakeLLM) -> list[CompletionOutput]:
-    """Return the greedy answers that nothing cuts short."""
+    """Return the greedy answers without any stop."""
     return answers(llm_of(), ignore_eos=True)
 
 
@@ -52,7 +52,7 @@ def test_a_stop_string_cuts_text_and_tokens_at_one_place(
 
 
 def test_some_stop_strings_end_inside_an_accepted_run(llm_of: MakeLLM, full: list[CompletionOutput]) -> None:
-    """What the test above is about: with a perfect draft the last token of most stops was drafted."""
+    """With a perfect draft, the last token of most stops is a drafted one: the test above is no weak test."""
     drafted = []
     for place in range(4, 24):
         params = SamplingParams(**GREEDY, stop=full[0].text[place : place + 4])
@@ -108,7 +108,7 @@ def test_a_stop_token_inside_a_draft_ends_the_request_there(
 
 @pytest.fixture(scope="module")
 def with_common_end(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Write target and draft as usual, but with an end token that is said soon: the letter P, or the usual end."""
+    """Write target and draft as usual, but with an end token that comes soon: the letter P, or the usual end."""
     folder = tmp_path_factory.mktemp("ends")
     return (
         write_checkpoint(folder / "target", Shape(end=[END, 47])),

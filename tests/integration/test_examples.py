@@ -1,4 +1,4 @@
-"""Every example runs as it is, says something, and is short enough to be read at a glance."""
+"""Every example runs as it is, prints something, and has at most 40 lines."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_figures_are_those_of_the_tokens_that_were_given(folders: dict[str, str]
 
 
 def test_the_line_of_figures_counts_the_time_of_all_samples(folders: dict[str, str]) -> None:
-    """All tokens over the first sample's time were 18,770 tokens/s where 422 were true."""
+    """The time is not that of the first sample alone."""
     llm = LLM(folders["target"], folders["near"], dtype="float64", max_num_seqs=2)
     params = SamplingParams(n=4, temperature=1, seed=5, max_tokens=60, ignore_eos=True)
     first = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids[0]

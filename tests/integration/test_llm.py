@@ -254,7 +254,7 @@ def test_many_more_requests_than_sequences(llm_of: MakeLLM) -> None:
 
 
 def test_mixed_parameters_share_a_batch(llm_of: MakeLLM) -> None:
-    """Greedy, seeded, filtered and unspeculated rows side by side (VA 16396, V 9441)."""
+    """Greedy, seeded, filtered and undrafted rows side by side (VA 16396, V 9441)."""
     params = [
         GREEDY,
         SEEDED,

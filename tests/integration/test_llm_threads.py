@@ -1,4 +1,4 @@
-"""One `LLM` for several threads, and for many prompts: everybody gets the own results, and what has ended is let go."""
+"""One `LLM` for several threads and many prompts: each gets its own results, and ended requests are freed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_step(llm: LLM, call: Callable[[], None]) -> None:
 
 
 def test_a_step_does_not_slow_down_with_ended_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 prompts are asked some times each whether they have ended, not in every step."""
+    """Each of 100 prompts is checked for its end a few times, not in every step."""
     asked = 0
     finished = Generation.finished.fget  # type: ignore[attr-defined]
 
@@ -123,7 +123,7 @@ def test_samples_that_end_in_one_step_end_their_request_once(llm: LLM) -> None:
 
 
 def test_undecodable_text_fails_its_own_reader(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces of all streams are made by whichever thread steps."""
+    """The thread that steps makes the pieces of all streams."""
     bad, good = llm.stream([40, 50], GREEDY), llm.stream([41, 50], GREEDY)
     next(bad), next(good)
     piece = Generation.piece

@@ -1,4 +1,4 @@
-"""`LLM` where there is too little of something: room in the queue, memory, luck."""
+"""`LLM` with too little room in the queue, too little memory, or failing passes."""
 
 from __future__ import annotations
 

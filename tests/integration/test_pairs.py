@@ -1,4 +1,4 @@
-"""Targets and drafts that are not made for each other, or not quite: served, or refused with a reason."""
+"""Targets and drafts that do not quite fit each other: served, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers` at a tiny size: Speculant and transformers, and peers that are not there."""
+"""`python -m benchmarks.peers` at a tiny size: Speculant, transformers, and missing peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs have the form that was asked for, and are the same with and without drafts."""
+"""Structured outputs have the requested form, and are the same with and without drafts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def plain(form: str, setting: str) -> RequestOutput:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_speculation_changes_no_structured_text(form: str, setting: str) -> None:
-    """Whatever drafts: all methods of an engine at once, in one batch."""
+    """All methods of an engine at once, in one batch."""
     expected, params = plain(form, setting), params_of(form, **SETTINGS[setting])
     assert_form(form, expected)
     asked = [params]

@@ -46,7 +46,7 @@ def llm(request: pytest.FixtureRequest, folders: tuple[str, str]) -> LLM:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_name_added_tokens_do_not_depend_on_drafts(llm: LLM, form: str, setting: str) -> None:
-    """The request failed: the grammar forbade the token that it forced."""
+    """The grammar allows the tokens that it forces."""
     params = SamplingParams(
         max_tokens=40, structured_outputs=FORMS[form], skip_special_tokens=False, **SETTINGS[setting]
     )

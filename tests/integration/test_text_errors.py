@@ -1,4 +1,4 @@
-"""Text that can't be decoded is the end of its own request and of nobody else."""
+"""Text that can't be decoded ends its own request alone."""
 
 from __future__ import annotations
 

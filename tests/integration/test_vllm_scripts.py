@@ -1,4 +1,4 @@
-"""Scripts as vLLM's users write them: only the lines that import are changed, and the model's name is the demo's."""
+"""Scripts of vLLM's users, with changed import lines and the demo as model."""
 
 from __future__ import annotations
 

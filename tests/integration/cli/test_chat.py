@@ -50,7 +50,7 @@ def invoke(*arguments: str, stdin: str = "") -> Result:
 
 
 def answers(llm: LLM, *messages: Any) -> list[str]:
-    """Return the answers to messages that are sent one after the other."""
+    """Send messages one after the other; return the answers."""
     turns: list[Any] = []
     for message in messages:
         turns.append(message)
@@ -141,7 +141,7 @@ def test_a_model_without_template_is_refused(checkpoints: Checkpoints) -> None:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """Have these lines typed; an exception is what Ctrl-C or Ctrl-D is to `input`."""
+    """Type these lines; an exception stands for Ctrl-C or Ctrl-D."""
     given = iter(lines)
 
     def read(prompt: str = "") -> str:
@@ -261,7 +261,7 @@ GOOD = [
 
 
 class FakeServer:
-    """A server that answers with scripted events, and keeps what it was asked."""
+    """A server that answers with scripted events, and keeps its requests."""
 
     def __init__(self, events: Sequence[bytes], status: int = 200, owner: str = "speculant") -> None:
         self.events, self.status, self.owner = events, status, owner

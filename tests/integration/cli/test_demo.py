@@ -115,7 +115,7 @@ def _coloured(llm: LLM, no_color: bool) -> str:
 
 
 def test_no_run_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> None:
-    """A run that repeats an earlier one is as slow as that one was: nothing is looked up in the finished text."""
+    """A run that repeats an earlier one takes as many passes: it finds no drafts in the finished text."""
     config = {"method": "suffix", "num_speculative_tokens": 8, "draft_length": "fixed"}
     llm = LLM(checkpoints.target, speculative_config=config, dtype="float64", max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the documentation tells people to type works."""
+"""The commands and programs of the documentation run."""
 
 from __future__ import annotations
 

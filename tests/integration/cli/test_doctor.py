@@ -1,4 +1,4 @@
-"""`speculant doctor`: true facts, and a price for what is missing."""
+"""`speculant doctor` reports facts, and the cost of each missing part."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_samples_are_listed(checkpoints: Checkpoints) -> None:
 
 
 def test_the_speed_of_samples_is_that_of_all_of_them(checkpoints: Checkpoints) -> None:
-    """The first sample ends at once; all tokens over its time alone would be a speed that no machine has."""
+    """The first sample ends at once: all tokens divided by its time alone would be a wrong speed."""
     arguments = ("--n", "4", "--seed", "5", "--max-tokens", "60", "--temperature", "1")
     value = _json(checkpoints, *arguments)
     ends = [sample["token_ids"][0] for sample in value["outputs"]]

@@ -1,4 +1,4 @@
-"""`--log-level`, and what the library logs: nothing is shown unless somebody asks."""
+"""`--log-level`, and the library's log: by default nothing is shown."""
 
 from __future__ import annotations
 

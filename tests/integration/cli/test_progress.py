@@ -1,4 +1,4 @@
-"""Commands that take a while: the first line soon, results when they are there, and nothing but JSON on stdout."""
+"""Long commands print a first line soon and each result at once, and only JSON on stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts are compared token for token, and a difference is called what it is."""
+"""Texts are compared token for token, and each difference is classified."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_prompt_has_a_seed_of_its_own(checkpoints: Checkpoints, monkeypatc
 
 
 def believing(self: Match, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-    """Keep what was drafted, whatever the target says."""
+    """Keep every drafted token, whatever the target prefers."""
     return Verdict(tuple(range(tree.size)), chance.draw(p[-1]))
 
 

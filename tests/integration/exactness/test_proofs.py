@@ -1,4 +1,4 @@
-"""What the proofs cover, and that they fail for what is wrong."""
+"""The proofs cover every rule in use, and fail for wrong ones."""
 
 from __future__ import annotations
 

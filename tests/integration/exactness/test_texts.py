@@ -1,4 +1,4 @@
-"""Texts of a pair are held against the target's own distributions, whatever made them."""
+"""Texts of a pair are compared with the target's own distributions."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_second_drafter_reports_its_distribution(checkpoints: Checkpoints) -
 
 @pytest.mark.parametrize("method", plugins.names("speculant.drafting"))
 def test_the_next_draft_is_fixed_before_the_token_is_known(checkpoints: Checkpoints, method: str) -> None:
-    """No drafter may have learned the text that it is asked about, or a correct sampler would fail."""
+    """A drafter that had learned the text would let a correct sampler fail."""
     config = pair(
         checkpoints,
         draft_model=model_of(method, checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE),

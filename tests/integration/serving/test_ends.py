@@ -28,7 +28,7 @@ dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadException
 
 
 class SlowEngine:
-    """Makes an engine's steps take a while, so that there is time for what happens between them."""
+    """Slows an engine's steps down, so that a test can act between them."""
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.01) -> None:
         self._step, self.seconds, self.failure = core(engine).step, seconds, None

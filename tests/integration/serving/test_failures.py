@@ -57,7 +57,7 @@ async def send_streams(
 
 
 def assert_ended(replies: list[Reply], *codes: str) -> None:
-    """Assert that every stream has its end, and that those which could not go on say why."""
+    """Assert that every stream has its end, and that a broken-off stream gives the reason."""
     for reply in replies:
         if reply.status == 200:
             assert reply.ended, reply.body[-300:]

@@ -44,7 +44,7 @@ READ = {
 
 
 def outcome(demo: LiveServer, path: str, name: str) -> str:
-    """Return what becomes of a field: refused by name, read, ignored, or dropped."""
+    """Return the outcome of a field: refused by name, read, ignored, or dropped."""
     kind, base, value = BODIES[path], BASES[path], value_of(name, path)
     if name in kind.model_fields:
         return "read" if name in READ or name in SETTINGS else "unproven"

@@ -26,7 +26,7 @@ HANGS = 1.0  # seconds of this process, which the server is a thread of: other p
 
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints) -> Iterator[LiveServer]:
-    """Return a server whose answers are short, so that a slow one is no long one."""
+    """Return a server whose answers are short, so that no answer is slow because of its length."""
     engine = AsyncEngine(checkpoints.target, draft_model=checkpoints.near, dtype="float32", max_model_len=48)
     live = LiveServer(engine, max_samples=32).ready()
     yield live

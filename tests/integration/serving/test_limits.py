@@ -1,4 +1,4 @@
-"""What is too much is refused within a second, and /health answers meanwhile."""
+"""Too large requests are refused within a second, and /health answers meanwhile."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class HealthWatch:
 
 
 def refusal_time(url: str, request: bytes) -> float:
-    """Send what has to be refused; return how long that took, in seconds."""
+    """Send a request that has to be refused; return the seconds that this took."""
     reply = asyncio.run(exchange(url, request))
     assert 400 <= reply.status < 500, (reply.status, reply.body[:500])
     assert reply.value["error"]["message"]
@@ -106,8 +106,8 @@ def test_too_much_is_refused_at_once(demo: LiveServer, name: str) -> None:
 def test_a_hundred_of_each_are_refused_at_once(serve_process: Any) -> None:
     """One after another, and eight at a time.
 
-    Other programs run too: what takes long must do so twice, and one in fifty of the answers of /health may be late. A
-    request that held up the server would hold up one in a few.
+    Other programs run, too: a slow refusal is tried again, and one in fifty answers of /health may be late. A request
+    that held up the server would delay many of them.
     """
     server: ServerProcess = serve_process("demo").ready()
     for name, body in LARGE.items():
@@ -126,7 +126,7 @@ def test_a_hundred_of_each_are_refused_at_once(serve_process: Any) -> None:
 
 
 def test_a_large_body_is_not_read(demo: LiveServer) -> None:
-    """The answer comes before the body has."""
+    """The answer comes before the whole body."""
     host, port = demo.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(

@@ -29,7 +29,7 @@ SMALLEST_BUFFER = 2048  # bytes
 
 
 class Watch:
-    """Sees which requests an engine's steps still have after their clients have gone. Prompts begin with a number.
+    """Counts steps that still have requests of gone clients. Prompts begin with a number.
 
     since_close: steps that began after a client had closed its connection and still had its request. since_notice: the
     same, after the server had noticed it.
@@ -115,7 +115,7 @@ def _body(number: int, chance: random.Random) -> dict[str, Any]:
 
 
 def content(reply: Reply) -> list[Any]:
-    """Return what a stream says, without its id and its date."""
+    """Return the content of a stream, without its id and its date."""
     named = [{key: value for key, value in chunk.items() if key not in ("id", "created")} for chunk in reply.chunks]
     for chunk in named:
         if chunk.get("usage"):
@@ -127,7 +127,7 @@ def content(reply: Reply) -> list[Any]:
 def test_each_client_of_a_crowd_gets_its_own_text(
     serve: Any, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Clients that stay get every byte that they get alone; what the others held is free within two steps."""
+    """Clients that stay get every byte that they get alone; memory of the others is free within two steps."""
     chance = random.Random(count)
     engine = AsyncEngine(
         checkpoints.target, draft_model=checkpoints.near, dtype="float32", max_num_seqs=48, max_waiting=count
@@ -176,7 +176,7 @@ WORK = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
 class Flood:
-    """Requests at a steady rate, whatever becomes of them, and what a server says and holds meanwhile."""
+    """Requests at a steady rate, and the server's replies, queue and memory meanwhile."""
 
     def __init__(self, server: ServerProcess, chance: random.Random) -> None:
         self._server, self._chance = server, chance

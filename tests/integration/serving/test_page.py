@@ -1,4 +1,4 @@
-"""The page at `/`: what it consists of, and how it works in a browser where one is installed."""
+"""The page at `/`: its parts, and its behaviour in a browser where one is installed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, demo: LiveServer) -> Iterator[Any]:
-    """Open the page; whatever goes wrong in its script fails the test."""
+    """Open the page; any error in its script fails the test."""
     opened, problems = browser.new_page(viewport={"width": 1280, "height": 1000}), list[str]()
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.goto(demo.url)
@@ -106,7 +106,7 @@ def page(browser: Any, demo: LiveServer) -> Iterator[Any]:
 
 
 def expect(locator: Any) -> Any:
-    """Return what waits for a locator's text."""
+    """Return a function that waits for a locator's text."""
     from playwright.sync_api import expect as waiting
 
     return waiting(locator)
@@ -118,7 +118,7 @@ def texts(page: Any, kind: str) -> str:
 
 
 def ended(page: Any) -> str:
-    """Return what the page says at the end of a run."""
+    """Return the page's message at the end of a run."""
     expect(page.locator("#status")).to_contain_text(" tokens", timeout=60_000)
     return str(page.text_content("#status"))
 

@@ -158,7 +158,7 @@ def opening(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["", "not wanted"])
 def test_a_form_is_content_where_the_template_opens_reasoning(opening: LiveServer, variables: dict[str, Any]) -> None:
-    """It was reasoning_content where the form and the reader of the answer did not agree on where reasoning begins."""
+    """The form and the reader of the answer agree on the place where reasoning begins."""
     likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     for given in ({"response_format": form, "structured_outputs": None}, FORM):
@@ -209,7 +209,7 @@ def test_a_cut_reasoning_is_the_whole_response(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("limit", ["max_output_tokens", "max_tokens"])
 def test_a_response_keeps_to_its_limit(server: LiveServer, limit: str) -> None:
-    """max_tokens was dropped: the answer filled the context."""
+    """max_tokens limits the answer, too."""
     whole = server.post("/v1/responses", **{"input": "hi", limit: 3})
     assert (whole["usage"]["output_tokens"], whole["max_output_tokens"], whole["status"]) == (3, 3, "incomplete")
 

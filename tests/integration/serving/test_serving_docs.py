@@ -1,4 +1,4 @@
-"""docs/serving.md lists what there is, and its program runs."""
+"""docs/serving.md lists every route, field and metric, and its program runs."""
 
 from __future__ import annotations
 

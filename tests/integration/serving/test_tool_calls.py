@@ -104,7 +104,7 @@ def test_several_calls_are_parsed(server: LiveServer) -> None:
     ids=["required", "named"],
 )
 def test_a_forced_call_is_a_call_whatever_the_template(without_tools: LiveServer, choice: Any, reason: str) -> None:
-    """It came as content where the template's format was not known."""
+    """Also where the template's format is not known."""
     body = {**BODY, "tool_choice": choice, "parallel_tool_calls": False, "logit_bias": {}}
     (answer,) = without_tools.post("/v1/chat/completions", **body)["choices"]
     assert (answer["finish_reason"], answer["message"]["content"]) == (reason, None)
@@ -127,7 +127,7 @@ def test_tools_that_the_model_may_call_need_a_format(without_tools: LiveServer) 
 
 
 def test_a_response_format_is_compact_unless_blanks_are_asked(server: LiveServer) -> None:
-    """One boolean ran into 60 tokens of blanks."""
+    """Otherwise a boolean may end in 60 tokens of blanks."""
     space = {str(ALPHABET.index("Ġ")): 100}
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
