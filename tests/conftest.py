@@ -9,16 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from speculant.engine import build
-from speculant.lengths import calibration
 from tests.covering import mark_the_rest_slow
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
-calibration.BUDGET_S = 0.02  # for each curve: tests do not depend on what a step costs
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
@@ -40,20 +36,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_cuda() -> bool:
+    import torch  # here and below: the process that only distributes tests does without
+
     return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def same_seed_for_every_engine() -> Iterator[None]:
-    """Give engines without a seed the same one, so that a test samples the same texts each time."""
+def same_engines_each_time() -> Iterator[None]:
+    """Give engines without a seed the same one, so that a test samples the same texts, and measure costs briefly."""
+    from speculant.engine import build
+    from speculant.lengths import calibration
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
+        patch.setattr(calibration, "BUDGET_S", 0.02)  # for each curve: no test depends on the costs of a step
         yield
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Run torch on one thread."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -23,7 +23,8 @@ from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
 __all__ = ["serve"]
-SHORT = ("--seconds", "0.5", "--rounds", "1", "--max-tokens", "4", "--load", "0.5", "--load", "8")
+SHORT = ("--seconds", "0.3", "--rounds", "1", "--max-tokens", "4", "--load", "0.5", "--load", "8")
+SHORTEST = ("--seconds", "0.2", "--rounds", "1", "--max-tokens", "2", "--load", "0.5")
 FIGURES = {
     "requests", "completed", "refused", "failed", "seconds", "requests_per_s", "tokens_per_s", "ttft_p50_s",
     "ttft_p90_s", "ttft_p99_s", "itl_p50_s", "itl_p90_s", "itl_p99_s", "itl_mean_s", "e2e_p50_s", "e2e_p90_s",
@@ -57,7 +58,7 @@ def test_a_running_server_is_measured(serve: Callable[..., LiveServer], checkpoi
     assert value["benchmark"] == "serve"
     assert value["server"] == {"url": server.url, "model": "small", "engine": None}
     assert value["speculation"]["on"] is True
-    assert value["plan"] == {"clients": 2, "loads": [0.5, 8.0], "seconds": 0.5, "rounds": 1, "seed": 0}
+    assert value["plan"] == {"clients": 2, "loads": [0.5, 8.0], "seconds": 0.3, "rounds": 1, "seed": 0}
     assert set(value["capacity"]["runs"]) == {"plain", "speculative"}
     rate = value["capacity"]["runs"]["plain"]["requests_per_s"]["median"]
     assert [level["request_rate"] for level in value["loads"]] == [0.5 * rate, 8.0 * rate]
@@ -124,7 +125,7 @@ def test_sigterm_ends_the_server_too() -> None:
 
 def test_speculation_off_measures_plain_alone(serve: Callable[..., LiveServer], checkpoints: Checkpoints) -> None:
     server = serve(_engine(checkpoints)).ready()
-    value = json.loads(_invoke("--url", server.url, *SHORT, "--speculation", "off", "--json").stdout)
+    value = json.loads(_invoke("--url", server.url, *SHORTEST, "--speculation", "off", "--json").stdout)
     assert list(value["capacity"]["runs"]) == ["plain"]
     assert value["fields"]["speculation"] is False
     assert value["plan"]["clients"] == 32

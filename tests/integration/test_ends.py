@@ -31,6 +31,7 @@ def full(llm_of: MakeLLM) -> list[CompletionOutput]:
 # --- stop strings
 
 
+@pytest.mark.covering(2)
 @every_engine
 @pytest.mark.parametrize("place", [1, 7, 8, 9, 10, 20])
 @pytest.mark.parametrize("include", [False, True])
