@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from speculant import __version__
+from speculant.cli.main import app, main
 from tests.models import Checkpoints
 
 _COMMAND = f"{sys.executable} -m speculant.cli.main"
@@ -27,6 +29,36 @@ def _speculant(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _help(*arguments: str, width: int = 200) -> str:
+    """Return what a command prints for --help, without a process of its own."""
+    result = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": str(width), "NO_COLOR": "1"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+class Command:
+    """The command line in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def fails(self, *arguments: str, code: int = 2) -> str:
+        """Return what a command that fails prints on stderr; on stdout it prints nothing."""
+        self._monkeypatch.setattr(sys, "argv", ["speculant", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self._capsys.readouterr()
+        assert (ended.value.code, out) == (code, "")
+        assert "Traceback" not in err
+        return err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.delenv("SPECULANT_MODEL", raising=False)
+    return Command(monkeypatch, capsys)
+
+
 def _shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True, env=os.environ | env)
 
@@ -38,30 +70,28 @@ def test_version() -> None:
 def test_help_lists_every_command() -> None:
     result = _speculant("--help")
     assert result.returncode == 0
-    assert all(command in result.stdout for command in COMMANDS)
+    assert all(name in result.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_examples(command: str) -> None:
-    result = _speculant(command, "--help")
-    assert result.returncode == 0
-    assert "Examples:" in result.stdout
-    assert f"speculant {command}" in result.stdout
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples(name: str) -> None:
+    shown = _help(name)
+    assert "Examples:" in shown
+    assert f"speculant {name}" in shown
 
 
-@pytest.mark.parametrize("width", ["60", "80"])
+@pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("group", [(), ("bench",), ("train",)])
-def test_help_cuts_no_summary(group: tuple[str, ...], width: str) -> None:
-    result = _speculant(*group, "--help", COLUMNS=width)
-    commands = result.stdout.partition("Commands:")[2].partition("Examples:")[0]
+def test_help_cuts_no_summary(group: tuple[str, ...], width: int) -> None:
+    commands = _help(*group, width=width).partition("Commands:")[2].partition("Examples:")[0]
     assert len(commands.split()) > 20
     assert "..." not in commands
     assert "\u2026" not in commands
 
 
-@pytest.mark.parametrize("width", ["60", "80"])
-def test_help_has_every_option_and_default_in_full(width: str) -> None:
-    wide, narrow = (_speculant("generate", "--help", COLUMNS=columns).stdout for columns in ("400", width))
+@pytest.mark.parametrize("width", [60, 80])
+def test_help_has_every_option_and_default_in_full(width: int) -> None:
+    wide, narrow = (_help("generate", width=columns) for columns in (400, width))
     assert "".join(narrow.split()) == "".join(wide.split())
 
 
@@ -84,14 +114,13 @@ def test_help_needs_no_torch() -> None:
         (["hello", "--model", "demo", "--speculative-config", "methd"], "--speculative-config", "key=value"),
     ],
 )
-def test_a_mistake_is_explained_without_a_traceback(arguments: list[str], problem: str, fix: str) -> None:
-    result = _speculant("generate", *arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert problem in result.stderr
-    assert fix in result.stderr.partition("  fix: ")[2]
-    assert "Traceback" not in result.stderr
+def test_a_mistake_is_explained_without_a_traceback(
+    command: Command, arguments: list[str], problem: str, fix: str
+) -> None:
+    shown = command.fails("generate", *arguments)
+    assert shown.startswith("error: ")
+    assert problem in shown
+    assert fix in shown.partition("  fix: ")[2]
 
 
 def test_debugging_shows_the_traceback() -> None:
@@ -101,15 +130,15 @@ def test_debugging_shows_the_traceback() -> None:
 
 
 def test_a_full_cache_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from speculant.cli import main as command
+    from speculant.cli import main as module
     from speculant.errors import CapacityError
 
     def fail() -> None:
         raise CapacityError("the cache is full", "raise kv_memory.")
 
-    monkeypatch.setattr(command, "app", fail)
+    monkeypatch.setattr(module, "app", fail)
     with pytest.raises(SystemExit) as exit_:
-        command.main()
+        main()
     assert exit_.value.code == 1
     assert capsys.readouterr().err == "error: the cache is full\n  fix: raise kv_memory.\n"
 
@@ -142,25 +171,22 @@ def test_a_full_disk_is_explained(arguments: str) -> None:
     assert "Exception ignored" not in result.stderr
 
 
-def test_a_folder_that_cannot_be_made_is_explained() -> None:
-    result = _speculant("train", "lm", "--out", "/proc/nothing", "--steps", "1")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: /proc/nothing can't be made")
-    result = _speculant("demo", "--shape", "1b", XDG_CACHE_HOME="/proc/nothing")
-    assert result.returncode == 2
-    assert "set XDG_CACHE_HOME" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_a_folder_that_cannot_be_made_is_explained(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = command.fails("train", "lm", "--out", "/proc/nothing", "--steps", "1")
+    assert shown.startswith("error: /proc/nothing can't be made")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    assert "set XDG_CACHE_HOME" in command.fails("demo", "--shape", "1b")
 
 
 def test_a_fault_of_ours_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from speculant.cli import main as command
+    from speculant.cli import main as module
 
     def fail() -> None:
         raise KeyError("a fault")
 
-    monkeypatch.setattr(command, "app", fail)
+    monkeypatch.setattr(module, "app", fail)
     with pytest.raises(SystemExit) as exit_:
-        command.main()
+        main()
     assert exit_.value.code == 1
     error = capsys.readouterr().err
     assert error.startswith("error: Speculant failed: KeyError: 'a fault'")
