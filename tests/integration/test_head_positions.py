@@ -73,7 +73,7 @@ def test_positions_given_as_null_are_the_target_s(kind: str, tmp_path: Path) -> 
     assert accepted(llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40))) > 0
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)

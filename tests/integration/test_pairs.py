@@ -94,6 +94,7 @@ FEWER = {
 SEEN = [5, 258, 6, 259, 7]  # a prompt with the added tokens
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("shape", FEWER.values(), ids=FEWER)

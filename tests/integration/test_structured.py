@@ -120,6 +120,7 @@ def plain(form: str, setting: str) -> RequestOutput:
 
 
 @native
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_speculation_changes_no_structured_text(form: str, setting: str) -> None:
