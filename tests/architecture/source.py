@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ class Module:
     text: str
     is_package: bool = False
 
-    @property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         """The syntax tree."""
         return ast.parse(self.text)
@@ -43,8 +44,9 @@ class Module:
         return f"{self.name or PACKAGE}:{getattr(node, 'lineno', 1)}"
 
 
+@functools.cache
 def load_package(root: Path = SOURCE_ROOT) -> list[Module]:
-    """Read every Python file under the package."""
+    """Read every Python file under the package, once."""
     return [_load(path, root) for path in sorted(root.rglob("*.py"))]
 
 
