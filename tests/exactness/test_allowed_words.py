@@ -97,7 +97,7 @@ def test_trees(topology: StaticTree | ParallelChains, verifier: str, rule: str) 
 @pytest.mark.parametrize("make", [ngram, scripted(1, 2, 1), scripted(0, 1)], ids=["ngram", "banned later", "at once"])
 def test_drafts_that_know_no_rule(make: speculation.MakeDrafter, verifier: str, rule: str) -> None:
     params = SamplingParams(max_tokens=None, **RULES[rule])
-    case = Case(Pair(2, 4, FULL_SUPPORT), 3, params, verifier, (0, 1, 2, 0), idle=1, make_drafter=make)
+    case = Case(Pair(2, 4, FULL_SUPPORT), 3, params, verifier, (0, 1, 2, 0), idle=1, width=8, make_drafter=make)
     assert_exact(case)
 
 

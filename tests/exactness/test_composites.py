@@ -135,7 +135,7 @@ def test_composite_trees_keep_the_distribution(name: str, verifier: str) -> None
 def test_composite_chains_apply_every_parameter(name: str, params: dict[str, Any]) -> None:
     case = Case(
         Pair(81, 4, FULL_SUPPORT), 2, SamplingParams(max_tokens=None, **params), "block", PROMPT, idle=1,
-        make_drafter=made_by(CHAINS[name]),
+        width=8, make_drafter=made_by(CHAINS[name]),
     )  # fmt: skip
     assert_exact(case)
 

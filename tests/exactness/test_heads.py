@@ -209,7 +209,7 @@ def test_a_tree_of_one_token_each_is_the_chain() -> None:
     """A tree's pass computes the whole tree again; a chain's goes on from its cache."""
     pair = Pair(2, 4, FULL_SUPPORT)
     case = functools.partial(
-        Case, pair, 2, SamplingParams(max_tokens=None, temperature=0.9), "multi_draft", prompt=(0, 1)
+        Case, pair, 2, SamplingParams(max_tokens=None, temperature=0.9), "multi_draft", prompt=(0, 1), width=8
     )
     for method in ("eagle", "eagle3"):
         chain, tree = (

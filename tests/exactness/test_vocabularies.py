@@ -80,7 +80,7 @@ def test_chains_keep_the_distribution(name: str, kernels: str, verifier: str) ->
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_trees_keep_the_distribution(name: str, kernels: str, verifier: str) -> None:
-    assert_exact(name, kernels, [2, 1], verifier, 4)
+    assert_exact(name, kernels, [2, 1], verifier, examples(4, least=3))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
