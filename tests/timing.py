@@ -12,7 +12,6 @@ def cpu_seconds(call: Callable[[], object], repeats: int = 3) -> float:
 
     Other programs, and collections of what other tests left, can only add time.
     """
-    gc.collect()
     gc.disable()
     try:
         return min(_timed(call) for _ in range(repeats))

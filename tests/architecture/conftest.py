@@ -1,0 +1,16 @@
+"""The package's source is read once for all of these tests, and not kept after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.source import load_package
+
+
+@pytest.fixture(autouse=True, scope="package")
+def forget_the_source() -> Iterator[None]:
+    """Give the memory of the syntax trees back."""
+    yield
+    load_package.cache_clear()
