@@ -102,7 +102,7 @@ def test_a_table_model_takes_one_hot_embeddings() -> None:
     feed = SequenceInput(1, [2, 0, 3], DraftTree.of([1, 2], [-1, -1]))
     expected = Session(model).feed(feed)
     assert torch.equal(Session(model).feed(embedded(model, feed, [1, 4])), expected)
-    with pytest.raises(AssertionError, match="no token's"):
+    with pytest.raises(AssertionError, match="not a token's"):
         Session(model).feed(SequenceInput(1, [2, 0, 3], DraftTree.empty(), {1: torch.full((4,), 0.25)}))
 
 
