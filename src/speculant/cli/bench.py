@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli import bench_compare, bench_history, bench_serve, bench_sweep
-from speculant.cli.bench_flags import (
+from speculant.cli.bench_io import (
     FEW,
     MANY,
     AsJson,
@@ -21,13 +21,20 @@ from speculant.cli.bench_flags import (
     Report,
     Rounds,
     Trace,
+    show,
+    write_files,
 )
-from speculant.cli.bench_results import show, write_files
-from speculant.cli.flags import BenchSampling, EngineFlags, SamplingFlags, accepts_flags
+from speculant.cli.flags import (
+    BenchSampling,
+    EngineFlags,
+    Profile,
+    SamplingFlags,
+    accepts_flags,
+    accepts_log_level,
+    profiling,
+)
 from speculant.cli.generate import fetch
-from speculant.cli.logs import accepts_log_level
-from speculant.cli.profile import Profile, profiling
-from speculant.cli.terminal import WholeSummaries, examples, progress, progress_of_runs
+from speculant.cli.terminal import command_group, examples, progress, progress_of_runs
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.bench.outputs import OutputFiles
@@ -59,7 +66,7 @@ OTHERS = {
 }
 EXAMPLES = examples(*(f"speculant bench {name} --help" for name in ("throughput", "latency", *OTHERS)))
 
-app = typer.Typer(cls=WholeSummaries, no_args_is_help=True)
+app = command_group(epilog=EXAMPLES)
 for _name, (_command, _examples) in OTHERS.items():
     app.command(_name, epilog=_examples)(accepts_log_level(_command))
 

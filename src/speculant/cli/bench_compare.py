@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli.bench_flags import (
+from speculant.cli.bench_io import (
     FEW,
     AsJson,
     FewNumber,
@@ -18,8 +18,9 @@ from speculant.cli.bench_flags import (
     Rounds,
     Target,
     Trace,
+    show,
+    write_files,
 )
-from speculant.cli.bench_results import show, write_files
 from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags, parse_mapping
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress, progress_of_runs

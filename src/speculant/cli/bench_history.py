@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from speculant.cli.bench_flags import AsJson
+from speculant.cli.bench_io import AsJson
 from speculant.cli.terminal import examples, print_json, results
 
 if TYPE_CHECKING:

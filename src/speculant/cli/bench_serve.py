@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from speculant.cli.bench_flags import AsJson, History
-from speculant.cli.chat_models import RemotePartner
+from speculant.cli.bench_io import AsJson, History
+from speculant.cli.chat_backends import RemoteChatBackend
 from speculant.cli.flags import NEW_TOKENS, BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, messages, print_json, progress, progress_of_runs, results
@@ -95,7 +95,7 @@ def serve(
     plan = LoadPlan(most, tuple(loads or LOADS), seconds, rounds, arrival_seed)
     fields, chosen, connect = _fields(sampling), server_prompts(prompts, PROMPTS), connector(api_key)
     with _running(url, config, engine) as address:
-        server = RemotePartner(address, target if url and target else named, api_key)
+        server = RemoteChatBackend(address, target if url and target else named, api_key)
         load, modes = Load(partial(connect, address), chosen), _modes(server, fields)
         with progress_of_runs(plan.num_runs(len(modes))) as runs:
             measured = measure_serving(load, modes, plan, runs.begin)
@@ -147,7 +147,7 @@ def _running(url: str | None, config: EngineConfig | None, engine: EngineFlags) 
         yield address
 
 
-def _modes(server: RemotePartner, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _modes(server: RemoteChatBackend, fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fields of each mode's requests: plain ones and, if the server drafts for them, speculative ones."""
     from speculant.lab.bench.measuring import PLAIN, SPECULATIVE
 

@@ -6,8 +6,19 @@ from typing import Annotated
 
 import typer
 
-from speculant.cli.bench_flags import FEW, AsJson, FewNumber, History, Prompts, Report, Rounds, Target, Trace
-from speculant.cli.bench_results import show, write_files
+from speculant.cli.bench_io import (
+    FEW,
+    AsJson,
+    FewNumber,
+    History,
+    Prompts,
+    Report,
+    Rounds,
+    Target,
+    Trace,
+    show,
+    write_files,
+)
 from speculant.cli.flags import BenchSampling, EngineFlags, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.terminal import examples, progress_of_parts, progress_of_runs

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from speculant.cli.chat_models import LocalPartner, Partner, Piece, RemotePartner
+from speculant.cli.chat_backends import AnswerPiece, ChatBackend, LocalChatBackend, RemoteChatBackend
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch, load
@@ -68,11 +68,11 @@ def chat(
             f"--{flag} has no meaning in a conversation", "leave it out, or use speculant generate --chat."
         )
     sampling.params()  # checks ranges before anything is loaded
-    partner = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
-    Conversation(partner, system, sys.stdin.isatty(), verbose).run()
+    backend = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
+    Conversation(backend, system, sys.stdin.isatty(), verbose).run()
 
 
-def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
+def _local(sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
     values = engine.values()
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
@@ -80,11 +80,11 @@ def _local(sampling: SamplingFlags, engine: EngineFlags) -> Partner:
     llm.render_chat(
         [{"role": "user", "content": "Hi"}]
     )  # a model without a template is refused before anything is typed
-    return LocalPartner(llm, sampling.params(llm.default_params))
+    return LocalChatBackend(llm, sampling.params(llm.default_params))
 
 
-def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> Partner:
-    return RemotePartner(url, engine.remote_model(), api_key, sampling.fields())
+def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
+    return RemoteChatBackend(url, engine.remote_model(), api_key, sampling.fields())
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Conversation:
     speculation, not by its speed alone.
     """
 
-    partner: Partner
+    backend: ChatBackend
     system: str | None
     interactive: bool
     verbose: bool = False
@@ -104,7 +104,7 @@ class Conversation:
 
     def run(self) -> None:
         """Converse until the end of the input. Raises SpeculantError, unless it is shown to somebody who types."""
-        _tell(self.partner.introduction + ("; /help lists the commands" if self.interactive else ""))
+        _tell(self.backend.introduction + ("; /help lists the commands" if self.interactive else ""))
         for line in _lines(self.interactive):
             try:
                 if line == "/exit":
@@ -138,7 +138,7 @@ class Conversation:
     def _switch(self, value: str) -> None:
         if value not in ("on", "off"):
             raise RequestError(f"speculation can't be set to {value!r}", "write /speculation on, or /speculation off.")
-        if not self.partner.can_switch:
+        if not self.backend.can_switch:
             raise RequestError("speculation can't be switched here", "give a draft model, or a server that has one.")
         self.speculating = value == "on"
         _tell(f"speculation is {value}")
@@ -148,9 +148,9 @@ class Conversation:
         message, said = {"role": "user", "content": line}, list[str]()
         opening = [{"role": "system", "content": self.system}] if self.system else []
         console, summary = results(), "stopped"
-        with closing(self.partner.answer([*opening, *self.turns, message], self.speculating)) as pieces:
+        with closing(self.backend.answer([*opening, *self.turns, message], self.speculating)) as pieces:
             try:
-                with _stoppable(self.partner.waits) as stopped:
+                with _stoppable(self.backend.waits) as stopped:
                     while not stopped.is_set():
                         piece = next(pieces)
                         said += [] if piece.reasoning else [piece.text]
@@ -158,7 +158,7 @@ class Conversation:
             except StopIteration as end:
                 summary = end.value.full if self.verbose else end.value.brief
             except KeyboardInterrupt:
-                if not self.partner.waits:
+                if not self.backend.waits:
                     raise
             finally:
                 console.file.write("\n")
@@ -172,7 +172,7 @@ def _tell(text: str) -> None:
     messages().print(text, style="dim")
 
 
-def _show(console: Console, piece: Piece) -> None:
+def _show(console: Console, piece: AnswerPiece) -> None:
     """Print a piece at once: in colours on a terminal that has them, else as it is."""
     text = piece.text.translate(_CONTROL) if console.is_terminal else piece.text
     style = "dim" if piece.reasoning else ACCEPTED if piece.drafted else ""

@@ -28,23 +28,13 @@ EXAMPLES = examples(
     "speculant check-lossless --model ./llama --method ngram --prompt 'def read(path):' --prompt 'import os'",
     """speculant check-lossless --speculative-config '{"model": "demo", "tree": [2, 1]}'""",
 )
-WITHOUT = (
-    *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
-    *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
-    *("detokenize", "truncate_prompt_tokens", "bad_words", "allowed_token_ids"),
-)  # sampling flags that do not change a distribution, or that the check sets itself
 EXIT_FAILED = 1
 NUM_PROMPTS = 8  # of built-in code
 PASSED, FAILED = "green", "bold red"  # styles
 
 
-class PairFlags(EngineFlags):
-    """The same flags; the default is the embedded pair."""
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return EngineFlags.names()
+class TestedEngine(EngineFlags):
+    """The engine's flags; the default is the embedded pair."""
 
     def arguments(self, method: str | None, verification: str | None) -> dict[str, Any]:
         """Return the engine's arguments; method and verification are keys of its speculative_config too."""
@@ -66,13 +56,14 @@ def _embedded(drafting: bool, draft_model: str | None = None, **values: Any) -> 
     return dict(values, model="demo", draft_model=draft_model if drafting or draft_model else "demo")
 
 
-class DistributionFlags(SamplingFlags):
+class TestedSampling(SamplingFlags):
     """The flags that determine distributions and stops; the check sets the seeds."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return [name for name in SamplingFlags.names() if name not in WITHOUT]
+    left_out = (
+        *("n", "seed", "logprobs", "prompt_logprobs", "speculation"),
+        *("skip_special_tokens", "include_stop_str_in_output", "beam_width", "length_penalty"),
+        *("detokenize", "truncate_prompt_tokens", "bad_words", "allowed_token_ids"),
+    )
 
 
 Prompts = Annotated[
@@ -94,8 +85,8 @@ def check_lossless(
     texts: Texts = 64,
     as_json: AsJson = False,
     *,
-    sampling: DistributionFlags,
-    engine: PairFlags,
+    sampling: TestedSampling,
+    engine: TestedEngine,
 ) -> None:
     """Check that speculation preserves the target's distribution, for a pair of models and a drafter.
 

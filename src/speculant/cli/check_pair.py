@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -39,25 +39,16 @@ BEST = "bold green"
 
 
 class PairFlags(EngineFlags):
-    """How both models are computed; those that the result names are left out."""
+    """The flags for computing both models; the result names the others."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return ["dtype", "device", "kernels", "quantization"]
+    left_out = frozenset(EngineFlags.names()) - {"dtype", "device", "kernels", "quantization"}
 
 
-class DistributionFlags(SamplingFlags):
+class PairSampling(SamplingFlags):
     """The flags that determine distributions; greedy by default."""
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return ["temperature", "top_k", "top_p", "min_p"]
-
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        return " [default: 0]" if name == "temperature" else super()._default_text(name)
+    left_out = frozenset(SamplingFlags.names()) - {"temperature", "top_k", "top_p", "min_p"}
+    defaults: ClassVar[Mapping[str, object]] = {"temperature": 0}
 
 
 Target = Annotated[str, typer.Argument(help="The target: a folder, a Hugging Face id, or demo.")]
@@ -79,7 +70,7 @@ def check_pair(
     tokens: Tokens = 64,
     as_json: AsJson = False,
     *,
-    sampling: DistributionFlags,
+    sampling: PairSampling,
     engine: PairFlags,
 ) -> None:
     """Measure whether a draft model or a head pays for a target, and say which flags to use.
@@ -130,7 +121,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "draft": asdict(findings.draft),
         "draft_lacks_tokens": findings.lacks,
         "size_ratio": findings.draft.parameters / findings.target.parameters,
-        "sampling": {name: getattr(findings.params, name) for name in DistributionFlags.names()},
+        "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
         "texts": findings.num_texts,
         "step_ms": 1e3 * usual.plain_s,
         "verification": {"tokens": tokens, "cost": costs},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -17,3 +18,24 @@ def main() -> None:
             print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(EXIT_INTERRUPTED)
     run()
+
+
+def prepare_streams() -> None:
+    """Make standard input, output and error usable.
+
+    A closed stream is replaced by an empty one. A character that the output's encoding lacks is replaced instead of
+    ending the command. Input in a locale without an encoding of its own (C, POSIX) is UTF-8, and bytes that are no text
+    are an error.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8" if _is_ascii(sys.stdin.encoding) else None, errors="strict")
+
+
+def _is_ascii(encoding: str) -> bool:
+    return encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968", "646")

@@ -10,18 +10,28 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
+from speculant.cli.terminal import messages
 from speculant.config import EngineConfig
+from speculant.engine.profiling import profiled
 from speculant.errors import ConfigError
 from speculant.files import MOST_DEPTH, is_deep
 from speculant.params import SamplingParams
 
+if TYPE_CHECKING:
+    from speculant.engine.engine import Engine
+
 NEW_TOKENS = 128  # the command line's max_tokens; SamplingParams' 16 is meant for programs
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class FlagGroup:
@@ -30,6 +40,8 @@ class FlagGroup:
     sets: ClassVar[type]  # the dataclass whose fields these are
     from_environment: ClassVar[bool] = False  # each flag is also SPECULANT_<NAME>
     renamed: ClassVar[Mapping[str, str]] = {}  # fields whose flags have another name
+    left_out: ClassVar[Collection[str]] = ()  # inherited flags that this group does not have
+    defaults: ClassVar[Mapping[str, object]] = {}  # to show in place of the dataclass's
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         every = {name: values[self.renamed.get(name, name)] for name in self.names()}
@@ -38,7 +50,8 @@ class FlagGroup:
     @classmethod
     def names(cls) -> list[str]:
         """Return the fields in the order of their flags."""
-        return [name for name in cls.__annotations__ if name not in FlagGroup.__annotations__]
+        annotated = (name for kind in reversed(cls.__mro__) for name in vars(kind).get("__annotations__", ()))
+        return [name for name in annotated if name not in FlagGroup.__annotations__ and name not in cls.left_out]
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
@@ -61,7 +74,7 @@ class FlagGroup:
 
     @classmethod
     def _default_text(cls, name: str) -> str:
-        default = next(field.default for field in dataclasses.fields(cls.sets) if field.name == name)
+        default = cls.defaults.get(name, {field.name: field.default for field in dataclasses.fields(cls.sets)}[name])
         return f" [default: {default}]" if isinstance(default, str | int | float) and default is not False else ""
 
 
@@ -69,6 +82,7 @@ class SamplingFlags(FlagGroup):
     """Sampling and stop conditions."""
 
     sets = SamplingParams
+    defaults: ClassVar[Mapping[str, object]] = {"max_tokens": NEW_TOKENS}
 
     n: Annotated[int, "Samples of the prompt."]
     temperature: Annotated[float, "0 is greedy; higher is more varied."]
@@ -119,29 +133,15 @@ class SamplingFlags(FlagGroup):
             values["speculation"] = parse_speculation(values["speculation"])
         return values
 
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        return f" [default: {NEW_TOKENS}]" if name == "max_tokens" else super()._default_text(name)
-
 
 class BenchSampling(SamplingFlags):
     """The same flags, with other defaults: greedy and past end tokens, so that runs can be compared."""
 
-    CHANGED = SamplingParams(temperature=0.0, ignore_eos=True)
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """See `FlagGroup.names`."""
-        return SamplingFlags.names()
+    defaults: ClassVar[Mapping[str, object]] = {**SamplingFlags.defaults, "temperature": 0, "ignore_eos": "on"}
 
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """See `SamplingFlags.params`."""
-        return super().params(defaults or self.CHANGED)
-
-    @classmethod
-    def _default_text(cls, name: str) -> str:
-        changed = {"temperature": " [default: 0]", "ignore_eos": " [default: on]"}
-        return changed.get(name) or super()._default_text(name)
+        return super().params(defaults or SamplingParams(temperature=0.0, ignore_eos=True))
 
 
 class EngineFlags(FlagGroup):
@@ -292,3 +292,56 @@ def parse_speculation(text: str) -> bool | dict[str, Any]:
     """Read the per-request switch: on, off, or values of the speculative config."""
     switches = {"on": True, "off": False}
     return switches[text] if text in switches else parse_mapping("--speculation", text)
+
+
+class LogLevel(StrEnum):
+    """Log levels, the most verbose first."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Option = Annotated[
+    LogLevel | None,
+    typer.Option(
+        help="Log to standard error: info for what is loaded and what fails, debug for preemptions too.",
+        envvar="SPECULANT_LOG_LEVEL",
+        show_envvar=False,
+    ),
+]
+
+
+def show_logs(level: LogLevel) -> None:
+    """Send the package's log records of a level and above to standard error, unless a handler is there already."""
+    logging.basicConfig(format=FORMAT)
+    logging.getLogger("speculant").setLevel(level.upper())
+
+
+def accepts_log_level(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--log-level` to a command's flags."""
+    flag = inspect.Parameter("log_level", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Option)
+
+    @functools.wraps(command)
+    def with_logs(*, log_level: LogLevel | None = None, **values: Any) -> None:
+        if log_level is not None:
+            show_logs(log_level)
+        command(**values)
+
+    return announce(with_logs, [*inspect.signature(command, eval_str=True).parameters.values(), flag])
+
+
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="Write a trace of the engine's steps here, for ui.perfetto.dev; profiling slows the run down."),
+]
+
+
+@contextmanager
+def profiling(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Profile the steps of this block and print the path of the trace; None = do nothing."""
+    with profiled(engine, path):
+        yield
+    if path is not None:
+        messages().print(f"trace of the steps: {path}; open it at https://ui.perfetto.dev", style="dim")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speculant.cli.describe import document, figures
-from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
-from speculant.cli.profile import Profile, profiling
+from speculant.cli.flags import EngineFlags, Profile, SamplingFlags, accepts_flags, profiling
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.engine.profiling import check_trace_path

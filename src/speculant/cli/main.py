@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+import typer.main
 
-from speculant.cli import bench, chat, check_lossless, check_pair, demo, doctor, generate, inflate, plan, serve, train
-from speculant.cli.entry import EXIT_INTERRUPTED
-from speculant.cli.logs import accepts_log_level
-from speculant.cli.streams import prepare_streams
-from speculant.cli.terminal import WholeSummaries, end_at_once, show_error
+from speculant.cli.entry import EXIT_INTERRUPTED, prepare_streams
+from speculant.cli.flags import accepts_log_level
+from speculant.cli.terminal import WholeSummaries, command_group, end_at_once, show_error
 from speculant.errors import SpeculantError
 
 EXIT_RUNTIME = 1  # an error at run time
 EXIT_USAGE = 2  # an error in the arguments
 
-app = typer.Typer(
-    name="speculant",
-    cls=WholeSummaries,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # rich truncates long flags
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+COMMANDS = (
+    *("generate", "chat", "demo", "doctor", "check-lossless", "check-pair", "inflate", "plan", "serve"),
+    *("bench", "train"),  # groups of commands
 )
-app.command("generate", epilog=generate.EXAMPLES)(accepts_log_level(generate.generate))
-app.command("chat", epilog=chat.EXAMPLES)(accepts_log_level(chat.chat))
-app.command("demo", epilog=demo.EXAMPLES)(accepts_log_level(demo.demo))
-app.command("doctor", epilog=doctor.EXAMPLES)(accepts_log_level(doctor.doctor))
-app.command("check-lossless", epilog=check_lossless.EXAMPLES)(accepts_log_level(check_lossless.check_lossless))
-app.command("check-pair", epilog=check_pair.EXAMPLES)(accepts_log_level(check_pair.check_pair))
-app.command("inflate", epilog=inflate.EXAMPLES)(accepts_log_level(inflate.inflate))
-app.command("plan", epilog=plan.EXAMPLES)(accepts_log_level(plan.plan))
-app.command("serve", epilog=serve.EXAMPLES)(accepts_log_level(serve.serve))
-app.add_typer(bench.app, name="bench", epilog=bench.EXAMPLES)
-app.add_typer(train.app, name="train", epilog=train.EXAMPLES)
+
+
+class LazyCommands(WholeSummaries):
+    """Imports a command when it is used, and all of them for the help and for a name that does not exist."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name; None if there is none."""
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+            if name not in self.commands:
+                self.add_command(_import(name), name)
+        return super().get_command(ctx, cmd_name)
+
+
+def _import(name: str) -> Any:
+    """Return the command of a module: its function of the same name, or the group `app`."""
+    function = name.replace("-", "_")
+    module = importlib.import_module(f"speculant.cli.{function}")
+    group: typer.Typer | None = getattr(module, "app", None)
+    if group is None:
+        group = command_group()
+        group.command(name, epilog=module.EXAMPLES)(accepts_log_level(getattr(module, function)))
+    return typer.main.get_command(group)
+
+
+app = command_group(LazyCommands, name="speculant")
 
 
 def _print_version(wanted: bool) -> None:

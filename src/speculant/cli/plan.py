@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli.curves import read_curve, read_pair
 from speculant.cli.terminal import examples, print_json, results
 from speculant.errors import ConfigError
 from speculant.params import MAX_SPECULATIVE_TOKENS
@@ -32,6 +32,8 @@ LONGEST_ANSWER = 4096
 SPREAD = (2.5, 97.5)  # percentiles
 BAR = 32  # characters of the longest bar
 BEST = "bold green"  # style
+LARGEST = 1e9  # of counts and costs
+FORMS = 'write {"1": 1.0, "2": 1.03, ...} or {"tokens": [1, 2, ...], "cost": [1.0, 1.03, ...]}.'
 
 Alpha = Annotated[str | None, typer.Option(help="Acceptance rate, 0 to 1; or one per depth: 0.9,0.8,0.7.")]
 CostRatio = Annotated[float | None, typer.Option(help="Time of a draft pass / a target pass of one row.")]
@@ -257,3 +259,82 @@ def _answers(tokens: int, answers: Mapping[str, float]) -> str:
         f"answers of {tokens} tokens: {answers['mean']:.2f} times, "
         f"95% of them {answers['low']:.2f} to {answers['high']:.2f}"
     )
+
+
+def read_curve(path: Path | None) -> VerificationCurve:
+    """Read a verification curve; None = a pass costs the same whatever its tokens. Raises ConfigError.
+
+    The file has an object of costs by number of tokens, or one of two lists `tokens` and `cost`, or either of them
+    under the key `verify_curve`. Costs may be in any unit.
+    """
+    from speculant.lab.theory.curve import FLAT, VerificationCurve
+
+    if path is None:
+        return FLAT
+    content = _read_object(path)
+    tokens, costs = _points(path, content.get("verify_curve", content))
+    try:
+        return VerificationCurve(tuple(tokens), tuple(costs))
+    except ValueError as error:
+        problem, _, fix = str(error).partition("; ")
+        raise _error(path, f"can't be used: {problem}", f"{fix}.") from error
+
+
+def read_pair(path: Path | None) -> tuple[list[float], float] | tuple[None, None]:
+    """Return acceptance rates by depth and the cost ratio from a report of `check-pair`; None if it is another file.
+
+    Raises ConfigError for a file that can't be read.
+    """
+    content = {} if path is None else _read_object(path)
+    try:
+        best = content["precisions"][content["best"]["precision"]]
+        rates = best["rates"] or [best["alpha"]["mean"]]
+        return [float(rate) for rate in rates], float(best["cost_ratio"])
+    except (KeyError, TypeError, ValueError):
+        return None, None
+
+
+def _error(path: Path, problem: str, fix: str = FORMS) -> ConfigError:
+    return ConfigError(f"the verification curve {path} {problem}", fix)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _error(path, f"can't be read: {error}", "check the path.") from error
+    except (ValueError, RecursionError) as error:
+        raise _error(path, f"is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _error(path, "holds no JSON object")
+    return content
+
+
+def _points(path: Path, points: Any) -> tuple[list[int], list[float]]:
+    """Return numbers of tokens and their costs; those that are keys of an object are put in order."""
+    if not isinstance(points, dict):
+        raise _error(path, "has a verify_curve that is no JSON object")
+    if not {"tokens", "cost"} & points.keys():
+        pairs = sorted(((_read_key(path, key), cost) for key, cost in points.items()), key=lambda pair: pair[0])
+        points = {"tokens": [count for count, _ in pairs], "cost": [cost for _, cost in pairs]}
+    tokens, costs = points.get("tokens"), points.get("cost")
+    if set(points) != {"tokens", "cost"} or not isinstance(tokens, list) or not isinstance(costs, list):
+        raise _error(path, "does not have two lists, tokens and cost, and nothing else")
+    for count in tokens:
+        if not _is_number(count) or count != int(count):
+            raise _error(path, f"has {count!r}, which is no number of tokens")
+    for cost in costs:
+        if not _is_number(cost):
+            raise _error(path, f"has {cost!r}, which is no cost")
+    return [int(count) for count in tokens], [float(cost) for cost in costs]
+
+
+def _read_key(path: Path, key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise _error(path, f"has the key {key!r}, which is no number of tokens") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speculant.cli.terminal import progress
-from speculant.cli.training_progress import shown_progress
+from speculant.cli.terminal import progress, shown_progress
 
 if TYPE_CHECKING:
     from speculant.engine.llm import LLM

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
 import typer.core
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,17 +22,37 @@ from rich.text import Text
 from speculant.cli.entry import EXIT_INTERRUPTED
 from speculant.errors import SpeculantError
 
+if TYPE_CHECKING:
+    from speculant.lab.training.evaluation import Watcher
+    from speculant.lab.training.trainer import Trainer, TrainingReport
+
 SPINNER = "dots"
 SOON_S, PAUSE_S = 1.0, 5.0  # before the first line of progress without a terminal, and between two lines
+_LOG_STEPS = 50  # steps per line of output without a terminal
 
 
 class WholeSummaries(typer.core.TyperGroup):
     """A group of commands whose help has the first paragraph of each command's help in full, not one line of it."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for command in self.commands.values():
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name; None if there is none."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
             command.short_help = command.short_help or _first_paragraph(command.help or "")
+        return command
+
+
+def command_group(kind: type[WholeSummaries] = WholeSummaries, **settings: Any) -> typer.Typer:
+    """Return a group of commands with the settings that all groups share."""
+    return typer.Typer(
+        cls=kind,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,  # rich truncates long flags
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,
+    )
 
 
 def _first_paragraph(text: str) -> str:
@@ -180,3 +201,40 @@ def progress_of_runs(number: int) -> Iterator[Runs]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, refresh_per_second=1, transient=True) as bar:
         yield Runs(number, console, bar)
+
+
+def show_training(trainer: Trainer) -> None:
+    """Run a trainer to its end."""
+    console = messages()
+    if console.is_terminal:
+        _train_with_bar(trainer)
+        return
+    for report in trainer.run():
+        if report.step % _LOG_STEPS == 0:
+            console.print(_line(trainer, report))
+
+
+def _train_with_bar(trainer: Trainer) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=messages()) as bar:
+        task = bar.add_task("Training", total=1.0)
+        for report in trainer.run():
+            bar.update(task, completed=report.progress, description=_line(trainer, report))
+
+
+def _line(trainer: Trainer, report: TrainingReport) -> str:
+    left = report.elapsed * (1 / max(report.progress, 1e-9) - 1) / 60
+    loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
+    return f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {left:.0f} min left"
+
+
+@contextmanager
+def shown_progress(doing: str) -> Iterator[Watcher | None]:
+    """Yield a function that shows the fraction done, on a terminal only."""
+    console = messages()
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console) as bar:
+        task: Any = bar.add_task(doing, total=1.0)
+        yield lambda done: bar.update(task, completed=done)

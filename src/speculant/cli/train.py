@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speculant.cli import train_draft, train_head, train_head_tokens, train_static
-from speculant.cli.flags import FlagGroup, accepts_flags
-from speculant.cli.logs import accepts_log_level
-from speculant.cli.terminal import WholeSummaries, examples, messages, print_json, progress
-from speculant.cli.training_progress import show_training, shown_progress
+from speculant.cli.flags import FlagGroup, accepts_flags, accepts_log_level
+from speculant.cli.terminal import (
+    command_group,
+    examples,
+    messages,
+    print_json,
+    progress,
+    show_training,
+    shown_progress,
+)
 from speculant.errors import ConfigError
 from speculant.lab.training.config import TrainingConfig
 
@@ -26,9 +32,7 @@ EXAMPLES = examples(
     "speculant train lm --out poems --data ./poems --suffix .txt --steps 2000",
 )
 
-app = typer.Typer(
-    cls=WholeSummaries, help="Train small models: a target, a draft for a target, or a head.", no_args_is_help=True
-)
+app = command_group(help="Train small models: a target, a draft for a target, or a head.", epilog=EXAMPLES)
 app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
 app.command(epilog=train_draft.EXAMPLES)(accepts_log_level(train_draft.draft))
 app.command(epilog=train_head.EXAMPLES)(accepts_log_level(train_head.head))

@@ -10,8 +10,7 @@ import typer
 
 from speculant.cli.flags import FlagGroup, accepts_flags
 from speculant.cli.target_texts import write_texts
-from speculant.cli.terminal import examples, messages, print_json, progress
-from speculant.cli.training_progress import show_training, shown_progress
+from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
 from speculant.errors import ConfigError
 from speculant.lab.training.boosted.config import BoostedConfig
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli.target_texts import write_texts
-from speculant.cli.terminal import examples, messages, print_json, progress
-from speculant.cli.training_progress import show_training, shown_progress
+from speculant.cli.terminal import examples, messages, print_json, progress, show_training, shown_progress
 
 if TYPE_CHECKING:
     from speculant.lab.training.heads.config import HeadTrainingConfig

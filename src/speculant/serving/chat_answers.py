@@ -16,7 +16,7 @@ MakeReader = Callable[[Prompt], MessageReader]
 
 
 @dataclass
-class _Choice:
+class _ChatChoice:
     reader: MessageReader
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -29,11 +29,11 @@ class ChatAnswer(Answer):
         """calls_reason: `finish_reason` after calls."""
         super().__init__(call, 1)
         self._id, self._make_reader, self._calls_reason = new_id("chatcmpl-"), make_reader, calls_reason
-        self._choices: list[_Choice] = []
+        self._choices: list[_ChatChoice] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
-        self._choices = [_Choice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
+        self._choices = [_ChatChoice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
         first = {"role": "assistant", "content": ""}
         ids = {"prompt_token_ids": list(prompts[0].tokens)} if self.call.returns_ids else {}
         return [self._chunk([_shown(index, first)], **ids) for index in range(self.call.params.n)]
@@ -79,7 +79,7 @@ class ChatAnswer(Answer):
             return None
         return self._chunk([_shown(index, delta, logprobs) | ids], **self.tokens_of(piece))
 
-    def _document(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _document(self, index: int, choice: _ChatChoice) -> dict[str, Any]:
         read = choice.reader.message
         message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
         if read.reasoning:
@@ -96,7 +96,7 @@ class ChatAnswer(Answer):
             **self.ids_of_output(self.results[0].outputs[index]),
         }
 
-    def _reason(self, choice: _Choice, reason: str) -> str | None:
+    def _reason(self, choice: _ChatChoice, reason: str) -> str | None:
         if reason == "error":
             return None
         return self._calls_reason if choice.reader.message.calls and reason == "stop" else reason

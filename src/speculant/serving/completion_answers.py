@@ -14,7 +14,7 @@ from speculant.types import Logprobs
 
 
 @dataclass
-class _Choice:
+class _CompletionChoice:
     """One sample: its text so far, and for each token with log-probabilities where its text begins."""
 
     pieces: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class CompletionAnswer(Answer):
         """`echo`: the text begins with the prompt. answers: False = the prompt alone is returned."""
         super().__init__(call, num_prompts)
         self._id, self._echo, self._answers = new_id("cmpl-"), echo, answers
-        self._choices = [_Choice() for _ in range(num_prompts * call.params.n)]
+        self._choices = [_CompletionChoice() for _ in range(num_prompts * call.params.n)]
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         """See `Answer.begin`."""
@@ -45,7 +45,7 @@ class CompletionAnswer(Answer):
             return []
         return [self._first(index, choice) for index, choice in enumerate(self._choices)]
 
-    def _first(self, index: int, choice: _Choice) -> Chunk:
+    def _first(self, index: int, choice: _CompletionChoice) -> Chunk:
         ids: dict[str, Any] = {}
         if self.call.returns_ids:
             ids = {"prompt_token_ids": list(self.prompts[index // self.call.params.n].tokens), "token_ids": []}
@@ -90,7 +90,7 @@ class CompletionAnswer(Answer):
         choices = [self._document(index, choice) for index, choice in enumerate(self._choices)]
         return self._named() | {"choices": choices, "usage": self.usage(), **self.speculation()}
 
-    def _document(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _document(self, index: int, choice: _CompletionChoice) -> dict[str, Any]:
         prompt, sample = divmod(index, self.call.params.n)
         output = self.results[prompt]
         logprobs = None

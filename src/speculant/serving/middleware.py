@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,11 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant.serving.errors import ApiError
 from speculant.serving.options import ServerOptions
-from speculant.serving.page import PAGE
 from speculant.serving.wire import error_response
 
 API_KEY = "speculant.api_key"  # in a scope: the key that was sent
-OPEN_PATHS = frozenset({"/health", *PAGE})  # need no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LINGER = 1.0  # seconds in which the rest of a refused body is thrown away, so that the client reads the response
 
@@ -63,7 +61,7 @@ class Heads:
         await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
-class Limits:
+class RequestLimits:
     """Refuses headers and bodies that are too large, and bodies that are too slow, before they are read to their end.
 
     A compressed body is refused too.
@@ -123,12 +121,12 @@ class Limits:
 class ApiKeys:
     """Lets in who has one of the keys, compared in constant time; /health and the page's files are open to all."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, tuple(keys)
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
+        self._app, self._keys, self._open_paths = app, tuple(keys), open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection, see ASGI."""
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._open_paths:
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._has(given.strip()):
                 error = ApiError(

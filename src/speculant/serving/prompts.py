@@ -16,7 +16,7 @@ from speculant.serving.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
-    Conversation,
+    ConversationBody,
     TokenizeBody,
 )
 from speculant.serving.state import ServerState
@@ -68,7 +68,7 @@ class Prompts:
         """Return the prompt of a text."""
         return await self.aside(lambda: self._of(engine, text, body))
 
-    async def of_chat(self, engine: AsyncEngine, body: Conversation) -> Prompt:
+    async def of_chat(self, engine: AsyncEngine, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation, by the template of the model's folder.
 
         Raises ApiError (400) or SpeculantError for messages that it can't render; RequestError if there is no template.
@@ -133,7 +133,7 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, body: CompletionBody) -> Promp
     return replace(prompt, text=text, offsets=offsets)
 
 
-def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conversation) -> Sequence[int]:
+def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | ConversationBody) -> Sequence[int]:
     """Return as many tokens of a prompt as a request wants to keep: the last ones, unless it names the other side."""
     most = body.truncate_prompt_tokens
     if most is None:
@@ -147,7 +147,7 @@ def _cut(engine: AsyncEngine, tokens: Sequence[int], body: CompletionBody | Conv
     return tokens[:most] if body.truncation_side == "right" else tokens[-most:]
 
 
-def _answer_tokens(body: CompletionBody | Conversation) -> int:
+def _answer_tokens(body: CompletionBody | ConversationBody) -> int:
     """Return how many tokens an answer needs room for: its limit, else one."""
     if isinstance(body, CompletionBody):
         return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)

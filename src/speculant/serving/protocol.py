@@ -81,7 +81,7 @@ class Extras(BaseModel):
     tokens: bool | None = None
 
 
-class Prediction(BaseModel):
+class PredictedOutput(BaseModel):
     """A guess of the answer: OpenAI's Predicted Outputs."""
 
     model_config = ConfigDict(strict=True)
@@ -113,7 +113,7 @@ else:
     )
 
 
-class Generation(_Settings):
+class GeneratingBody(_Settings):
     """Settings of every request that generates: each field of `SamplingParams`, and these."""
 
     stream: bool | None = None
@@ -124,7 +124,7 @@ class Generation(_Settings):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     speculation: bool | Object | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     response_format: Object | None = None
     structured_outputs: Object | None = None
     priority: int | None = None
@@ -132,7 +132,7 @@ class Generation(_Settings):
     speculant: Extras | None = None
 
 
-class CompletionBody(Generation):
+class CompletionBody(GeneratingBody):
     """A body of /v1/completions. prompt: a text, texts, token ids, or lists of token ids."""
 
     aliases = MappingProxyType({"structured_outputs": ("structured_outputs", "response_format"), **_SPECULATION})
@@ -183,7 +183,7 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_LISTED)]
 
 
-class Conversation(Body):
+class ConversationBody(Body):
     """What makes the prompt of a conversation."""
 
     messages: Messages | None = None
@@ -199,7 +199,7 @@ class Conversation(Body):
     truncation_side: Side | None = None
 
 
-class ChatBody(Conversation, Generation):
+class ChatBody(ConversationBody, GeneratingBody):
     """A body of /v1/chat/completions."""
 
     aliases = MappingProxyType(
@@ -221,7 +221,7 @@ class ChatBody(Conversation, Generation):
     return_token_ids: bool | None = None
 
 
-class ResponseBody(Generation):
+class ResponseBody(GeneratingBody):
     """A body of /v1/responses. input: a text, or messages whose parts are text."""
 
     aliases = MappingProxyType(
@@ -256,7 +256,7 @@ class ResponseBody(Generation):
     metadata: dict[str, str] | None = None
 
 
-class TokenizeBody(Conversation):
+class TokenizeBody(ConversationBody):
     """A body of /tokenize: a prompt, or messages."""
 
     aliases = MappingProxyType({"prompt": ("prompt", "messages")})
@@ -296,11 +296,11 @@ def read_body(kind: type[T], raw: bytes) -> T:
 
 def _check_others(body: Body, given: Mapping[str, Any]) -> None:
     """Refuse those fields that a body does not read and that would change the answer."""
-    generates = isinstance(body, Generation)
+    generates = isinstance(body, GeneratingBody)
     for name, value in given.items():
         entry = REFUSED.get(name)
         if entry is not None:
-            if entry.asks(value) and (generates or (entry.of_prompt and isinstance(body, Conversation))):
+            if entry.asks(value) and (generates or (entry.of_prompt and isinstance(body, ConversationBody))):
                 raise refusal(f"{name} is not supported: {entry.advice}.", name, "unsupported_parameter")
         elif generates and value and name not in ACCEPTED and (paths := _paths_with(name)):
             advice = f": {body.instead[name]}" if name in body.instead else ""

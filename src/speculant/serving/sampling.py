@@ -14,8 +14,8 @@ from speculant.serving.protocol import (
     SETTINGS,
     ChatBody,
     CompletionBody,
-    Generation,
-    Prediction,
+    GeneratingBody,
+    PredictedOutput,
     ResponseBody,
 )
 
@@ -99,7 +99,7 @@ def _set_keys(value: Mapping[str, Any] | None) -> set[str]:
     return {key for key, each in (value or {}).items() if each is not None}
 
 
-def _given(engine: AsyncEngine, body: Generation) -> dict[str, Any]:
+def _given(engine: AsyncEngine, body: GeneratingBody) -> dict[str, Any]:
     """Return those settings that a body has."""
     if body.stream and body.prompt_logprobs is not None:
         raise refusal("prompt_logprobs are not streamed: leave out stream.", "prompt_logprobs")
@@ -118,7 +118,7 @@ def _merge(engine: AsyncEngine, given: Mapping[str, Any], logprobs: int | None) 
 
 
 def _with_prediction(
-    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: Prediction
+    engine: AsyncEngine, speculation: bool | Mapping[str, Any] | None, prediction: PredictedOutput
 ) -> bool | Mapping[str, Any] | None:
     """Return the speculation of a request with a prediction.
 
@@ -133,7 +133,7 @@ def _with_prediction(
     return {"method": engine.prediction_method, **own} | dict(prediction=text_of(prediction.content))
 
 
-def _form(body: Generation) -> Mapping[str, Any] | None:
+def _form(body: GeneratingBody) -> Mapping[str, Any] | None:
     """Return the fields of `StructuredOutputs` that a body asks for, by response_format or in vLLM's way."""
     given, own = body.response_format, body.structured_outputs
     kind = "text" if given is None else given.get("type")
@@ -153,12 +153,12 @@ def _form(body: Generation) -> Mapping[str, Any] | None:
     return {"json": schema, **compact}
 
 
-def insists_on_call(body: Generation) -> bool:
+def insists_on_call(body: GeneratingBody) -> bool:
     """Whether a request insists on a tool call."""
     return getattr(body, "tool_choice", None) not in (None, "none", "auto")
 
 
-def wants_compact(body: Generation) -> bool:
+def wants_compact(body: GeneratingBody) -> bool:
     """Whether JSON has no blanks between its parts, by response_format or in a call that is insisted on.
 
     `structured_outputs={"disable_any_whitespace": false}` beside them allows blanks.
@@ -169,7 +169,7 @@ def wants_compact(body: Generation) -> bool:
     return compact
 
 
-def predicts(engine: AsyncEngine, body: Generation, params: SamplingParams) -> bool:
+def predicts(engine: AsyncEngine, body: GeneratingBody, params: SamplingParams) -> bool:
     """Whether a request's drafts come from its prediction alone, so that its counts are the prediction's.
 
     Where the output's form forces tokens, these are drafts too.

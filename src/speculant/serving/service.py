@@ -17,16 +17,15 @@ from starlette.responses import Response
 from speculant.engine.async_engine import AsyncEngine
 from speculant.params import SamplingParams
 from speculant.serving.answers import Answer, Call, Chunk
-from speculant.serving.disconnect import while_connected
 from speculant.serving.errors import ApiError, api_error, refusal
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.prompts import Prompt, Prompts
-from speculant.serving.protocol import Body, Generation, read_body
+from speculant.serving.protocol import Body, GeneratingBody, read_body
 from speculant.serving.runs import Work, run
 from speculant.serving.sampling import predicts
 from speculant.serving.state import ServerState
-from speculant.serving.streams import EventStream
+from speculant.serving.streams import EventStream, while_connected
 from speculant.serving.token_texts import TokenTexts
 from speculant.serving.wire import DONE, document_response, event
 
@@ -41,7 +40,7 @@ class Job:
     named_events: the stream has OpenAI's newer form, events with names.
     """
 
-    body: Generation
+    body: GeneratingBody
     params: SamplingParams
     num_prompts: int
     make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
@@ -87,7 +86,7 @@ class Service:
             )
         return name
 
-    def call(self, engine: AsyncEngine, body: Generation, params: SamplingParams, num_prompts: int = 1) -> Call:
+    def call(self, engine: AsyncEngine, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
         """Return what an answer has to know of a request. Raises ApiError (400) if it asks for too many samples."""
         samples, most = num_prompts * params.n, self.options.max_samples
         if samples > most:

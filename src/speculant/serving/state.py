@@ -5,18 +5,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from speculant.engine.async_engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.serving.admission import Admission
-from speculant.serving.errors import ApiError, api_error, unavailable
+from speculant.serving.errors import ApiError, api_error, overloaded, refusal, unavailable
 
 logger = logging.getLogger(__name__)
 
 Source = AsyncEngine | Callable[[], AsyncEngine]
 _TEXT_THREADS = 2
+
+
+class Admission:
+    """Counts the sequences of all requests from their arrival to their end. It is used in one event loop."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: sequences that may run and wait together."""
+        self.most, self.count = most, 0
+
+    @contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """Count sequences while the block runs.
+
+        Raises ApiError if there is no room for them now (429), or never (400).
+        """
+        if sequences > self.most:
+            raise refusal(f"{sequences} answers are asked for and at most {self.most} may run and wait.", "n")
+        if self.count + sequences > self.most:
+            raise overloaded(
+                f"The server's queue is full: {self.count} sequences run or wait, {sequences} more came and at most"
+                f" {self.most} may. Try again later."
+            )
+        self.count += sequences
+        try:
+            yield
+        finally:
+            self.count -= sequences
 
 
 class ServerState:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from speculant.serving.disconnect import ClientGoneError, while_connected
-
 logger = logging.getLogger(__name__)
 
 ABORT = "speculant.abort"  # of a scope's extensions: closes the connection at once, what was not sent is lost
+T = TypeVar("T")
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -57,3 +57,30 @@ class EventStream(Response):
     async def _send(self, send: Send, message: Mapping[str, object]) -> None:
         async with asyncio.timeout(self._send_timeout):
             await send(dict(message))
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody reads a response."""
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`; if the client goes away before, cancel it and raise ClientGoneError.
+
+    The request's body must have been read. Nothing is polled.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

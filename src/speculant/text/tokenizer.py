@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from speculant.errors import Converts, ModelError, PairError, RequestError
 from speculant.files import read_optional_json
 from speculant.text.chat import TOOL_USE, ChatTemplate, find_template
-from speculant.text.length_bounds import check_growth
+from speculant.text.length_bounds import check_length_bounds
 
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
@@ -50,7 +50,7 @@ class Tokenizer:
         backend = _load_backend(folder)
         templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
         with Converts(ModelError, f"{folder / 'tokenizer.json'} can't be used", "download it again."):
-            check_growth(backend)
+            check_length_bounds(backend)
             tokenizer = cls(backend, settings, *templates)
             _ = tokenizer.special_ids, tokenizer.decoder_settings, tokenizer.vocab_size
         return tokenizer

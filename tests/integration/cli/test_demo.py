@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from speculant.cli import demo
-from speculant.cli.comparison import Run, RunPair, pool, run, summary
+from speculant.cli.demo import ComparedPrompt, DecodedPrompt, pool, run, summary
 from speculant.cli.main import app
 from speculant.engine.llm import LLM
 from speculant.metrics import SpeculationMetrics
@@ -135,11 +135,11 @@ def test_no_way_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> Non
     )
 
 
-def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> Run:
+def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> DecodedPrompt:
     spec = SpeculationMetrics()
     if accepted:
         spec.record(drafted=4, accepted=accepted, tested=4)
-    return Run("", tokens, seconds, passes + 1, passes, spec)
+    return DecodedPrompt("", tokens, seconds, passes + 1, passes, spec)
 
 
 def test_figures_are_pooled_not_averaged() -> None:
@@ -152,8 +152,8 @@ def test_figures_are_pooled_not_averaged() -> None:
 
 def test_a_difference_is_not_hidden() -> None:
     pairs = [
-        RunPair("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
-        RunPair("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
+        ComparedPrompt("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
+        ComparedPrompt("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
     ]
     figures: dict[str, Any] = summary(pairs)
     assert figures["identical_outputs"] == 1

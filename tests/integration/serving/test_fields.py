@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculant.serving.fields import ACCEPTED, REFUSED
-from speculant.serving.protocol import BODIES, SETTINGS, Generation
+from speculant.serving.protocol import BODIES, SETTINGS, GeneratingBody
 from tests.documented_fields import NAMES, VALUES, value_of
 from tests.servers import LiveServer
 
@@ -24,7 +24,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"messages": CHAT},
     "/detokenize": {"tokens": [5, 6]},
 }
-GENERATING = [path for path, kind in BODIES.items() if issubclass(kind, Generation)]
+GENERATING = [path for path, kind in BODIES.items() if issubclass(kind, GeneratingBody)]
 
 # Where a test shows that a field is read which is no setting of `SamplingParams`.
 READ = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine
-from speculant.serving.page import PAGE
+from speculant.serving.app import PAGE
 from tests.servers import LiveServer
 
 KEY = "a-key-of-the-page"

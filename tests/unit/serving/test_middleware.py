@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from speculant.serving.middleware import API_KEY, ApiKeys, Limits, RequestIds
+from speculant.serving.middleware import API_KEY, ApiKeys, RequestIds, RequestLimits
 from speculant.serving.options import ServerOptions
 
 
@@ -30,8 +30,8 @@ def ask(app: ASGIApp, **request: Any) -> Any:
     return asyncio.run(main())
 
 
-def limited(**options: Any) -> Limits:
-    return Limits(echo, ServerOptions(max_body_bytes=100, max_header_bytes=500, **options))
+def limited(**options: Any) -> RequestLimits:
+    return RequestLimits(echo, ServerOptions(max_body_bytes=100, max_header_bytes=500, **options))
 
 
 async def parts(count: int, size: int, pause: float = 0.0) -> AsyncIterator[bytes]:
@@ -80,7 +80,7 @@ def test_a_key_is_passed_on(key: str) -> None:
 
 
 def test_health_needs_no_key() -> None:
-    assert ask(ApiKeys(echo, ["one"]), url="/health").status_code == 200
+    assert ask(ApiKeys(echo, ["one"], ["/health"]), url="/health").status_code == 200
     assert ask(ApiKeys(echo, []), url="/x").json()["key"] is None
 
 

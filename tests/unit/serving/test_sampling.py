@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from speculant import SamplingParams
-from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, Generation, ResponseBody
+from speculant.serving.protocol import SETTINGS, ChatBody, CompletionBody, GeneratingBody, ResponseBody
 from speculant.serving.sampling import chat_params, completion_params, response_params
 from tests.documented_fields import VALUES
 
-ROUTES: dict[str, tuple[type[Generation], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
+ROUTES: dict[str, tuple[type[GeneratingBody], dict[str, Any], Callable[[Any, Any], SamplingParams]]] = {
     "completions": (CompletionBody, {"prompt": "x"}, completion_params),
     "chat": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}, chat_params),
     "responses": (ResponseBody, {"input": "x"}, response_params),

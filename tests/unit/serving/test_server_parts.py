@@ -12,13 +12,13 @@ import pytest
 from speculant import StreamPiece
 from speculant.errors import ConfigError
 from speculant.metrics import EngineMetrics, SpeculationMetrics
-from speculant.serving.admission import Admission
 from speculant.serving.errors import ApiError
 from speculant.serving.messages import MessageReader, joined_calls
 from speculant.serving.metrics import RequestMeter, ServerMetrics
 from speculant.serving.options import ServerOptions
 from speculant.serving.reasoning import ReasoningParser
 from speculant.serving.service import salt_of
+from speculant.serving.state import Admission
 from speculant.serving.token_texts import LOWEST, TokenTexts, chat_logprob, completion_logprobs, prompt_logprobs
 from speculant.serving.tools import find_parser
 from speculant.serving.wire import encode, event

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from speculant.serving.disconnect import ClientGoneError, while_connected
-from speculant.serving.streams import ABORT, EventStream
+from speculant.serving.streams import ABORT, ClientGoneError, EventStream, while_connected
 
 
 class Client:

@@ -11,7 +11,7 @@ from speculant.serving.tools.json_text import Script, drop, skip_space, take
 from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 
-class Parser(ToolParser):
+class JsonParser(ToolParser):
     """See the module."""
 
     marker = ""
@@ -46,3 +46,6 @@ class Parser(ToolParser):
                 yield from take(self._cursor, drop)
                 yield from skip_space(self._cursor)
             yield from self._call_object()
+
+
+Parser = JsonParser

@@ -17,7 +17,7 @@ _WORD = frozenset(string.ascii_letters + string.digits + "_-.")
 _ARGUMENTS = "[ARGS]"
 
 
-class Parser(ToolParser):
+class MistralParser(ToolParser):
     """See the module. The markers are special tokens of Mistral's tokenizers."""
 
     marker = "[TOOL_CALLS]"
@@ -97,3 +97,6 @@ def _check_name(tool: Tool) -> None:
             f"this model can't call a function with the name {tool.name[:80]!r}",
             "name it by letters of English, digits, '_', '-' and '.'.",
         )
+
+
+Parser = MistralParser

@@ -26,7 +26,7 @@ _LONGEST_ERROR = 2**16
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """A part of an answer. drafted: accepted draft tokens; None = not known. reasoning: it precedes the answer."""
 
     text: str
@@ -42,10 +42,10 @@ class Summary:
     full: str
 
 
-Answer = Generator[Piece, None, Summary]
+Answer = Generator[AnswerPiece, None, Summary]
 
 
-class Partner(Protocol):
+class ChatBackend(Protocol):
     """Answers conversations. `waits`: the next piece is waited for in a call that an exception may break off."""
 
     waits: bool
@@ -66,7 +66,7 @@ class Partner(Protocol):
 
 
 @dataclass
-class LocalPartner:
+class LocalChatBackend:
     """A model in this process."""
 
     llm: LLM
@@ -75,24 +75,24 @@ class LocalPartner:
 
     @property
     def introduction(self) -> str:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         state = f"speculation is {'on' if self.llm.speculating else 'off'}: {self.llm.speculation}"
         return f"{self.llm.config.model}; {state}; context: {self.llm.context}"
 
     @property
     def can_switch(self) -> bool:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         return self.llm.speculating
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         params = self.params
         if speculating is not None and speculating != (params.speculation is not False):
             params = replace(params, speculation=None if speculating else False)
         drafting, output = self.llm.speculating and params.speculation is not False, None
         with closing(self.llm.stream_chat(messages, params)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
-                yield Piece(piece.text, piece.drafted if drafting else None)
+                yield AnswerPiece(piece.text, piece.drafted if drafting else None)
                 output = piece.output
         assert output is not None, "a stream ends with its output"
         cut, timing = _cut(output.outputs[0].finish_reason == "length"), output.metrics.timing
@@ -101,7 +101,7 @@ class LocalPartner:
 
 
 @dataclass
-class RemotePartner:
+class RemoteChatBackend:
     """A server with OpenAI's API. `model`: None = the first one that it lists; `settings` are added to each request.
 
     served: the model as the server lists it.
@@ -124,7 +124,7 @@ class RemotePartner:
 
     @property
     def introduction(self) -> str:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         speculation = self.served.get("speculation")
         if not isinstance(speculation, dict):
             return f"{self.served['id']} at {self._base}"
@@ -133,11 +133,11 @@ class RemotePartner:
 
     @property
     def can_switch(self) -> bool:
-        """See `Partner`; only this package's server has a switch."""
+        """See `ChatBackend`; only this package's server has a switch."""
         return self.served.get("owned_by") == "speculant"
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """See `Partner`."""
+        """See `ChatBackend`."""
         asked = {"model": self.served["id"], "messages": list(messages), "stream": True, **self.settings}
         asked["stream_options"] = {"include_usage": True}
         if self.can_switch:
@@ -190,7 +190,7 @@ class _Count:
     speculation: Mapping[str, Any] = field(default_factory=dict)
     cut: bool = False
 
-    def read(self, chunk: Mapping[str, Any]) -> Iterator[Piece]:
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         """Yield the text of a chunk."""
         self.usage = chunk.get("usage") or self.usage
         self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
@@ -202,7 +202,7 @@ class _Count:
             for name, reasoning in (("reasoning_content", True), ("reasoning", True), ("content", False)):
                 if text := delta.get(name):
                     self.pieces += 1
-                    yield Piece(text, drafted, reasoning)
+                    yield AnswerPiece(text, drafted, reasoning)
 
     def summary(self) -> Summary:
         """Return the speed, and what speculation did if the server tells."""
