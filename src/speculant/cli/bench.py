@@ -81,12 +81,12 @@ def bench() -> None:
 
 
 Rate = Annotated[float | None, typer.Option(help="Prompts that arrive per second; left out, all come at once.")]
-Sequential = Annotated[bool, typer.Option("--sequential", help="Run the prompts one at a time too, to compare.")]
+Sequential = Annotated[bool, typer.Option("--sequential", help="Also run the prompts one at a time, to compare.")]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a benchmark. `alone`: prompts run one at a time; `alone_too`: in both ways."""
+    """The settings of a benchmark. alone: prompts run one at a time. alone_too: once together, once one at a time."""
 
     benchmark: str
     workloads: Sequence[WorkloadConfig]
@@ -122,8 +122,8 @@ def throughput(
 ) -> None:
     """Measure the tokens per second of many prompts that run together.
 
-    Also: steps, tokens per step, acceptance, preemptions, prompt tokens found in the prefix cache and
-    the largest number of cache blocks in use. A figure is its median over the rounds, with quartiles.
+    It also shows steps, tokens per step, acceptance, preemptions, prompt tokens found in the prefix
+    cache and the largest number of cache blocks in use. Each figure is a median over the rounds, with quartiles.
     """
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
     files = OutputFiles(profile, report, trace, history)
@@ -195,7 +195,7 @@ def _measure(plan: Plan, runtime: Runtime, workloads: Sequence[Workload], ways: 
 
     num_runs = len(workloads) * len(ways) * plan.rounds
     with profiling(runtime.engine, plan.files.profile), progress_of_runs(num_runs) as runs:
-        return [measure(ways, workload, plan.rounds, runs.begin, runs.tell) for workload in workloads]
+        return [measure(ways, workload, plan.rounds, runs.begin, runs.show) for workload in workloads]
 
 
 def _document(plan: Plan, config: EngineConfig, runtime: Runtime, cases: Sequence[BenchCase]) -> dict[str, Any]:

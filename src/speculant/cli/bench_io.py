@@ -1,4 +1,4 @@
-"""What bench commands do with their results: write files, and print JSON or tables."""
+"""Flags that the bench commands share, and the output of their results: files, JSON or tables."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: 
 Prompts = Annotated[
     str,
     typer.Option(
-        help="code, edit (code that begins again) or random (token ids), which are built in;"
-        " or a file: a prompt a line, or JSON lines as those of Spec-Bench."
+        help="Built in: code, edit (code that begins again) or random (token ids)."
+        " Or a file: a prompt per line, or JSON lines in the form of Spec-Bench."
     ),
 ]
 Number = Annotated[int | None, typer.Option(help=f"How many prompts [default: {MANY}; all of a file].")]
 FewNumber = Annotated[int | None, typer.Option(help=f"How many prompts [default: {FEW}; all of a file].")]
 Lengths = Annotated[
-    list[int] | None, typer.Option("--prompt-length", help="Tokens per prompt; repeated, each is measured in turn.")
+    list[int] | None,
+    typer.Option("--prompt-length", help="Tokens per prompt; can be repeated, each length is measured in turn."),
 ]
-Rounds = Annotated[int, typer.Option(help="How often each way is run.")]
-Report = Annotated[Path | None, typer.Option("--report", help="Write the figures with charts here, as one HTML file.")]
+Rounds = Annotated[int, typer.Option(help="Runs of each mode.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write the figures and charts to this HTML file.")]
 Trace = Annotated[
-    Path | None, typer.Option("--trace", help="Write the phases of the steps of one prompt here, for ui.perfetto.dev.")
+    Path | None,
+    typer.Option("--trace", help="Write the phases of one prompt's steps to this file, for ui.perfetto.dev."),
 ]
 History = Annotated[
     Path | None,
-    typer.Option("--history", help="Append a line with the ratios here, for speculant bench history."),
+    typer.Option("--history", help="Append a line with the ratios to this file, for speculant bench history."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
@@ -44,7 +46,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was 
 def write_files(
     files: OutputFiles, value: Mapping[str, Any], cases: Sequence[BenchCase], ways: Sequence[Mapping[str, Way]]
 ) -> None:
-    """Write what was asked for, and say where it is; see `OutputFiles.write`."""
+    """Write the requested files and print their paths; see `OutputFiles.write`."""
     for path in files.write(value, cases, ways):
         messages().print(f"written: {path}", style="dim")
 

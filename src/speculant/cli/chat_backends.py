@@ -1,4 +1,4 @@
-"""Who answers in `speculant chat`: a model in this process, or a server with OpenAI's API."""
+"""Chat backends, which answer in `speculant chat`: a model in this process, or a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from speculant.params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
-_PATIENCE = 300.0  # seconds that a server may send nothing
+_PATIENCE = 300.0  # seconds without data from a server
 _LONGEST_LINE = 2**22  # bytes of an event
 _LONGEST_ERROR = 2**16
 
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """A part of an answer. drafted: accepted draft tokens; None = not known. reasoning: it precedes the answer."""
+    """A part of an answer. drafted: an accepted draft token; None = unknown. reasoning: it precedes the answer."""
 
     text: str
     drafted: bool | None = None
@@ -36,7 +36,7 @@ class AnswerPiece:
 
 @dataclass(frozen=True)
 class Summary:
-    """How an answer was made: in a few words, and in full, with what speculation did."""
+    """brief: the speed of an answer. full: the same with figures on speculation."""
 
     brief: str
     full: str
@@ -46,13 +46,13 @@ Answer = Generator[AnswerPiece, None, Summary]
 
 
 class ChatBackend(Protocol):
-    """Answers conversations. `waits`: the next piece is waited for in a call that an exception may break off."""
+    """Answers conversations. waits: an exception may interrupt the call that waits for the next piece."""
 
     waits: bool
 
     @property
     def introduction(self) -> str:
-        """Who it is, and whether speculation is on."""
+        """The model's name, and whether speculation is on."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class ChatBackend(Protocol):
         ...
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings say."""
+        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings define."""
         ...
 
 
@@ -117,7 +117,7 @@ class RemoteChatBackend:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise RequestError(f"{self.url!r} is no address of a server", "write it like http://127.0.0.1:8000.")
+            raise RequestError(f"{self.url!r} is not the address of a server", "write it like http://127.0.0.1:8000.")
         base = self.url.rstrip("/")
         self._base = base if base.endswith("/v1") else base + "/v1"
         self.served = self._find_model()
@@ -182,7 +182,7 @@ class RemoteChatBackend:
 
 @dataclass
 class _Count:
-    """What the chunks of an answer say, beside its text."""
+    """Figures from the chunks of an answer."""
 
     started: float = field(default_factory=time.perf_counter)
     pieces: int = 0
@@ -205,7 +205,7 @@ class _Count:
                     yield AnswerPiece(text, drafted, reasoning)
 
     def summary(self) -> Summary:
-        """Return the speed, and what speculation did if the server tells."""
+        """Return the speed, and figures on speculation if the server sent them."""
         tokens = self.usage.get("completion_tokens") or self.pieces
         made = _speed(tokens, time.perf_counter() - self.started) + _cut(self.cut)
         if not self.speculation:
@@ -240,7 +240,7 @@ def _events(response: HTTPResponse) -> Iterator[Mapping[str, Any]]:
                 raise ServerError(f"the server ended the answer: {_message(chunk)}", "ask again.")
             yield chunk
     except (OSError, HTTPException) as error:
-        raise ServerError(f"the connection broke off: {error}", "ask again.") from error
+        raise ServerError(f"the connection was lost: {error}", "ask again.") from error
     raise ServerError("the server ended the answer early", "ask again.")
 
 
@@ -254,7 +254,7 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def _refused(status: int, body: Mapping[str, Any]) -> RequestError | ServerError:
-    reason = f"the server refuses: {_message(body)} ({status})"
+    reason = f"the server refused the request: {_message(body)} ({status})"
     if status == 401:
         return RequestError(reason, "give --api-key.")
     if status < 500 and status not in (408, 429):

@@ -1,4 +1,4 @@
-"""`speculant check-pair`: whether a draft model or a head pays for a target here, and with which settings."""
+"""`speculant check-pair`: whether a draft model or a head speeds up a target here, and with which settings."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class PairSampling(SamplingFlags):
 
 
 Target = Annotated[str, typer.Argument(help="The target: a folder, a Hugging Face id, or demo.")]
-Draft = Annotated[str | None, typer.Argument(help="What drafts, a model or a head: a folder, an id, or demo.")]
+Draft = Annotated[str | None, typer.Argument(help="The draft model or head: a folder, an id, or demo.")]
 Method = Annotated[
-    str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit. Without it, as a draft model.")
+    str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit [default: as a draft model].")
 ]
-Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt a line.")]
+Prompts = Annotated[str, typer.Option(help="code (built in), random (token ids), or a file with one prompt per line.")]
 Tokens = Annotated[int, typer.Option(help="Tokens that the target generates for each prompt.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
 
@@ -73,13 +73,13 @@ def check_pair(
     sampling: PairSampling,
     engine: PairFlags,
 ) -> None:
-    """Measure whether a draft model or a head pays for a target, and say which flags to use.
+    """Measure whether a draft model or a head speeds up a target, and recommend flags.
 
-    Compares the tokenizers and sizes. Lets the target write texts and measures how often the draft's tokens are
-    accepted, what steps with drafts of different lengths cost, and all of that for the draft in each type of
-    weights that the kernels have. Predicts the speed of each length from it, and measures the best one against
-    plain decoding. The embedded pair takes about 20 seconds. What a head's drafts bring is seen by drafting with each
-    of some lengths.
+    Compares tokenizers and sizes. On texts that the target writes, it measures how often draft tokens are
+    accepted and how long steps with drafts of several lengths take, for each type of draft weights that the
+    kernels support. From this it predicts the speed of each draft length, and measures the best one against
+    plain decoding. For a head it measures several draft lengths directly. The embedded pair takes about
+    20 seconds.
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
@@ -110,7 +110,7 @@ def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParam
 
 
 def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
-    """Return the findings as `--json` prints them; `verify_curve` is what `speculant plan` reads."""
+    """Return the findings as `--json` prints them; `speculant plan` reads `verify_curve`."""
     usual, chosen = findings.predictions["none"].costs, findings.predictions[findings.chosen]
     costs = [time / usual.other_s[0] for time in usual.other_s]
     tokens = [length + 1 for length in usual.lengths]
@@ -219,7 +219,7 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
     )
     if measured["alpha"] is not None:
         console.print(
-            f"accepted of what was tested: {_interval(measured['alpha'])}, verified by {measured['verification']}"
+            f"accepted / tested tokens: {_interval(measured['alpha'])}, verified by {measured['verification']}"
         )
     if measured["identical_outputs"] is not None:
         console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
@@ -227,7 +227,7 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
 
 
 def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
-    """Print alpha and the costs of drafting by type of the draft's weights, and the costs of verification."""
+    """Print alpha and the costs of drafting for each type of draft weights, and the costs of verification."""
     usual = value["precisions"]["none"]
     first = usual["alpha"]
     greedy = value["sampling"]["temperature"] == 0
@@ -248,11 +248,11 @@ def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
         )
     console.print(table)
     if usual["correlation"] is not None:
-        console.print(f"correlation of the acceptance of neighbours: {usual['correlation']:.2f}")
+        console.print(f"correlation of acceptance between neighbouring tokens: {usual['correlation']:.2f}")
     by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
     shown = ", ".join(f"{tokens}: {by_tokens[tokens]:.2f}" for tokens in SHOWN if tokens in by_tokens)
     console.print(
-        f"costs are in steps of plain decoding, {value['step_ms']:.2f} ms; a step by tokens of its pass: {shown}"
+        f"costs are relative to a step of plain decoding, {value['step_ms']:.2f} ms; steps by tokens per pass: {shown}"
     )
 
 

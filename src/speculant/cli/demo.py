@@ -48,20 +48,20 @@ def demo(
         int | None, typer.Option(help="Tokens to draft per step [default: 3, or the method's].")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="What drafts: another method than the embedded draft model.")
+        str | None, typer.Option(help="A drafting method to use instead of the embedded draft model.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 0.9,
-    seed: Annotated[int | None, typer.Option(help="Seed of all prompts; left out, each has its own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all prompts [default: each has its own].")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="The same texts at the cost of larger models: 1b or 3b. Takes disk space once.")
+        str | None, typer.Option(help="The same texts at the cost of larger models: 1b or 3b. Needs disk space once.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Compare plain and speculative decoding with the embedded models.
 
     Each prompt is decoded twice with the same seed: a token per pass of the target, then with drafts.
-    Accepted draft tokens are green; yellow ones the target chose itself. The texts are the same, token for token.
+    Accepted draft tokens are green; the target chose the yellow ones itself. Both texts are the same, token for token.
     """
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     console = Console(quiet=True) if as_json else results()
@@ -80,7 +80,7 @@ def demo(
 
 
 def _load(spec_length: int | None, shape: str | None, method: str | None) -> LLM:
-    """Load the embedded models; a method that needs no model gets none, and a head is the embedded one of its kind."""
+    """Load the embedded models. A method that needs no model gets none; a method with a head gets its embedded head."""
     from speculant.drafting.methods import method_facts
     from speculant.engine.drafters import head_parts
     from speculant.engine.llm import LLM
@@ -158,7 +158,7 @@ def _conclude(console: Console, figures: dict[str, Any]) -> None:
 class DecodedPrompt:
     """One prompt decoded once.
 
-    seconds: the engine's time, without that of the display. sampled_passes: see `TimingMetrics`.
+    seconds: the engine's time, without the time for display. sampled_passes: see `TimingMetrics`.
     """
 
     text: str
@@ -185,7 +185,7 @@ class ComparedPrompt:
 
 @dataclass(frozen=True)
 class Total:
-    """The sums over several runs of one kind."""
+    """Sums over several decoded prompts of one kind."""
 
     tokens: int
     seconds: float
@@ -205,7 +205,7 @@ class Total:
 
 
 def pool(runs: Sequence[DecodedPrompt]) -> Total:
-    """Add runs up."""
+    """Add up runs."""
     speculation = SpeculationMetrics()
     for run in runs:
         speculation.add(run.speculation)
@@ -221,8 +221,8 @@ def pool(runs: Sequence[DecodedPrompt]) -> Total:
 def run(llm: LLM, prompt: str, params: SamplingParams, show: Callable[[StreamPiece], None]) -> DecodedPrompt:
     """Decode one prompt and pass each piece to `show` when it arrives.
 
-    Each run has a cache salt of its own. So none finds its prompt in the cache, or looks its drafts up in the text of
-    an earlier run, which would make the second run of a prompt faster than the first.
+    Each run has its own cache salt. Otherwise the second run of a prompt would be faster: it would find the prompt in
+    the cache, and drafts in the text of the first run.
     """
     stream, seconds, text = llm.stream(prompt, params, cache_salt=uuid.uuid4().hex), 0.0, ""
     while True:

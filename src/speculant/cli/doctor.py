@@ -129,7 +129,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Collect the facts. Measuring speeds takes one or two seconds."""
+    """Collect the facts. Measuring the speeds takes one or two seconds."""
     cuda, speeds = _cuda(), measure_speeds()
     packages = _packages()
     return Machine(
@@ -172,7 +172,7 @@ def _read(path: str) -> str:
 
 
 def _memory(speeds: Speeds) -> dict[str, Any]:
-    """Return sizes and speed; by default keys and values take no more, which bounds the context of large models."""
+    """Return sizes and speed, with the most that keys and values take by default: it bounds a large model's context."""
     import torch
 
     from speculant.engine.memory import SHARE_OF_FREE, free_memory
@@ -270,7 +270,7 @@ def _kernels(speeds: Speeds) -> dict[str, Any]:
 
 
 def _weight_cache() -> str:
-    """Return what the usual folder of packed weights holds."""
+    """Return the content of the default folder of packed weights."""
     from speculant.models.weights.cache import LIMIT_BYTES, cache_files
 
     folder = cache_folder("weights")
@@ -288,8 +288,9 @@ def _kernel_finding(speeds: Speeds) -> Finding:
     return Finding(
         "missing",
         "the native kernels were not built; everything runs on torch's",
-        f"speed: torch's read bfloat16 weights at {speeds.torch_linear:.1f} GB/s, memory gives {speeds.read:.1f}; int8 "
-        "and int4 weights; in float32 and bfloat16 a near-tie can be decided otherwise with speculation than without",
+        f"speed: torch's read bfloat16 weights at {speeds.torch_linear:.1f} GB/s, memory delivers {speeds.read:.1f}; "
+        "int8 and int4 weights; in float32 and bfloat16, speculation can change "
+        "which of two nearly equal tokens is chosen",
         "install a C++ compiler (g++ or clang++) and install speculant again",
     )
 

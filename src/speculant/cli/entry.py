@@ -1,4 +1,4 @@
-"""What the `speculant` script calls: Ctrl-C has one line while the command line is still being imported, too."""
+"""The entry point of the `speculant` script: it handles Ctrl-C during imports, and prepares the standard streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os
 import sys
 
-EXIT_INTERRUPTED = 130  # the code of a command that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 def main() -> None:
@@ -24,8 +24,7 @@ def prepare_streams() -> None:
     """Make standard input, output and error usable.
 
     A closed stream is replaced by an empty one. A character that the output's encoding lacks is replaced instead of
-    ending the command. Input in a locale without an encoding of its own (C, POSIX) is UTF-8, and bytes that are no text
-    are an error.
+    ending the command. In a locale without an encoding (C, POSIX), input is read as UTF-8. Invalid bytes are an error.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

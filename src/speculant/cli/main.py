@@ -10,21 +10,29 @@ from typing import Annotated, Any
 import typer.main
 
 from speculant.cli.entry import EXIT_INTERRUPTED, prepare_streams
-from speculant.cli.flags import accepts_log_level
 from speculant.cli.terminal import WholeSummaries, command_group, end_at_once, show_error
 from speculant.errors import SpeculantError
 
 EXIT_RUNTIME = 1  # an error at run time
 EXIT_USAGE = 2  # an error in the arguments
 
-COMMANDS = (
-    *("generate", "chat", "demo", "doctor", "check-lossless", "check-pair", "inflate", "plan", "serve"),
-    *("bench", "train"),  # groups of commands
-)
+COMMANDS = {  # with the first paragraph of each one's help, so that the list of commands imports none of them
+    "generate": "Complete a prompt.",
+    "chat": "Talk to a model.",
+    "demo": "Compare plain and speculative decoding with the embedded models.",
+    "doctor": "Report what this machine has, what is missing, and what that costs.",
+    "check-lossless": "Check that speculation preserves the target's distribution, for a pair of models and a drafter.",
+    "check-pair": "Measure whether a draft model or a head speeds up a target, and recommend flags.",
+    "inflate": "Write a model of a larger shape that computes the same function.",
+    "plan": "Compute the best draft length, its speed and its extra operations.",
+    "serve": "Serve a model over HTTP, in the shape of OpenAI's API.",
+    "bench": "Measure how fast a model is on this machine, plain and speculative in the same run.",
+    "train": "Train small models: a target, a draft for a target, or a head.",
+}
 
 
 class LazyCommands(WholeSummaries):
-    """Imports a command when it is used, and all of them for the help and for a name that does not exist."""
+    """Imports a command when it is used, and all of them to suggest one in place of an unknown name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands."""
@@ -37,6 +45,11 @@ class LazyCommands(WholeSummaries):
                 self.add_command(_import(name), name)
         return super().get_command(ctx, cmd_name)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 def _import(name: str) -> Any:
     """Return the command of a module: its function of the same name, or the group `app`."""
@@ -44,6 +57,8 @@ def _import(name: str) -> Any:
     module = importlib.import_module(f"speculant.cli.{function}")
     group: typer.Typer | None = getattr(module, "app", None)
     if group is None:
+        from speculant.cli.flags import accepts_log_level
+
         group = command_group()
         group.command(name, epilog=module.EXAMPLES)(accepts_log_level(getattr(module, function)))
     return typer.main.get_command(group)
@@ -75,7 +90,7 @@ def root(
 def main() -> None:
     """Run the command line. An error is printed with its fix, without a traceback, and sets the exit code.
 
-    SPECULANT_DEBUG=1 raises it instead. Ctrl-C prints one line and ends the process at once with 130.
+    SPECULANT_DEBUG=1 raises it instead. Ctrl-C prints one line and ends the process at once, with exit code 130.
     """
     prepare_streams()
     if os.environ.get("SPECULANT_DEBUG") == "1":
@@ -85,7 +100,7 @@ def main() -> None:
         _run()
     except KeyboardInterrupt:
         end_at_once()
-    except SystemExit as end:  # typer's way to end, after Ctrl-C too
+    except SystemExit as end:  # typer raises it at the end, and after Ctrl-C
         if end.code == EXIT_INTERRUPTED:
             end_at_once()
         raise
@@ -100,7 +115,7 @@ def _run() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # here, because an error while the interpreter ends can't be caught
+            sys.stdout.flush()  # now: an error at the interpreter's exit can't be caught
     except BrokenPipeError:  # the reader has closed the pipe
         _drop_output()
         sys.exit(EXIT_RUNTIME)
@@ -111,11 +126,11 @@ def _run() -> None:
         raise _refused(error) from error
     except Exception as error:
         problem = f"Speculant failed: {type(error).__name__}: {error}"
-        raise SpeculantError(problem, "set SPECULANT_DEBUG=1 to see where, and report it, please.") from error
+        raise SpeculantError(problem, "set SPECULANT_DEBUG=1 to see where, and please report it.") from error
 
 
 def _drop_output() -> None:
-    """Drop output that can't be written, which the interpreter would try to write again, and fail, at its end."""
+    """Drop output that can't be written. Otherwise the interpreter would try again at its exit, and fail."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -126,7 +141,7 @@ def _refused(error: OSError) -> SpeculantError:
     """Return the error for a file, a disk or a connection that the system refused."""
     return SpeculantError(
         f"the system refused: {error}",
-        "check the path, its permissions and the free space; SPECULANT_DEBUG=1 tells more.",
+        "check the path, its permissions and the free space; SPECULANT_DEBUG=1 shows more.",
     )
 
 

@@ -83,7 +83,7 @@ class TrainingFlags(FlagGroup):
 @accepts_log_level
 @accepts_flags
 def lm(
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
     *,
     flags: TrainingFlags,
@@ -104,7 +104,7 @@ def lm(
 def _run(config: TrainingConfig, resume: bool) -> Outcome:
     from speculant.lab.training import job
 
-    _ = config.schedule  # checks that the run has an end before anything is read
+    _ = config.schedule  # before reading anything, checks that the run has an end
     job.check_folder(config, resume)
     with progress("Reading the text files"):
         corpus = job.read_files(config)

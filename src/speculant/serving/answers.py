@@ -1,4 +1,4 @@
-"""What all answers share: who asked, and what is kept of the pieces. An answer is the same streamed or in one piece."""
+"""What all answers share: the call, the pieces and the usage. An answer is the same streamed or in one piece."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from speculant.types import CompletionOutput, RequestOutput
 
 @dataclass(frozen=True)
 class Call:
-    """One request, as its answer needs it.
+    """The facts about a request that its answer needs.
 
-    model: as the client named it. predicted: drafts come from the user's prediction alone. level: of what the answer
-    says about its speculation. lists_tokens: chunks have `speculant_tokens`. returns_ids: choices have their token ids.
+    model: as named by the client. predicted: drafts come from the user's prediction alone. level: how many figures on
+    speculation the answer has. lists_tokens: chunks have `speculant_tokens`. returns_ids: choices have their token ids.
     continuous_usage: each chunk has the usage so far.
     """
 
@@ -41,7 +41,7 @@ Chunk = Mapping[str, Any]
 
 
 class Answer(ABC):
-    """Reads the pieces of a request in order. `outputs` are the results of its prompts, None until they are there.
+    """Reads the pieces of a request in order. outputs: the result of each prompt, None until it is complete.
 
     prompts: set before `begin`. generated: tokens so far.
     """
@@ -77,11 +77,11 @@ class Answer(ABC):
 
     @property
     def results(self) -> list[RequestOutput]:
-        """The results of the prompts that have one."""
+        """The results of the prompts that are complete."""
         return [output for output in self.outputs if output is not None]
 
     def usage(self, reasoning_tokens: int = 0) -> dict[str, Any]:
-        """Return what was used; see `usage`."""
+        """Return the usage of tokens; see `usage`."""
         return usage(self.results, self.call.predicted, reasoning_tokens)
 
     def chunk_usage(self) -> dict[str, Any]:
@@ -95,28 +95,28 @@ class Answer(ABC):
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": self.generated, "total_tokens": total}}
 
     def speculation(self) -> dict[str, Any]:
-        """Return what the answer says about its speculation; see `speculation`."""
+        """Return the answer's figures on speculation; see `speculation`."""
         return speculation(self.results, self.call.level)
 
-    def last_words(self, piece: StreamPiece) -> dict[str, Any]:
-        """Return what the last piece's chunk says about the speculation; a chunk with the usage says it instead."""
+    def last_speculation(self, piece: StreamPiece) -> dict[str, Any]:
+        """Return the figures on speculation for the last piece's chunk, unless a chunk with the usage has them."""
         last = piece.output is not None and len(self.results) == len(self.outputs)
         return self.speculation() if last and not self.call.include_usage else {}
 
     def tokens_of(self, piece: StreamPiece) -> dict[str, Any]:
-        """Return a piece's entry of `speculant_tokens`, if the request asks for it."""
+        """Return a piece's entry of `speculant_tokens`, if the request wants it."""
         if not self.call.lists_tokens:
             return {}
         return {"speculant_tokens": [{"text": piece.text, "drafted": piece.drafted, "corrected": piece.corrected}]}
 
     def ids_of(self, piece: StreamPiece) -> dict[str, Any]:
-        """Return the token id of a piece for a chunk's choice, if the request asks for it."""
+        """Return the token id of a piece for a chunk's choice, if the request wants it."""
         if not self.call.returns_ids:
             return {}
         return {"token_ids": [] if piece.token is None else [piece.token]}
 
     def ids_of_output(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the token ids of a choice, if the request asks for them."""
+        """Return the token ids of a choice, if the request wants them."""
         return {"token_ids": list(output.token_ids)} if self.call.returns_ids else {}
 
 
@@ -128,7 +128,7 @@ def new_id(kind: str) -> str:
 def usage(outputs: Sequence[RequestOutput], predicted: bool, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Return `usage` in OpenAI's shape, over all prompts.
 
-    predicted: the drafts were the user's own prediction and nothing else, so that their counts are the prediction's.
+    predicted: all drafts came from the user's prediction, so their counts are those of the prediction.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
@@ -149,10 +149,10 @@ def usage(outputs: Sequence[RequestOutput], predicted: bool, reasoning_tokens: i
 
 
 def speculation(outputs: Sequence[RequestOutput], level: str) -> dict[str, Any]:
-    """Return what a response says about its speculation, in vLLM's shape: the key `metrics`, or nothing.
+    """Return a response's figures on speculation, in vLLM's shape: the key `metrics`, or nothing.
 
-    `tokens_per_pass` stands beside vLLM's figures.
-    level: "none", "summary" or "detailed". The figures are of one sample, so they are None where there are several.
+    `tokens_per_pass` is added to vLLM's figures. level: "none", "summary" or "detailed". The figures are those of a
+    single sample; they are None for several.
     """
     if level == "none":
         return {}

@@ -1,4 +1,4 @@
-"""Makes the application: routes, limits, keys, and the life of the engine behind them."""
+"""Makes the application: routes, limits, keys, the page at `/`, the OpenAPI document, and the engine's lifespan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from speculant.serving.state import ServerState, Source
 from speculant.serving.streams import ClientGoneError
 from speculant.serving.wire import error_response
 
-_NOBODY_READS = 499  # the status that proxies log for a client that went away
+_CLIENT_CLOSED = 499  # the status that proxies log for a client that disconnected
 _FILES = files("speculant") / "assets" / "page"
 PAGE: Mapping[str, tuple[str, str]] = MappingProxyType(  # path: file and media type
     {
@@ -66,10 +66,10 @@ _ERROR = {
 
 
 def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) -> FastAPI:
-    """Return an application that serves an engine, or one that a function loads while the server listens already.
+    """Return an application that serves an engine. A function as `engine` loads it while the server already listens.
 
-    names: what the model may be called; none = what the engine was given. If the options have names, /v1/models shows
-    these alone. The application's `state.server` is its `ServerState`; it shuts the engine down in the end.
+    names: names of the model; none = the one given to the engine. If the options have names, /v1/models shows only
+    these. The application's `state.server` is its `ServerState`, which shuts the engine down at the end.
     """
     state = ServerState(engine)
     given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
@@ -119,7 +119,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-    """Load the engine while requests are answered, and shut it down in the end."""
+    """Load the engine while requests are answered, and shut it down at the end."""
     state: ServerState = app.state.server
     loading = asyncio.create_task(state.load())
     try:
@@ -137,17 +137,17 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    texts = {404: "There is no such route.", 405: "This route has other methods."}
+    texts = {404: "There is no such route.", 405: "This route does not have this method."}
     text = texts.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, text, headers=error.headers))
 
 
 async def _on_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=_NOBODY_READS)
+    return Response(status_code=_CLIENT_CLOSED)
 
 
 def page_route(path: str) -> Callable[[], Awaitable[Response]]:
-    """Return the handler of one of the page's paths."""
+    """Return the handler of one of the page's paths. It needs no key: the files contain no data of the model."""
     name, kind = PAGE[path]
     content = (_FILES / name).read_bytes()
 
@@ -158,7 +158,7 @@ def page_route(path: str) -> Callable[[], Awaitable[Response]]:
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the document of an app's routes."""
+    """Return the OpenAPI document of an app: FastAPI's, with the bodies that the routes parse themselves."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     kinds = [(kind, "validation") for kind in BODIES.values()]
     named, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ class _ChatChoice:
 
 
 class ChatAnswer(Answer):
-    """One choice for each sample. The readers tell reasoning and tool calls from content."""
+    """One choice for each sample. Its reader separates reasoning, content and tool calls."""
 
     def __init__(self, call: Call, make_reader: MakeReader, calls_reason: str = "tool_calls") -> None:
         """calls_reason: `finish_reason` after calls."""
@@ -48,7 +48,9 @@ class ChatAnswer(Answer):
             chunks += [self._chunk([_shown(index, rest)])] if rest else []
             choice.finish_reason = self._reason(choice, piece.finish_reason)
             if choice.finish_reason is not None:
-                chunks.append(self._chunk([_shown(index, {}, None, choice.finish_reason)], **self.last_words(piece)))
+                chunks.append(
+                    self._chunk([_shown(index, {}, None, choice.finish_reason)], **self.last_speculation(piece))
+                )
         return [chunk for chunk in chunks if chunk is not None]
 
     def end(self) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""A response of server-sent events. Whoever reads it too slowly is dropped, and so is whoever has gone."""
+"""A response of server-sent events, which ends when its client disconnects or reads too slowly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
-ABORT = "speculant.abort"  # of a scope's extensions: closes the connection at once, what was not sent is lost
+ABORT = "speculant.abort"  # in a scope's extensions: closes the connection at once; unsent data is lost
 T = TypeVar("T")
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -21,8 +21,8 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class EventStream(Response):
     """Sends events as they are made.
 
-    The client's system buffers what it does not read, then the connection does, within its bound; then an event waits.
-    One that waits longer than `send_timeout` seconds (None = for ever) ends the connection.
+    Data that a client does not read fills the buffers of the client's system and of the connection. Then the next event
+    waits. If it waits longer than `send_timeout` seconds (None = for ever), the connection is closed.
     """
 
     media_type = "text/event-stream"
@@ -39,13 +39,13 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send_all(send))
         except ClientGoneError:
-            logger.info("a client went away while its answer was streamed")
+            logger.info("a client disconnected while its answer was streamed")
         except TimeoutError:
-            logger.warning("a client read nothing of its answer for %s s and was dropped", self._send_timeout)
+            logger.warning("dropped a client that read nothing of its answer for %s s", self._send_timeout)
             abort = scope.get("extensions", {}).get(ABORT)
             if abort is not None:
                 abort()
-                await asyncio.sleep(0)  # the connection notices it
+                await asyncio.sleep(0)  # lets the connection notice it
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -60,11 +60,11 @@ class EventStream(Response):
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; nobody reads a response."""
+    """The client has closed its connection, so a response would not be read."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`; if the client goes away before, cancel it and raise ClientGoneError.
+    """Return the result of `work`. If the client disconnects before, cancel it and raise ClientGoneError.
 
     The request's body must have been read. Nothing is polled.
     """

@@ -1,8 +1,8 @@
 """Bounds how much longer the components of a tokenizer.json can make a text, from their settings alone.
 
-With n steps that each double a text, a byte becomes 2^n bytes, and the library aborts the process when memory ends. So
-the growth of all steps is multiplied before the first text is encoded. Unicode's own tables (NFKD: up to 11 bytes for
-each) lengthen a text once, so the first step of each kind counts as 1.
+With n steps that each double a text, a byte becomes 2^n bytes, and the library aborts the process when memory runs out.
+So the bounds of all steps are combined before the first text is encoded. Steps by Unicode's own tables (NFKD: up to 11
+bytes per byte) lengthen a text only once, so the first step of each kind counts as 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from speculant.errors import ModelError
 
-MOST_TIMES = 256  # bytes for each byte; checkpoints in use have up to 20
+MOST_TIMES = 256  # bytes per byte; checkpoints in use have up to 20
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 _UNICODE = {"NFD": 3, "NFC": 3, "NFKD": 11, "NFKC": 11, "Lowercase": 2, "BertNormalizer": 3, "Nmt": 3}
 _MOST_UNICODE = 64  # bytes; the longest replacement in the character map of a SentencePiece model has 33
@@ -29,12 +29,12 @@ class LengthBound(NamedTuple):
     added: float = 0.0
 
     def then(self, step: LengthBound) -> LengthBound:
-        """Return the growth of this and a following step."""
+        """Return the bound of this step and a following one together."""
         return LengthBound(self.factor * step.factor, self.added * step.factor + step.added)
 
 
 def check_length_bounds(backend: Backend) -> None:
-    """Raise ModelError if a part of a tokenizer can make over MOST_TIMES bytes or tokens of one."""
+    """Raise ModelError if a part of a tokenizer can turn one byte into more than MOST_TIMES bytes or tokens."""
     parts = {
         "normalizer and pre_tokenizer": (backend.normalizer, backend.pre_tokenizer),
         "post_processor": (backend.post_processor,),
@@ -45,8 +45,8 @@ def check_length_bounds(backend: Backend) -> None:
         total = _total(steps)
         if not total.factor + total.added <= MOST_TIMES:
             raise ModelError(
-                f"the {name} of tokenizer.json can make a text {total.factor + total.added:.3g} times as long, and"
-                f" {MOST_TIMES} times is the most that is allowed",
+                f"the {name} of tokenizer.json can make a text {total.factor + total.added:.3g} times as long;"
+                f" at most {MOST_TIMES} times is allowed",
                 "use the tokenizer.json of the original checkpoint.",
             )
 
@@ -73,11 +73,11 @@ def _total(steps: list[Mapping[str, Any]]) -> LengthBound:
 
 
 def _unicode_factor(step: Mapping[str, Any]) -> int | None:
-    """Return the most bytes that a step by tables of characters makes of one; None = another kind of step."""
+    """Return the most bytes that a step by character tables makes of one; None = another kind of step."""
     if step["type"] != "Precompiled":
         return _UNICODE.get(step["type"])
     raw = base64.b64decode(step["precompiled_charsmap"])
-    strings = raw[4 + int.from_bytes(raw[:4], "little") :]  # after the trie and its size: texts that end with a zero
+    strings = raw[4 + int.from_bytes(raw[:4], "little") :]  # after the size and the trie: texts that end with a zero
     return max(map(len, strings.split(b"\0")))
 
 
@@ -85,7 +85,7 @@ def _bound(step: Mapping[str, Any]) -> LengthBound:
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return _replaced(old, new)
-        case {"type": "Replace", "content": str(new)}:  # a regular expression may match without a character
+        case {"type": "Replace", "content": str(new)}:  # a regular expression may match an empty text
             return _replaced("", new)
         case {"type": "Prepend", "prepend": str(new)} | {"type": "Metaspace", "replacement": str(new)}:
             return LengthBound(_size(new) if step["type"] == "Metaspace" else 1, _size(new))
@@ -100,7 +100,7 @@ def _bound(step: Mapping[str, Any]) -> LengthBound:
 
 
 def _replaced(old: str, new: str) -> LengthBound:
-    """Return the growth if each occurrence of a text is replaced; an empty one occurs before and after each byte."""
+    """Return the bound for replacing each occurrence of a text. An empty one occurs before and after each byte."""
     return LengthBound(max(1.0, _size(new) / _size(old))) if old else LengthBound(1 + _size(new), _size(new))
 
 

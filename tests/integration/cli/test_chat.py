@@ -70,7 +70,7 @@ def test_a_piped_conversation_is_answered(llm: LLM, folder: str, checkpoints: Ch
     assert all(line.endswith("cut at --max-tokens") for line in lines)
 
 
-def test_verbose_adds_what_speculation_did(folder: str, checkpoints: Checkpoints) -> None:
+def test_verbose_adds_figures_on_speculation(folder: str, checkpoints: Checkpoints) -> None:
     models = ("--model", folder, "--draft-model", checkpoints.near)
     brief, full = (
         invoke("chat", *models, *FLAGS, *flags, stdin="Hi\n").stderr.splitlines()[-1] for flags in ((), ("--verbose",))
@@ -80,7 +80,7 @@ def test_verbose_adds_what_speculation_did(folder: str, checkpoints: Checkpoints
     assert "speculation is on" in full
 
 
-def test_commands_change_what_comes(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
+def test_commands_change_the_next_answers(llm: LLM, folder: str, checkpoints: Checkpoints) -> None:
     typed = (
         "Hi\n/reset\n/system S\n/speculation off\nHi\n/speculation on\nBye\n/system\n/reset\nHi\n/exit\nnever read\n"
     )
@@ -104,7 +104,7 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "kind", "reason"),
     [
-        (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system came without --chat"),
+        (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system needs --chat"),
         (["chat", "--model", "demo", "--n", "2"], "", ConfigError, "--n has no meaning"),
         (
             ["chat", "--url", "http://x", "--spec-length", "2"],
@@ -112,12 +112,12 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
             ConfigError,
             "--spec-length has no meaning with --url",
         ),
-        (["chat", "--url", "ftp://x"], "", RequestError, "no address of a server"),
+        (["chat", "--url", "ftp://x"], "", RequestError, "not the address of a server"),
         (["chat", "--url", "http://127.0.0.1:9"], "", ServerError, "can't be reached"),
         (["chat"], "", ConfigError, "no model was given"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], stdin: str, kind: type[Exception], reason: str) -> None:
+def test_senseless_options_are_refused(arguments: list[str], stdin: str, kind: type[Exception], reason: str) -> None:
     with pytest.raises(kind, match=reason):
         invoke(*arguments, stdin=stdin)
 
@@ -141,7 +141,7 @@ def test_a_model_without_template_is_refused(checkpoints: Checkpoints) -> None:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """Have these lines typed; an exception is what Ctrl-C or Ctrl-D is to `input`."""
+    """Make `input` return these lines; an exception stands for Ctrl-C or Ctrl-D."""
     given = iter(lines)
 
     def read(prompt: str = "") -> str:
@@ -153,7 +153,7 @@ def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -
     monkeypatch.setattr(builtins, "input", read)
 
 
-def test_errors_are_shown_to_who_types(
+def test_errors_are_shown_in_an_interactive_session(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "/bogus", "x" * 300, KeyboardInterrupt, "", "Hi", EOFError)
@@ -166,7 +166,7 @@ def test_errors_are_shown_to_who_types(
 
 
 class Interrupted:
-    """ChatBackend to whom somebody presses Ctrl-C after the first two tokens."""
+    """A chat backend that gets Ctrl-C after the first two tokens."""
 
     introduction, can_switch = "a test", False
 
@@ -182,7 +182,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_ctrl_c_ends_the_answer_alone(llm: LLM, waits: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_only_the_answer(llm: LLM, waits: bool, capsys: pytest.CaptureFixture[str]) -> None:
     inner, before = (
         LocalChatBackend(llm, SamplingParams(seed=1, max_tokens=60, ignore_eos=True)),
         signal.getsignal(signal.SIGINT),
@@ -261,7 +261,7 @@ GOOD = [
 
 
 class FakeServer:
-    """A server that answers with scripted events, and keeps what it was asked."""
+    """A server that answers with scripted events and keeps the requests."""
 
     def __init__(self, events: Sequence[bytes], status: int = 200, owner: str = "speculant") -> None:
         self.events, self.status, self.owner = events, status, owner
@@ -314,7 +314,7 @@ def serve() -> Iterator[Any]:
         server.close()
 
 
-def test_a_server_is_talked_to(serve: Any) -> None:
+def test_a_server_answers_a_conversation(serve: Any) -> None:
     server = serve(GOOD)
     flags = (
         "--temperature",
@@ -349,7 +349,7 @@ def test_a_server_is_talked_to(serve: Any) -> None:
     assert server.keys == ["Bearer secret"] * 2
 
 
-def test_another_server_gets_openai_fields_alone(serve: Any) -> None:
+def test_another_server_gets_only_openai_fields(serve: Any) -> None:
     server = serve(GOOD, owner="somebody")
     invoke("chat", "--url", server.url, stdin="Hi\n")
     assert server.asked == [
@@ -359,7 +359,7 @@ def test_another_server_gets_openai_fields_alone(serve: Any) -> None:
         invoke("chat", "--url", server.url, stdin="/speculation off\n")
 
 
-def test_pieces_of_a_server_tell_what_was_drafted(serve: Any) -> None:
+def test_pieces_of_a_server_show_drafted_tokens(serve: Any) -> None:
     pieces = list(RemoteChatBackend(serve(GOOD).url).answer([HI], None))
     assert pieces == [AnswerPiece("Hm.", None, reasoning=True), AnswerPiece("Yes", True), AnswerPiece("!", None)]
 
@@ -369,14 +369,19 @@ def test_pieces_of_a_server_tell_what_was_drafted(serve: Any) -> None:
     [
         ([*GOOD[:4]], 200, ServerError, "ended the answer early"),
         ([GOOD[3], event(error={"message": "too slow"})], 200, ServerError, "ended the answer: too slow"),
-        ([b'{"error": {"message": "no such thing"}}'], 400, RequestError, r"refuses: no such thing \(400\)"),
+        (
+            [b'{"error": {"message": "unknown"}}'],
+            400,
+            RequestError,
+            r"refused the request: unknown \(400\)",
+        ),
         ([b'{"error": {"message": "who?"}}'], 401, RequestError, "give --api-key"),
         ([b'{"error": {"message": "full"}}'], 429, ServerError, "full"),
         ([b"<html>" + b"x" * 100_000], 502, ServerError, "no reason given"),
         ([b"data: [[[\n\ndata: 3\n\n"], 200, ServerError, "early"),
     ],
 )
-def test_failures_of_a_server_are_told(
+def test_failures_of_a_server_are_explained(
     serve: Any, events: list[bytes], status: int, kind: type[Exception], reason: str
 ) -> None:
     with pytest.raises(kind, match=reason):
@@ -388,7 +393,7 @@ def test_a_model_that_a_server_lacks_is_refused(serve: Any) -> None:
         invoke("chat", "--url", serve(GOOD).url, "--model", "three")
 
 
-def test_the_own_server_says_the_same(llm: LLM, folder: str) -> None:
+def test_local_and_remote_backends_give_the_same_answer(llm: LLM, folder: str) -> None:
     pytest.importorskip("fastapi")
     from speculant import AsyncEngine
     from tests.servers import LiveServer

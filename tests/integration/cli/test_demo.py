@@ -1,4 +1,4 @@
-"""`speculant demo`: true figures, colour only where it is wanted, the same text both ways."""
+"""`speculant demo`: correct figures, colour only where it is wanted, and the same text both ways."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _demo(*arguments: str) -> Result:
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_json_has_the_figures_that_count(temperature: str) -> None:
+def test_json_has_the_figures(temperature: str) -> None:
     value = json.loads(_demo("--json", "--temperature", temperature, "--seed", "3").stdout)
     assert value["identical_outputs"] == value["prompts"] == len(demo.PROMPTS)
     assert value["speculative_target_passes"] < value["plain_target_passes"]
@@ -60,7 +60,7 @@ def test_json_has_the_figures_that_count(temperature: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_text_has_prompts_and_figures_and_no_colour_off_a_tty() -> None:
+def test_text_has_prompts_and_figures_without_colour() -> None:
     output = _demo().stdout
     assert "\x1b[" not in output
     assert all(prompt in output for prompt in demo.PROMPTS)
@@ -72,7 +72,7 @@ def test_text_has_prompts_and_figures_and_no_colour_off_a_tty() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_demo_seed_replaces_the_prompts_own() -> None:
+def test_demo_seed_replaces_the_seeds_of_the_prompts() -> None:
     own, same = (json.loads(_demo("--json", *seed).stdout)["pairs"] for seed in ((), ("--seed", "9")))
     seeds = list(demo.PROMPTS.values())
     equal = [a["plain"]["text"] == b["plain"]["text"] for a, b in zip(own, same, strict=True)]
@@ -116,8 +116,8 @@ def _coloured(llm: LLM, no_color: bool) -> str:
     return capture.get()
 
 
-def test_no_way_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> None:
-    """A run that repeats an earlier one is as slow as that one was: nothing is looked up in the finished text."""
+def test_no_run_drafts_from_the_text_of_another(checkpoints: Checkpoints) -> None:
+    """A run that repeats an earlier one is as slow as before: no drafts are found in the finished text."""
     config = {"method": "suffix", "num_speculative_tokens": 8, "draft_length": "fixed"}
     llm = LLM(checkpoints.target, speculative_config=config, dtype="float64", max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -150,7 +150,7 @@ def test_figures_are_pooled_not_averaged() -> None:
     assert total.speculation.mean_acceptance_length == 2.5
 
 
-def test_a_difference_is_not_hidden() -> None:
+def test_a_difference_of_outputs_is_counted() -> None:
     pairs = [
         ComparedPrompt("a", _run([1, 2], 2.0, 2), _run([1, 2], 1.0, 1, accepted=1)),
         ComparedPrompt("b", _run([1, 2], 2.0, 2), _run([1, 3], 1.0, 1, accepted=1)),
@@ -172,6 +172,6 @@ def test_the_embedded_pair_is_worth_showing() -> None:
 
 
 def _loops(tokens: list[int]) -> bool:
-    """Whether a text repeats itself: more than a fifth of its runs of three tokens were there before."""
+    """Whether a text repeats itself: more than a fifth of its token triples occurred before."""
     runs = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
     return len(set(runs)) < 0.8 * len(runs)

@@ -1,4 +1,4 @@
-"""`speculant doctor`: true facts, and a price for what is missing."""
+"""`speculant doctor`: correct facts, and the cost of missing parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_text_names_every_section_and_finding() -> None:
     assert "costs: " in result.stdout
 
 
-def test_without_native_kernels_doctor_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_explains_the_cost_of_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))
     findings = [finding for finding in doctor.inspect_machine().findings if "native kernels" in finding.what]
     assert [finding.status for finding in findings] == ["missing"]

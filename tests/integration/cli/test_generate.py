@@ -39,7 +39,7 @@ def _json(checkpoints: Checkpoints, *arguments: str, prompt: str = PROMPT) -> di
     return dict(json.loads(_invoke(prompt, *models, "--json", *arguments).stdout))
 
 
-def test_json_has_what_programs_need(checkpoints: Checkpoints) -> None:
+def test_json_has_text_ids_usage_and_metrics(checkpoints: Checkpoints) -> None:
     value = _json(checkpoints, "--temperature", "0", "--max-tokens", "40", "--ignore-eos")
     assert len(value["token_ids"]) == 40
     assert value["finish_reason"] == "length"
@@ -67,8 +67,8 @@ def test_samples_are_listed(checkpoints: Checkpoints) -> None:
     assert value["usage"]["completion_tokens"] == 24
 
 
-def test_the_speed_of_samples_is_that_of_all_of_them(checkpoints: Checkpoints) -> None:
-    """The first sample ends at once; all tokens over its time alone would be a speed that no machine has."""
+def test_speed_counts_all_samples(checkpoints: Checkpoints) -> None:
+    """The first sample ends at once; all tokens over its time alone would be an impossible speed."""
     arguments = ("--n", "4", "--seed", "5", "--max-tokens", "60", "--temperature", "1")
     value = _json(checkpoints, *arguments)
     ends = [sample["token_ids"][0] for sample in value["outputs"]]
@@ -89,7 +89,7 @@ def test_the_speed_of_samples_is_that_of_all_of_them(checkpoints: Checkpoints) -
 
 
 def each_decode_s(samples: list[dict[str, Any]]) -> list[float]:
-    """Return each sample's time between its first token and its last."""
+    """Return each sample's time from its first to its last token."""
     return [sample["metrics"]["timing"]["decode_s"] for sample in samples]
 
 
@@ -101,7 +101,7 @@ def test_beams_are_listed_with_their_scores(checkpoints: Checkpoints) -> None:
     assert value["speculation"]["detail"].endswith("verified by beam")
 
 
-def test_it_says_which_drafters_leave_beams_alone(checkpoints: Checkpoints) -> None:
+def test_drafters_that_do_not_support_beams_are_named(checkpoints: Checkpoints) -> None:
     ngram = ("--speculative-config", "method=ngram,draft_length=fixed", "--max-tokens", "4")
     result = _invoke(PROMPT, "--model", checkpoints.target, *ngram, "--beam-width", "2")
     assert "speculation is off: ngram, 4 tokens a step, but not for a beam search" in result.stderr
@@ -134,7 +134,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(checkpoints: Checkpoints) -> 
     assert re.search(r"; \d\.\d\d tokens per pass, acceptance rate \d\.\d\d; ", result.stderr)
 
 
-def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:
+def test_a_verifier_that_is_not_lossless_is_announced(checkpoints: Checkpoints) -> None:
     lenient = ("--speculation", "verification=lenient", "--max-tokens", "8")
     value = _json(checkpoints, *lenient)
     assert value["metrics"]["speculative_decoding"]["lossless"] is False
@@ -145,7 +145,7 @@ def test_it_says_when_the_text_may_be_another(checkpoints: Checkpoints) -> None:
     assert "lossless" not in strict["speculation"]["detail"]
 
 
-def test_it_says_why_speculation_is_off(checkpoints: Checkpoints) -> None:
+def test_the_reason_why_speculation_is_off_is_printed(checkpoints: Checkpoints) -> None:
     arguments = (PROMPT, "--model", checkpoints.target, "--max-tokens", "4")
     result = _invoke(*arguments, "--no-use-speculative-decoding")
     assert "speculation is off: use_speculative_decoding is False" in result.stderr
@@ -166,7 +166,7 @@ def test_prompt_comes_from_stdin_or_a_file(checkpoints: Checkpoints, tmp_path: P
     assert _invoke("--prompt-file", str(tmp_path / "prompt.txt"), *arguments).stdout == expected
 
 
-def test_there_is_exactly_one_prompt(tmp_path: Path) -> None:
+def test_exactly_one_prompt_is_required(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no prompt"):
         read_prompt(None, None)
     with pytest.raises(RequestError, match="two prompts"):

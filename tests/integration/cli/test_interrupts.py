@@ -1,4 +1,4 @@
-"""Ctrl-C while a command loads a model: one line, exit code 130, and no waiting for what can't be stopped."""
+"""Ctrl-C while a command loads a model: one line, exit code 130, and no waiting for threads that can't be stopped."""
 
 from __future__ import annotations
 

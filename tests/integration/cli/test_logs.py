@@ -1,4 +1,4 @@
-"""`--log-level`, and what the library logs: nothing is shown unless somebody asks."""
+"""`--log-level`, and the library's log: without the flag nothing is shown."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
     assert "INFO speculant.engine.build: speculation is on: fallback, adaptive length" in shown
 
 
-def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:
+def test_without_a_log_level_nothing_is_logged(checkpoints: Checkpoints) -> None:
     shown = _stderr(checkpoints)
     assert "INFO" not in shown
     lines = [line for line in shown.splitlines() if not line.startswith("Loading")]  # progress, on a busy machine
     assert len(lines) == 1, "the line of figures"
 
 
-def test_log_level_that_is_none_is_refused() -> None:
+def test_an_unknown_log_level_is_refused() -> None:
     result = CliRunner().invoke(app, ["doctor", "--log-level", "loud"])
     assert result.exit_code == 2
     assert "loud" in result.output

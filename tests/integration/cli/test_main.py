@@ -8,12 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import typer.main
 
 from speculant import __version__
+from speculant.cli.main import COMMANDS, app
 from tests.models import Checkpoints
 
 _COMMAND = f"{sys.executable} -m speculant.cli.main"
-COMMANDS = ("generate", "chat", "demo", "doctor", "check-lossless", "check-pair", "plan", "train")
 
 
 def _speculant(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +43,12 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_has_their_summaries(command: str) -> None:
+    found = typer.main.get_command(app).get_command(None, command)  # type: ignore[attr-defined]
+    assert " ".join(found.help.partition("\n\n")[0].split()) == COMMANDS[command]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str) -> None:
     result = _speculant(command, "--help")
     assert result.returncode == 0
@@ -51,7 +58,7 @@ def test_every_command_has_help_with_examples(command: str) -> None:
 
 @pytest.mark.parametrize("width", ["60", "80"])
 @pytest.mark.parametrize("group", [(), ("bench",), ("train",)])
-def test_help_cuts_no_summary(group: tuple[str, ...], width: str) -> None:
+def test_help_shows_whole_summaries(group: tuple[str, ...], width: str) -> None:
     result = _speculant(*group, "--help", COLUMNS=width)
     commands = result.stdout.partition("Commands:")[2].partition("Examples:")[0]
     assert len(commands.split()) > 20
@@ -100,7 +107,7 @@ def test_debugging_shows_the_traceback() -> None:
     assert "ConfigError" in result.stderr
 
 
-def test_what_does_not_fit_is_a_runtime_error(
+def test_an_exceeded_capacity_is_a_runtime_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from speculant.cli import main as command
@@ -116,11 +123,11 @@ def test_what_does_not_fit_is_a_runtime_error(
     assert capsys.readouterr().err == "error: the cache is full\n  fix: raise kv_memory.\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(checkpoints: Checkpoints) -> None:
+def test_a_closed_pipe_is_no_error(checkpoints: Checkpoints) -> None:
     arguments = f"generate hello --model {checkpoints.target} --max-tokens 100 --ignore-eos"
     command = f"{sys.executable} -m speculant.cli.main {arguments} | head -c 1"
-    result = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
-    assert "Traceback" not in result.stderr
+    result = subprocess.run(["bash", "-c", command], check=False, capture_output=True)
+    assert b"Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
@@ -153,7 +160,9 @@ def test_a_folder_that_cannot_be_made_is_explained() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_fault_of_ours_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from speculant.cli import main as command
 
     def fail() -> None:
@@ -179,7 +188,7 @@ def test_a_locale_without_the_characters_is_no_error(checkpoints: Checkpoints, e
     assert _speculant("demo", "--max-tokens", "4", **locale).returncode == 0
 
 
-def test_a_prompt_that_is_no_text_is_explained(checkpoints: Checkpoints) -> None:
+def test_a_prompt_that_is_not_text_is_explained(checkpoints: Checkpoints) -> None:
     result = _shell(f"printf '\\377' | {_COMMAND} generate - --model {checkpoints.target}", LC_ALL="C")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: the prompt is no text")
+    assert result.stderr.startswith("error: the prompt is not valid text")

@@ -1,4 +1,4 @@
-"""Commands that take a while: the first line soon, results when they are there, and nothing but JSON on stdout."""
+"""Slow commands: an early first line, results as soon as they are known, and only JSON on stdout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPARE = ("bench", "compare", "demo", "--draft-model", "demo", "--method", "ngr
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a command's output, and when it came."""
+    """A line of a command's output, and its time."""
 
     stream: str
     text: str
@@ -29,7 +29,7 @@ class Line:
 
 
 def run(*arguments: str) -> list[Line]:
-    """Run a command to its end and return its lines in the order in which they came."""
+    """Run a command to its end and return its lines in order."""
     started, lines = time.monotonic(), list[Line]()
     process = subprocess.Popen(
         [sys.executable, "-m", "speculant.cli.main", *arguments],
@@ -61,7 +61,7 @@ def first(lines: list[Line], beginning: str) -> Line:
     return next(line for line in lines if line.text.strip().startswith(beginning))
 
 
-def test_check_lossless_prints_each_result_when_it_is_there() -> None:
+def test_check_lossless_prints_each_result_at_once() -> None:
     lines = run(*CHECK)
     results = [line for line in lines if line.stream == "out"]
     settings, proof = first(results, "speculation is on"), first(results, "block, for sampled")
@@ -70,7 +70,7 @@ def test_check_lossless_prints_each_result_when_it_is_there() -> None:
     assert proof.seconds < verdict.seconds / 2 + settings.seconds, "the first proof doesn't wait for the tests"
 
 
-def test_check_lossless_as_json_keeps_stdout_for_the_document() -> None:
+def test_check_lossless_prints_only_json_to_stdout() -> None:
     lines = run(*CHECK, "--json")
     assert json.loads("\n".join(line.text for line in lines if line.stream == "out"))["lossless"]
 
@@ -88,7 +88,7 @@ def test_bench_compare_shows_medians_after_the_first_round(as_json: tuple[str, .
         assert json.loads("\n".join(line.text for line in lines if line.stream == "out"))["cases"]
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(
+def test_progress_without_a_terminal_is_occasional_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "SOON_S", 0.05)
@@ -117,9 +117,9 @@ def test_many_short_parts_print_a_line_too(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("Part ")
 
 
-def test_interim_results_come_at_once_and_then_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interim_results_are_printed_occasionally(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_of_runs(4) as runs:
         for number in range(4):
             runs.begin("plain")
-            runs.tell(f"after {number}")
+            runs.show(f"after {number}")
     assert capsys.readouterr().err.splitlines() == ["Warming up", "after 0"]

@@ -26,7 +26,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 GENERATING = [path for path, kind in BODIES.items() if issubclass(kind, GeneratingBody)]
 
-# Where a test shows that a field is read which is no setting of `SamplingParams`.
+# Tests that show that fields other than settings of `SamplingParams` are read.
 READ = {
     **dict.fromkeys(["model", "seed"], "test_openai_client.py"),
     **dict.fromkeys(["stream", "stream_options", "logprobs", "top_logprobs", "prediction"], "test_openai_client.py"),
@@ -44,7 +44,7 @@ READ = {
 
 
 def outcome(demo: LiveServer, path: str, name: str) -> str:
-    """Return what becomes of a field: refused by name, read, ignored, or dropped."""
+    """Return how a field is handled: refused by name, read, ignored, or dropped."""
     kind, base, value = BODIES[path], BASES[path], value_of(name, path)
     if name in kind.model_fields:
         return "read" if name in READ or name in SETTINGS else "unproven"
@@ -78,17 +78,17 @@ def test_a_documented_field_is_never_dropped(demo: LiveServer, name: str) -> Non
             assert found in ("read", "refused"), (path, found)
 
 
-def test_the_table_has_no_field_of_nobody() -> None:
+def test_every_listed_field_is_documented_by_a_server() -> None:
     assert [
         name for name in (*REFUSED, *ACCEPTED) if name not in NAMES and name not in {"detokenize", "tool_choice"}
     ] == []
     assert [name for name in VALUES if name not in NAMES] == []
 
 
-def test_what_proves_that_a_field_is_read_names_it() -> None:
+def test_each_field_has_a_test_that_names_it() -> None:
     folder = Path(__file__).parent
     for name, file in READ.items():
-        text = (folder / file).read_text(encoding="utf-8").split("# --- what is read", 1)[-1]
+        text = (folder / file).read_text(encoding="utf-8").split("# --- fields that are read", 1)[-1]
         assert re.search(rf"\b{name}\b", text), (name, file)
 
 
@@ -101,7 +101,7 @@ def test_what_proves_that_a_field_is_read_names_it() -> None:
         ({"reasoning_effort": "low"}, 'use reasoning={"effort": ...}.'),
     ],
 )
-def test_a_response_says_what_stands_for_the_fields_of_a_chat(demo: LiveServer, sent: Any, advice: str) -> None:
+def test_a_response_names_its_own_fields_for_those_of_a_chat(demo: LiveServer, sent: Any, advice: str) -> None:
     reply = demo.http.post("/v1/responses", json={**BASES["/v1/responses"], **sent})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(sent))
@@ -110,7 +110,7 @@ def test_a_response_says_what_stands_for_the_fields_of_a_chat(demo: LiveServer, 
 
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("value", [None, False])
-def test_a_field_that_asks_for_nothing_is_accepted(demo: LiveServer, path: str, value: Any) -> None:
+def test_a_field_without_effect_is_accepted(demo: LiveServer, path: str, value: Any) -> None:
     off = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0, "truncation": "disabled", "n_predict": -1}
     demo.post(path, **BASES[path], guided_json=value, grammar="", logits_processors=[], **off)
 
@@ -124,13 +124,13 @@ def test_a_field_of_another_route_is_refused(demo: LiveServer) -> None:
     reply = demo.http.post("/v1/completions", json={**BASES["/v1/completions"], "max_completion_tokens": 2})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "max_completion_tokens")
-    assert error["message"] == "max_completion_tokens is a field of /v1/chat/completions alone."
+    assert error["message"] == "max_completion_tokens is a field of /v1/chat/completions only."
 
 
-# --- what is read
+# --- fields that are read
 
 
-def test_a_text_with_its_own_first_token_gets_no_second_one(demo: LiveServer) -> None:
+def test_a_text_with_a_first_token_gets_no_second_one(demo: LiveServer) -> None:
     text = "<|endoftext|>" + PROMPT
     plain = demo.post("/v1/completions", prompt=PROMPT, **GREEDY)["usage"]["prompt_tokens"]
     without = demo.post("/v1/completions", prompt=text, add_special_tokens=False, **GREEDY)

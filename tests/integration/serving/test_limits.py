@@ -1,4 +1,4 @@
-"""What is too much is refused within a second, and /health answers meanwhile."""
+"""Requests beyond the limits are refused within a second, and /health answers meanwhile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LARGE: dict[str, bytes] = {
 
 
 class HealthWatch:
-    """Asks for /health again and again while the block runs, at least once."""
+    """Requests /health repeatedly while the block runs, at least once."""
 
     def __init__(self, url: str) -> None:
         self._url, self._done = url, threading.Event()
@@ -72,12 +72,12 @@ class HealthWatch:
                 self.times.append(time.monotonic() - started)
 
     def share_within(self, seconds: float) -> float:
-        """Return the share of answers that took no longer."""
+        """Return the share of answers within a time."""
         return sum(each <= seconds for each in self.times) / len(self.times)
 
 
 def refusal_time(url: str, request: bytes) -> float:
-    """Send what has to be refused; return how long that took, in seconds."""
+    """Send a request that must be refused; return the time in seconds."""
     reply = asyncio.run(exchange(url, request))
     assert 400 <= reply.status < 500, (reply.status, reply.body[:500])
     assert reply.value["error"]["message"]
@@ -86,7 +86,7 @@ def refusal_time(url: str, request: bytes) -> float:
 
 
 def second_chance(url: str, request: bytes) -> float:
-    """Return the time of a refusal, or of another one if it took over a second: other programs may have delayed it."""
+    """Return the time of a refusal. One over a second is measured again: other programs may have delayed it."""
     took = refusal_time(url, request)
     return min(took, refusal_time(url, request)) if took > 1 else took
 
@@ -123,7 +123,7 @@ def test_a_hundred_of_each_are_refused_at_once(serve_process: Any) -> None:
 
 
 def test_a_large_body_is_not_read(demo: LiveServer) -> None:
-    """The answer comes before the body has."""
+    """The answer precedes the end of the body."""
     host, port = demo.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(

@@ -1,4 +1,4 @@
-"""The page at `/`: what it consists of, and how it works in a browser where one is installed."""
+"""The page at `/`: its content, and its behaviour in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = "import os\n\n\ndef read_lines(path):\n"
 
 
 class Elements(HTMLParser):
-    """The elements of a page with their attributes, and the controls that stand inside a label."""
+    """The elements of a page with their attributes, and the controls within labels."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Elements(HTMLParser):
         self._in_label = self._in_label and tag != "label"
 
 
-def test_page_is_whole_and_works_offline(demo: LiveServer) -> None:
+def test_page_is_complete_and_works_offline(demo: LiveServer) -> None:
     texts = {}
     for path, (_, kind) in PAGE.items():
         response = demo.http.get(path)
@@ -70,7 +70,7 @@ def test_page_labels_its_controls(demo: LiveServer) -> None:
     assert ("html", {"lang": "en"}) in page.found
 
 
-def test_page_needs_no_key_and_the_rest_does(serve: Callable[..., LiveServer]) -> None:
+def test_only_the_page_needs_no_key(serve: Callable[..., LiveServer]) -> None:
     server = serve(AsyncEngine("demo", max_num_seqs=2), api_keys=(KEY,)).ready()
     assert [server.http.get(path).status_code for path in PAGE] == [200] * len(PAGE)
     closed = ("/v1/models", "/metrics", "/version", "/openapi.json", "/page.js/x")
@@ -95,7 +95,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, demo: LiveServer) -> Iterator[Any]:
-    """Open the page; whatever goes wrong in its script fails the test."""
+    """Open the page; an error in its script fails the test."""
     opened, problems = browser.new_page(viewport={"width": 1280, "height": 1000}), list[str]()
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.goto(demo.url)
@@ -106,7 +106,7 @@ def page(browser: Any, demo: LiveServer) -> Iterator[Any]:
 
 
 def expect(locator: Any) -> Any:
-    """Return what waits for a locator's text."""
+    """Return a function that waits for a locator's text."""
     from playwright.sync_api import expect as waiting
 
     return waiting(locator)
@@ -118,7 +118,7 @@ def texts(page: Any, kind: str) -> str:
 
 
 def ended(page: Any) -> str:
-    """Return what the page says at the end of a run."""
+    """Return the page's message at the end of a run."""
     expect(page.locator("#status")).to_contain_text(" tokens", timeout=60_000)
     return str(page.text_content("#status"))
 
@@ -153,7 +153,7 @@ def test_page_turns_speculation_off(page: Any) -> None:
     assert page.text_content("#without").endswith("tokens/s")
 
 
-def test_page_compares_both(page: Any) -> None:
+def test_page_compares_plain_and_speculative(page: Any) -> None:
     page.fill("#prompt", PROMPT)
     page.fill("#temperature", "0.8")
     page.click("#compare")
@@ -165,8 +165,8 @@ def test_page_compares_both(page: Any) -> None:
         page.screenshot(path=str(Path(folder) / "compare.png"))
 
 
-def test_page_has_no_gain_between_two_prompts(page: Any) -> None:
-    """One run with speculation and another one without are no comparison, whatever their speeds are."""
+def test_page_compares_no_two_prompts(page: Any) -> None:
+    """Runs of two different prompts, with and without speculation, are not compared."""
     for prompt, label in ((PROMPT, "with"), ("class Stack:\n", "without")):
         page.fill("#prompt", prompt)
         page.click("#run")
@@ -177,8 +177,8 @@ def test_page_has_no_gain_between_two_prompts(page: Any) -> None:
         page.keyboard.press("Space")
 
 
-def test_page_compares_both_ways_from_the_same_start(page: Any) -> None:
-    """The same request twice, but for the switch and the salt: the second run can't draft from the first one's text."""
+def test_page_comparisons_have_the_same_start(page: Any) -> None:
+    """Both requests differ only in the switch and the salt: the second can't draft from the text of the first."""
     sent: list[dict[str, Any]] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
     page.fill("#prompt", PROMPT)
@@ -206,7 +206,7 @@ def test_page_chats_with_a_fixed_length(page: Any) -> None:
     ended(page)
 
 
-def test_page_stops_and_says_what_is_wrong(page: Any) -> None:
+def test_page_stops_and_explains_errors(page: Any) -> None:
     page.route("**/v1/completions", lambda route: None)  # no answer comes
     page.click("#run")
     expect(page.locator("#status")).to_have_text("Running …")

@@ -71,7 +71,7 @@ def test_the_form_follows_the_reasoning(server: LiveServer, seed: int) -> None:
 
 
 def test_the_model_chooses_whether_to_reason(server: LiveServer) -> None:
-    likely = {str(THINK): 50, str(THOUGHT): 50}  # again and again, until it ends
+    likely = {str(THINK): 50, str(THOUGHT): 50}  # repeatedly, until it ends
     thinks = [answer(server, logit_bias=likely, seed=seed) for seed in range(5)]
     assert {message["content"] for message in thinks} <= {"yes!!!", "no!!!"}
     assert {message.get("reasoning_content", "<think>")[:7] for message in thinks} == {"<think>"}
@@ -81,7 +81,7 @@ def test_the_model_chooses_whether_to_reason(server: LiveServer) -> None:
     assert does_not["content"] in ("yes!!!", "no!!!")
 
 
-def test_no_reasoning_where_it_is_switched_off(server: LiveServer) -> None:
+def test_reasoning_can_be_switched_off(server: LiveServer) -> None:
     likely = {str(THINK): 90}
     for given in (
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -94,7 +94,7 @@ def test_no_reasoning_where_it_is_switched_off(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(("effort", "end"), [("none", "<think></think>"), ("low", "<think>"), (None, "[assistant]")])
-def test_the_effort_is_told_to_the_template(server: LiveServer, effort: str | None, end: str) -> None:
+def test_the_effort_reaches_the_template(server: LiveServer, effort: str | None, end: str) -> None:
     made = server.post("/tokenize", messages=CHAT, reasoning_effort=effort)
     assert server.post("/detokenize", tokens=made["tokens"])["prompt"].endswith(end)
     own = server.post(
@@ -103,7 +103,7 @@ def test_the_effort_is_told_to_the_template(server: LiveServer, effort: str | No
     assert server.post("/detokenize", tokens=own["tokens"])["prompt"].endswith("<think></think>")
 
 
-def test_an_unended_reasoning_is_all_there_is(server: LiveServer) -> None:
+def test_reasoning_without_an_end_is_the_whole_answer(server: LiveServer) -> None:
     message = answer(server, chat_template_kwargs={"enable_thinking": True}, logit_bias={str(THOUGHT): -100})
     assert (message["content"], message["finish_reason"]) == ("", "length")
     assert message["reasoning_content"]
@@ -121,7 +121,7 @@ def test_the_last_message_is_continued(server: LiveServer) -> None:
     assert (refused.status_code, "can't be continued" in refused.json()["error"]["message"]) == (400, True)
 
 
-def test_tools_have_a_template_of_their_own(server: LiveServer) -> None:
+def test_tools_have_their_own_template(server: LiveServer) -> None:
     tools = [{"type": "function", "function": {"name": "cut", "parameters": SCHEMA}}]
     made = server.post("/tokenize", messages=CHAT, tools=tools)
     assert server.post("/detokenize", tokens=made["tokens"])["prompt"] == "<tool_call>TOOLS"
@@ -158,7 +158,7 @@ def opening(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}], ids=["", "not wanted"])
 def test_a_form_is_content_where_the_template_opens_reasoning(opening: LiveServer, variables: dict[str, Any]) -> None:
-    """It was reasoning_content where the form and the reader of the answer did not agree on where reasoning begins."""
+    """The form and the reader of the answer must agree on where reasoning begins."""
     likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     for given in ({"response_format": form, "structured_outputs": None}, FORM):
@@ -175,7 +175,7 @@ def test_a_user_s_tag_opens_no_reasoning(server: LiveServer) -> None:
     assert choice["message"]["content"] in ("yes!!!", "no!!!")
 
 
-def test_a_response_has_its_reasoning_apart(opening: LiveServer) -> None:
+def test_a_response_separates_its_reasoning(opening: LiveServer) -> None:
     likely = {} if opening.url.endswith("several tokens") else {str(THOUGHT): 6}
     settings = {**RESPONSE, **FORM, "logit_bias": likely}
     whole = opening.post("/v1/responses", **settings)
@@ -198,7 +198,7 @@ def test_a_response_has_its_reasoning_apart(opening: LiveServer) -> None:
     assert [each["item"]["type"] for each in added] == [item["type"] for item in whole["output"]]
 
 
-def test_a_cut_reasoning_is_all_of_a_response(server: LiveServer) -> None:
+def test_cut_reasoning_is_the_whole_response(server: LiveServer) -> None:
     variables = {"enable_thinking": True}
     whole = server.post("/v1/responses", **RESPONSE, chat_template_kwargs=variables, logit_bias={str(THOUGHT): -100})
     assert [(item["type"], item["status"]) for item in whole["output"]] == [("reasoning", "incomplete")]
@@ -208,8 +208,8 @@ def test_a_cut_reasoning_is_all_of_a_response(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_output_tokens", "max_tokens"])
-def test_a_response_keeps_to_its_limit(server: LiveServer, limit: str) -> None:
-    """max_tokens was dropped: the answer filled the context."""
+def test_a_response_respects_its_limit(server: LiveServer, limit: str) -> None:
+    """Without max_tokens the answer would fill the context."""
     whole = server.post("/v1/responses", **{"input": "hi", limit: 3})
     assert (whole["usage"]["output_tokens"], whole["max_output_tokens"], whole["status"]) == (3, 3, "incomplete")
 
@@ -245,7 +245,7 @@ def test_a_response_has_log_probabilities(server: LiveServer) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_response_can_t_honour_is_refused(server: LiveServer, field: str, value: Any) -> None:
+def test_fields_without_effect_on_a_response_are_refused(server: LiveServer, field: str, value: Any) -> None:
     refused = server.http.post("/v1/responses", json={**RESPONSE, field: value})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 

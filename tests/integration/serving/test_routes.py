@@ -1,4 +1,4 @@
-"""The routes beside OpenAI's, and this server's own fields."""
+"""The routes that OpenAI does not have, and this server's own fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 CHAT: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-def test_tokens_there_and_back(demo: LiveServer) -> None:
+def test_detokenize_reverses_tokenize(demo: LiveServer) -> None:
     text = "def f(x):\n    return 'ä€😀'"
     made = demo.post("/tokenize", prompt=text, return_token_strs=True)
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
@@ -79,8 +79,8 @@ def test_speculation_is_switched_per_request(demo: LiveServer) -> None:
     assert 1 < figures["tokens_per_pass"] <= on["usage"]["completion_tokens"] / figures["num_spec_steps"]
 
 
-def test_end_tokens_are_no_part_of_an_answer_on_any_route(demo: LiveServer) -> None:
-    """The token is counted and its log-probability is there; whole and streamed answers agree."""
+def test_no_answer_contains_end_tokens(demo: LiveServer) -> None:
+    """The token is counted and has a log-probability; whole and streamed answers agree."""
     full = demo.post("/v1/completions", prompt=PROMPT, logprobs=0, **GREEDY)["choices"][0]
     place = next(i for i, text in enumerate(full["logprobs"]["tokens"]) if i > 2 and text.strip())
     text = full["logprobs"]["tokens"][place]
@@ -100,7 +100,7 @@ def test_end_tokens_are_no_part_of_an_answer_on_any_route(demo: LiveServer) -> N
 
 
 @pytest.mark.parametrize("usage", [True, False])
-def test_the_last_chunk_tells_of_speculation(demo: LiveServer, usage: bool) -> None:
+def test_the_last_chunk_has_figures_on_speculation(demo: LiveServer, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     for path, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})):
         *others, last = demo.chunks(path, **asked, **GREEDY, **options)
@@ -115,7 +115,7 @@ def test_input_without_text_is_refused(demo: LiveServer, given: list[Any]) -> No
     assert demo.http.post("/v1/responses", json={"input": given}).status_code == 400
 
 
-def test_chunks_tell_drafted_tokens(demo: LiveServer) -> None:
+def test_chunks_show_drafted_tokens(demo: LiveServer) -> None:
     chunks = demo.chunks("/v1/completions", prompt=PROMPT, speculant={"tokens": True}, **GREEDY)
     tokens = [token for chunk in chunks for token in chunk.get("speculant_tokens", [])]
     assert len(tokens) == 24
@@ -160,7 +160,7 @@ def test_a_stop_string_ends_the_text(demo: LiveServer) -> None:
     assert answer["text"] == whole[: whole.index(stop)]
 
 
-def test_cached_tokens_are_told(demo: LiveServer) -> None:
+def test_cached_tokens_are_reported(demo: LiveServer) -> None:
     prompt = "this prompt comes twice and is long enough to fill some blocks of the cache " * 3
     first, again = (demo.post("/v1/completions", prompt=prompt, **GREEDY)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
@@ -175,7 +175,7 @@ def test_request_ids_are_echoed(demo: LiveServer) -> None:
     assert demo.http.get("/nothing").headers["x-request-id"]
 
 
-def test_unknown_routes_are_errors_of_openai(demo: LiveServer) -> None:
+def test_unknown_routes_have_openai_s_errors(demo: LiveServer) -> None:
     missing, wrong = demo.http.get("/v2/things"), demo.http.get("/v1/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
     for response in (missing, wrong):
@@ -189,7 +189,7 @@ def test_the_openapi_document_has_the_bodies(demo: LiveServer) -> None:
     assert "messages" in document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
 
 
-def test_a_tool_choice_insists_on_a_call(demo: LiveServer) -> None:
+def test_a_tool_choice_requires_a_call(demo: LiveServer) -> None:
     parameters = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
     tools = [{"type": "function", "function": {"name": "cut", "parameters": parameters}}]
     settings = {**GREEDY, "max_tokens": 80, "messages": CHAT, "tools": tools}
@@ -214,7 +214,7 @@ def test_head_is_answered_as_get_without_the_body(demo: LiveServer, path: str) -
     assert demo.http.get("/health").status_code == 200  # the connection can go on
 
 
-def test_a_compressed_body_is_told_so(demo: LiveServer) -> None:
+def test_a_compressed_body_is_explained(demo: LiveServer) -> None:
     body = gzip.compress(json.dumps({"prompt": PROMPT}).encode())
     reply = demo.http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
     assert reply.status_code == 415
@@ -241,7 +241,7 @@ def test_a_compressed_body_is_told_so(demo: LiveServer) -> None:
         ("/v1/responses", {"input": "x y " * 2000}, "input"),
     ],
 )
-def test_an_error_names_the_field_as_it_was_sent(
+def test_an_error_uses_the_field_name_that_was_sent(
     demo: LiveServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     bases = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
@@ -252,7 +252,7 @@ def test_an_error_names_the_field_as_it_was_sent(
     assert name is None or name[0] == param or param == "speculation"  # of that, the key is named
 
 
-def test_the_model_has_each_of_its_names(serve: Any, checkpoints: Checkpoints) -> None:
+def test_the_model_is_found_by_each_name(serve: Any, checkpoints: Checkpoints) -> None:
     given = str(checkpoints.target)
     server: LiveServer = serve(AsyncEngine(given), served_model_names=("mine", "other")).ready()
     for name in ("mine", "other", given):

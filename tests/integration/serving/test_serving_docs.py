@@ -1,4 +1,4 @@
-"""docs/serving.md lists what there is, and its program runs."""
+"""docs/serving.md lists all options, fields, routes and metrics, and its program runs."""
 
 from __future__ import annotations
 

@@ -81,13 +81,13 @@ def test_a_named_call_streams_as_deltas(server: LiveServer) -> None:
     ],
     ids=["no function", "no tools", "unknown", "too many", "two forms"],
 )
-def test_senseless_tools_are_refused(server: LiveServer, given: dict[str, Any]) -> None:
+def test_invalid_tools_are_refused(server: LiveServer, given: dict[str, Any]) -> None:
     response = server.http.post("/v1/chat/completions", json={**BODY, **given})
     assert response.status_code == 400
 
 
 def test_several_calls_are_parsed(server: LiveServer) -> None:
-    """Unless the request wants one: a call may be followed by a line break and another one."""
+    """Unless the request wants only one, a line break and another call may follow a call."""
     bias = {key: value for key, value in BODY["logit_bias"].items() if key != str(ALPHABET.index("Ċ"))}
     body = {**BODY, "logit_bias": {**bias, str(END): -100}, "tool_choice": "required", "max_completion_tokens": 300}
     message = server.post("/v1/chat/completions", **body)["choices"][0]["message"]
@@ -103,8 +103,8 @@ def test_several_calls_are_parsed(server: LiveServer) -> None:
     [("required", "tool_calls"), ({"type": "function", "function": {"name": "sew"}}, "stop")],
     ids=["required", "named"],
 )
-def test_a_forced_call_is_a_call_whatever_the_template(without_tools: LiveServer, choice: Any, reason: str) -> None:
-    """It came as content where the template's format was not known."""
+def test_a_forced_call_is_read_with_any_template(without_tools: LiveServer, choice: Any, reason: str) -> None:
+    """Also if the template's format is unknown."""
     body = {**BODY, "tool_choice": choice, "parallel_tool_calls": False, "logit_bias": {}}
     (answer,) = without_tools.post("/v1/chat/completions", **body)["choices"]
     assert (answer["finish_reason"], answer["message"]["content"]) == (reason, None)
@@ -126,8 +126,8 @@ def test_tools_that_the_model_may_call_need_a_format(without_tools: LiveServer) 
     without_tools.post("/v1/chat/completions", **{**BODY, "tool_choice": "none", "max_completion_tokens": 2})
 
 
-def test_a_response_format_is_compact_unless_blanks_are_asked(server: LiveServer) -> None:
-    """One boolean ran into 60 tokens of blanks."""
+def test_a_response_format_is_compact_by_default(server: LiveServer) -> None:
+    """With white space, one boolean was followed by 60 tokens of blanks."""
     space = {str(ALPHABET.index("Ġ")): 100}
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}}}
@@ -145,8 +145,8 @@ def test_a_response_format_is_compact_unless_blanks_are_asked(server: LiveServer
 
 
 @pytest.mark.parametrize(("include", "content"), [(False, ""), (True, "<end>")])
-def test_an_end_token_is_no_part_of_a_chat_with_tools(server: LiveServer, include: bool, content: str) -> None:
-    """Whole and streamed: the parsers of tools read the same text, and the token still counts."""
+def test_an_end_token_is_not_in_the_text_of_a_chat_with_tools(server: LiveServer, include: bool, content: str) -> None:
+    """For whole and streamed answers: tool parsers read the same text, and the token still counts."""
     ending = BODY | {"logit_bias": {str(END): 100}, "skip_special_tokens": False, "include_stop_str_in_output": include}
     answer = server.post("/v1/chat/completions", **ending)
     (choice,) = answer["choices"]

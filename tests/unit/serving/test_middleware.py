@@ -1,4 +1,4 @@
-"""Bounds and keys, at an application that tells what reaches it."""
+"""Bounds and keys, with an application that returns what it receives."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_health_needs_no_key() -> None:
 
 
 @pytest.mark.parametrize(("given", "kept"), [("abc", True), ("a b", False), ("x" * 129, False), ("", False)])
-def test_request_ids_are_kept_if_they_are_sound(given: str, kept: bool) -> None:
+def test_valid_request_ids_are_kept(given: str, kept: bool) -> None:
     answered = ask(RequestIds(echo), headers={"x-request-id": given}).headers["x-request-id"]
     assert (answered == given) is kept
     assert answered
 
 
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 200)])
-def test_a_compressed_body_is_refused_as_such(coding: str, status: int) -> None:
+def test_a_compressed_body_is_refused(coding: str, status: int) -> None:
     response = ask(limited(), content=b"x", headers={"content-encoding": coding})
     assert response.status_code == status
     if status == 415:

@@ -87,12 +87,12 @@ def test_a_component_of_common_checkpoints_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_MAP)
-def test_a_usual_character_map_is_accepted(name: str) -> None:
+def test_a_common_character_map_is_accepted(name: str) -> None:
     check_length_bounds(with_parts(normalizer=WITH_MAP[name]))
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_style, metaspace_style])
-def test_usual_tokenizers_are_accepted(make: Any) -> None:
+def test_common_tokenizers_are_accepted(make: Any) -> None:
     check_length_bounds(make().backend)
 
 

@@ -1,7 +1,6 @@
 """Calls that are the whole text: `{"name": "f", "arguments": {...}}`, several separated by ";" or white space.
 
-No template is written for it. It is the form of a call that a request insists on where the format of the model's own
-calls is not known.
+No template uses this format. It is the form of calls that a request requires if the model's own format is unknown.
 """
 
 from __future__ import annotations
